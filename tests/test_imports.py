@@ -34,8 +34,9 @@ IN_FUNCTIONS = {
     "dgemma.eval.__main__": {"dgemma.eval.harness", "lm_eval.__main__"},
     "dgemma.train.lora": {"dgemma_kernels.ops.grouped"},  # needs Triton
     "dgemma.view.gif": {"PIL", "matplotlib"},
-    # Needs a Triton with Gluon, and is only for Hopper.
+    # They need a Triton with Gluon, and are only for Hopper.
     "dgemma_kernels.ops.attention.kernel": {"dgemma_kernels.ops.attention.hopper"},
+    "dgemma_kernels.ops.experts.kernel": {"dgemma_kernels.ops.experts.hopper"},
 }
 # The folders that a folder must not import.
 FORBIDDEN = {

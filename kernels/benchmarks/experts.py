@@ -340,6 +340,7 @@ class Half:
             self.attention, x, *self.residual_norms, EPS, float8=layer.format == "fp8"
         )
         assert isinstance(dense_in, Tensor)
+        assert isinstance(expert_in, Tensor | Quantized)
         side = self.side or main
         side.wait_stream(main)
         with torch.cuda.stream(side):

@@ -2,7 +2,8 @@
 
 Every format is applied to all matrices of the checkpoints that ship: experts, attention and dense MLPs, without
 routers, self-conditioning and the embedding. A second part rounds random matrices whose statistics resemble those of
-large models. Results are added to a JSON file, so that an interrupted run continues.
+large models. A third part also rounds the inputs of int4 experts, as `accelerate(float8=["experts"])` does. Results are
+added to a JSON file, so that an interrupted run continues.
 
     python kernels/benchmarks/quality.py --out docs/results/quantized.json
 """
@@ -25,6 +26,7 @@ from dgemma.model.gptq import calibration, quantize_with_calibration
 from dgemma.model.quantize import Quantization, quantize
 from dgemma.model.quantized import quantized_weights, set_weight
 from dgemma.train.likelihood import evaluate
+from dgemma_kernels.formats.float8 import quantize as to_float8
 
 FORMATS: dict[str, dict[str, Any] | None] = {
     "bf16": None,
@@ -58,6 +60,14 @@ def load(checkpoint: str, settings: dict[str, Any] | None) -> tuple[dgemma.Diffu
         set_weight(model, name, rounded)
     model.requires_grad_(False)
     return model, math.sqrt(squares[0] / squares[1])
+
+
+def round_inputs(model: dgemma.DiffusionGemma) -> None:
+    """Let the experts round their inputs to float8, with one scale per token."""
+    layers: list[Any] = list(model.layers)
+    for layer in layers:
+        gate_up = layer.experts.gate_up
+        layer.experts.gate_up = lambda rows, ends, fn=gate_up: fn(to_float8(rows).decode().to(rows.dtype), ends)
 
 
 def calibration_text(model: dgemma.DiffusionGemma, checkpoint: str) -> Callable[[dgemma.DiffusionGemma], None]:
@@ -163,6 +173,16 @@ def main() -> None:
                 done[checkpoint] = {"relative_error": error, **measure(model)}
                 write_json(options.out, results)
                 print(name, checkpoint, done[checkpoint], flush=True)
+    inputs = results.setdefault("float8_inputs", {})
+    for checkpoint, measure in measures.items():
+        for kind in ("bf16", "float8"):
+            if kind not in inputs.setdefault(checkpoint, {}):
+                model, _ = load(checkpoint, FORMATS["int4, groups of 64"])
+                if kind == "float8":
+                    round_inputs(model)
+                inputs[checkpoint][kind] = measure(model)
+                write_json(options.out, results)
+                print(kind, "inputs", checkpoint, inputs[checkpoint][kind], flush=True)
 
 
 if __name__ == "__main__":

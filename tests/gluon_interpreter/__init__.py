@@ -1,4 +1,4 @@
-"""Runs the source of a Gluon kernel on CPU tensors: the part of Gluon for Hopper that `ops.attention.hopper` uses.
+"""Runs the source of a Gluon kernel on CPU tensors: the part of Gluon for Hopper that the kernels use.
 
 Triton's interpreter does not know Gluon. `load` executes a module with these functions in place of Triton. `machine`
 describes what is simulated, and which errors it detects that a GPU may not show.
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gluon_interpreter import machine, tiles
+from gluon_interpreter import machine, ptx, tiles
 from gluon_interpreter.tiles import Hazard, Value, elementwise, int32
 
 __all__ = ["Hazard", "load"]
@@ -77,7 +77,9 @@ class Jitted:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return functools.partial(self._launch, grid)
 
-    def _launch(self, grid: tuple[int, ...], *arguments: Any, num_warps: int, **constants: Any) -> None:
+    def _launch(
+        self, grid: tuple[int, ...], *arguments: Any, num_warps: int, maxnreg: int | None = None, **constants: Any
+    ) -> None:
         bound = self.signature.bind(*arguments, **constants).arguments
         for name, argument in bound.items():
             if isinstance(argument, Tensor):
@@ -93,9 +95,12 @@ class Jitted:
 
 
 class _Constexpr(int):
-    """A number known at compile time; plain Python numbers are as well."""
+    """A number known at compile time; plain Python numbers and layouts are as well."""
 
     value = property(int)
+
+    def __new__(cls, value: Any) -> Any:
+        return super().__new__(cls, value) if isinstance(value, int) else value
 
 
 def _range(*bounds: Any) -> Any:
@@ -110,14 +115,20 @@ def _triton(jit: Callable[..., Any]) -> Names:
         constexpr=_Constexpr,
         tensor=Value,
         tuple=tuple,
+        uint8=torch.uint8,
+        int16=torch.int16,
+        bfloat16=torch.bfloat16,
+        float8e4nv=torch.float8_e4m3fn,
         int32=torch.int32,
         int64=torch.int64,
         float32=torch.float32,
         BlockedLayout=tiles.BlockedLayout,
+        DistributedLinearLayout=tiles.DistributedLinearLayout,
         DotOperandLayout=tiles.DotOperandLayout,
         NVMMADistributedLayout=tiles.NVMMADistributedLayout,
         NVMMASharedLayout=tiles.NVMMASharedLayout,
         SliceLayout=tiles.SliceLayout,
+        SwizzledSharedLayout=tiles.SwizzledSharedLayout,
         program_id=lambda axis: int32(machine.block.program[axis]),
         num_programs=lambda axis: int32(machine.block.grid[axis]),
         static_range=range,
@@ -129,14 +140,20 @@ def _triton(jit: Callable[..., Any]) -> Names:
         where=tiles.where,
         maximum=functools.partial(elementwise, torch.maximum),
         minimum=functools.partial(elementwise, torch.minimum),
+        exp=functools.partial(elementwise, torch.exp),
         exp2=functools.partial(elementwise, torch.exp2),
         log2=functools.partial(elementwise, torch.log2),
         max=functools.partial(tiles.reduce, torch.amax),
         sum=functools.partial(tiles.reduce, torch.sum),
         expand_dims=tiles.expand_dims,
-        convert_layout=lambda tile, layout: Value(tile.data, layout),
+        broadcast=tiles.broadcast,
+        join=tiles.join,
+        convert_layout=lambda tile, layout, assert_trivial=False: Value(tile.data, layout),
+        inline_asm_elementwise=ptx.run,
         load=tiles.Pointer.load,
         store=tiles.Pointer.store,
+        atomic_add=tiles.Pointer.atomic_add,
+        thread_barrier=machine.thread_barrier,
         allocate_shared_memory=machine.Allocation,
         warp_specialize=machine.warp_specialize,
     )
@@ -146,6 +163,11 @@ def _triton(jit: Callable[..., Any]) -> Names:
             fence_async_shared=machine.fence_async_shared,
             warpgroup_mma=machine.warpgroup_mma,
             warpgroup_mma_wait=machine.warpgroup_mma_wait,
+            async_copy=Names(
+                async_copy_global_to_shared=machine.copy_by_threads,
+                commit_group=machine.commit_group,
+                wait_group=machine.wait_group,
+            ),
             mbarrier=Names(
                 MBarrierLayout=tiles.MBarrierLayout,
                 init=barrier.init,
@@ -161,5 +183,5 @@ def _triton(jit: Callable[..., Any]) -> Names:
         )
     )
     descriptors = Names(hopper=Names(TensorDescriptor=tiles.TensorDescriptor))
-    gluon = Names(jit=jit, language=language, nvidia=descriptors)
+    gluon = Names(jit=jit, constexpr_function=lambda function: function, language=language, nvidia=descriptors)
     return Names(jit=jit, cdiv=language.cdiv, language=language, experimental=Names(gluon=gluon))

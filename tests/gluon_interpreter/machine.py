@@ -24,9 +24,10 @@ from torch import Tensor
 from gluon_interpreter.tiles import (
     DotOperandLayout,
     Hazard,
-    MBarrierLayout,
     NVMMADistributedLayout,
     NVMMASharedLayout,
+    Pointer,
+    SwizzledSharedLayout,
     TensorDescriptor,
     Value,
     number,
@@ -99,6 +100,9 @@ class Partition:
         self.knows = set(knows)  # events that happened before the next operation
         self.unfenced: list[Chunk | Barrier] = []
         self.products: deque[Product] = deque()
+        self.group: list[tuple[SharedTile, Pointer, Value | None, int]] = []  # copies by threads
+        self.groups: deque[list[tuple[SharedTile, Pointer, Value | None, int]]] = deque()
+        self.landed: set[int] = set()  # copies that each thread has waited for, not yet known to the other threads
         self.stores: deque[tuple[TensorDescriptor, list[int], SharedTile]] = deque()
         self.name, self.waits_for, self.priority = name, "its turn", priority
         self.ready: Callable[[], bool] = lambda: True
@@ -113,6 +117,8 @@ class Partition:
                 call()
                 if self.products or self.stores:
                     raise Hazard("ends before its products and stores are complete")
+                if self.group or any(self.groups):
+                    raise Hazard("ends before its copies are complete")
         except BaseException as error:
             block.failure = block.failure or error
         block.partitions.remove(self)
@@ -189,6 +195,8 @@ class SharedTile:
         return SharedTile(self.chunk, self.data.view(shape), replace(self.layout, rank=len(shape)))
 
     def permute(self, order: tuple[int, int]) -> "SharedTile":
+        if isinstance(self.layout, SwizzledSharedLayout):
+            return SharedTile(self.chunk, self.data.permute(order), replace(self.layout, order=self.layout.order[::-1]))
         return SharedTile(self.chunk, self.data.permute(order), replace(self.layout, transposed=order == (1, 0)))
 
     def _reinterpret(self, dtype: torch.dtype, shape: tuple[int, ...], layout: NVMMASharedLayout) -> "SharedTile":
@@ -263,7 +271,7 @@ def fence_async_shared() -> None:
 class Allocation:
     """Shared memory by its first index: chunks or barriers."""
 
-    def __init__(self, dtype: torch.dtype, shape: list[int], layout: NVMMASharedLayout | MBarrierLayout) -> None:
+    def __init__(self, dtype: torch.dtype, shape: list[int], layout: Any) -> None:
         if len(shape) != layout.rank + 1:
             raise ValueError(f"shared memory of shape {shape} cannot have the layout {layout}")
         block.shared_bytes += torch.Size(shape).numel() * dtype.itemsize
@@ -271,8 +279,9 @@ class Allocation:
             raise Hazard(f"allocates {block.shared_bytes} bytes of shared memory, but a block has {SHARED_BYTES}")
         self.dtype, self.shape = dtype, shape
         self.parts: list[Any]
-        if isinstance(layout, NVMMASharedLayout):
-            nans = (torch.full(shape[1:], torch.nan, dtype=dtype) for _ in range(shape[0]))
+        if isinstance(layout, NVMMASharedLayout | SwizzledSharedLayout):
+            empty = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
+            nans = (torch.full(shape[1:], empty).to(dtype) for _ in range(shape[0]))
             self.parts = [SharedTile(Chunk(), data, layout) for data in nans]
         else:
             self.parts = [Barrier(f"barrier {i} of {shape[0]}") for i in range(shape[0])]
@@ -314,6 +323,35 @@ def copy_to_shared(desc: TensorDescriptor, at: list[Any], barrier: Barrier, targ
     event = target.chunk.write(asynchronous=True)
     block.copied.add(event)
     block.copies.append(Copy(desc, [number(x) for x in at], barrier, target, event, block.order.random()))
+
+
+def copy_by_threads(target: SharedTile, source: Pointer, mask: Value | None = None) -> None:
+    """Start a copy by the threads of a partition, which complete at `wait_group`. Masked elements become zero."""
+    if list(source.offset.data.shape) != target.shape or source.memory.dtype != target.dtype:
+        raise ValueError(f"{tuple(source.offset.data.shape)} {source.memory.dtype} does not fit {target.shape}")
+    event = target.chunk.write(asynchronous=False)
+    target.data.fill_(torch.nan if target.dtype.is_floating_point else -1)  # not yet there
+    target.chunk.fenced = False
+    block.current.group.append((target, source, mask, event))
+
+
+def commit_group() -> None:
+    block.current.groups.append(block.current.group)
+    block.current.group = []
+
+
+def wait_group(num_outstanding: int) -> None:
+    partition = block.current
+    while len(partition.groups) > num_outstanding:
+        for target, source, mask, event in partition.groups.popleft():
+            target.data.copy_(source.load(mask).data)
+            partition.landed.add(event)
+            partition.unfenced.append(target.chunk)
+
+
+def thread_barrier() -> None:
+    block.current.knows |= block.current.landed
+    block.current.landed.clear()
 
 
 def copy_to_global(desc: TensorDescriptor, at: list[Any], source: SharedTile) -> None:

@@ -51,11 +51,37 @@ class SliceLayout:
 
 
 @dataclass
+class DistributedLinearLayout:
+    registers: list[list[int]]
+    lanes: list[list[int]]
+    warps: list[list[int]]
+    blocks: list[list[int]]
+    shape: list[int]
+    rank = property(lambda self: len(self.shape))
+
+
+@dataclass
+class Derived:
+    """The layout of a tile with other dimensions. The compiler derives it; a conversion must follow."""
+
+    rank: int
+
+
+@dataclass
 class NVMMASharedLayout:
     swizzle_byte_width: int
     element_bitwidth: int
-    rank: int
+    rank: int = 2
     transposed: bool = False
+
+
+@dataclass
+class SwizzledSharedLayout:
+    vec: int
+    per_phase: int
+    max_phase: int
+    order: list[int]
+    rank = property(lambda self: len(self.order))
 
 
 @dataclass
@@ -72,9 +98,19 @@ class Value:
         self.data, self.layout = data, layout
 
     type = property(lambda self: self)  # kernels use `tile.type.layout`
+    dtype = property(lambda self: self.data.dtype)
 
-    def to(self, dtype: torch.dtype) -> "Value":
-        return Value(self.data.to(dtype), self.layout)
+    def reshape(self, *shape: int) -> "Value":
+        return Value(self.data.reshape(shape), Derived(len(shape)))
+
+    def permute(self, *order: Any) -> "Value":
+        order = order[0] if isinstance(order[0], tuple) else order
+        return Value(self.data.permute(order), Derived(len(order)))
+
+    shape = property(lambda self: list(self.data.shape))
+
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> "Value":
+        return Value(self.data.view(dtype) if bitcast else self.data.to(dtype), self.layout)
 
     def __bool__(self) -> bool:
         if self.layout:
@@ -132,24 +168,51 @@ def expand_dims(tile: Value, axis: int) -> Value:
     return Value(tile.data.unsqueeze(axis), tile.layout.parent)
 
 
+def broadcast(x: Value, y: Value) -> tuple[Value, Value]:
+    if x.layout != y.layout:
+        raise ValueError(f"tiles must have one layout, got {x.layout} and {y.layout}")
+    return tuple(Value(data, x.layout) for data in torch.broadcast_tensors(x.data, y.data))
+
+
+def join(x: Value, y: Value) -> Value:
+    return Value(torch.stack((x.data, y.data), -1), Derived(x.data.dim() + 1))
+
+
+@dataclass
+class ElementType:
+    element_ty: torch.dtype
+
+
 @dataclass
 class Pointer:
     """Elements of a contiguous tensor."""
 
     memory: Tensor
     offset: Value
+    dtype = property(lambda self: ElementType(self.memory.dtype))
 
     def __add__(self, offset: Any) -> "Pointer":
         return Pointer(self.memory, self.offset + offset)
 
-    def load(self) -> Value:
+    def load(self, mask: Value | None = None, other: float = 0) -> Value:
         at = self.offset.data
-        return Value(self.memory.view(-1)[self._check(at)], self.offset.layout)
+        inside = torch.ones_like(at, dtype=torch.bool) if mask is None else mask.data.expand(at.shape)
+        bits = {1: torch.uint8}.get(self.memory.element_size(), self.memory.dtype)  # torch indexes no float8
+        values = torch.full(at.shape, other, dtype=bits)
+        values[inside] = self.memory.view(bits).view(-1)[self._check(at[inside])]
+        return Value(values.view(self.memory.dtype), self.offset.layout)
+
+    def atomic_add(self, value: int, sem: str) -> Value:
+        at = self._check(self.offset.data)
+        before = self.memory.view(-1)[at].clone()
+        self.memory.view(-1)[at] += value
+        return Value(before)
 
     def store(self, value: Value, mask: Value) -> None:
         if not self.offset.layout == value.layout == mask.layout:
             raise ValueError(f"tiles must have one layout, got {[self.offset.layout, value.layout, mask.layout]}")
-        self.memory.view(-1)[self._check(self.offset.data[mask.data])] = value.data[mask.data].to(self.memory.dtype)
+        inside = mask.data.expand(value.data.shape)
+        self.memory.view(-1)[self._check(self.offset.data[inside])] = value.data[inside].to(self.memory.dtype)
 
     def _check(self, at: Tensor) -> Tensor:
         if at.numel() and not 0 <= at.min() <= at.max() < self.memory.numel():

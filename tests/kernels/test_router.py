@@ -148,6 +148,7 @@ def test_tiles_contain_every_pair_once_in_stable_order(name, rows_per_tile, devi
     assert torch.equal(tiles.pairs, want.pairs)
     assert torch.equal(tiles.tiles, want.tiles)
     assert torch.equal(tiles.finished, torch.zeros_like(tiles.tiles[:, 0]))
+    assert tiles.queue.tolist() == [0, (tiles.tiles[:, 2] > 0).sum()]
 
 
 def test_the_sort_does_not_depend_on_how_counts_are_loaded(monkeypatch, device):

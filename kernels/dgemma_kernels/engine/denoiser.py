@@ -79,7 +79,8 @@ def accelerate(
 
     A model with quantised experts keeps its own format; its codes are reordered and never decoded. `float8` names other
     products to compute in float8: "attention" (q, k, v and o), "dense" (the dense MLP), "head" and "soft_embedding".
-    The last one stores the embedding a second time, in 8 bits.
+    The last one stores the embedding a second time, in 8 bits. For int4 on Hopper, "experts" rounds the experts' input
+    to float8 in batches of 65 to 320 tokens, such as one canvas.
 
     Converted weights are new tensors; the model's own are freed with the model. `release` removes them from the model
     as soon as they are converted, so that at most one layer exists twice. `attention` names the attention kernel:
@@ -105,6 +106,10 @@ def accelerate(
     if weights == "bf16" and (release or float8):
         what = "release must be False" if release else "float8 must be empty"
         raise ValueError(f'accelerate {what} for weights="bf16", which are the model\'s own.')
+    if "experts" in float8 and batch_invariant:
+        raise ValueError(
+            'accelerate batch_invariant must be False for float8 "experts", which rounds by the size of the batch.'
+        )
     _require_gpu(model, float8=weights == "fp8" or bool(float8))
     config = model.config
     for name in ("head_dim", "global_head_dim"):

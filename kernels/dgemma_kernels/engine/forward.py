@@ -11,12 +11,13 @@ from dgemma.model.config import ModelConfig
 from dgemma_kernels.engine.cache import CacheBuffers
 from dgemma_kernels.engine.products import in_slices
 from dgemma_kernels.engine.weights import LayerWeights, Weights
-from dgemma_kernels.formats import Quantized, format_of
+from dgemma_kernels.formats import FourBit, Quantized, format_of
 from dgemma_kernels.formats.float8 import multiply, multiply_unscaled
+from dgemma_kernels.formats.fourbit import OrderedRows
 from dgemma_kernels.ops.attention import KernelName, attention, choose_kernel
 from dgemma_kernels.ops.configs import dense_config, expert_config, tensor_descriptors
 from dgemma_kernels.ops.embedding import embed
-from dgemma_kernels.ops.experts import expert_down, expert_gate_up
+from dgemma_kernels.ops.experts import expert_down, expert_gate_up, multiply_experts
 from dgemma_kernels.ops.mlp import dense_mlp, geglu, geglu_float8
 from dgemma_kernels.ops.norms import attention_residual, layer_tail, rms_norm, round_rows
 from dgemma_kernels.ops.product import multiply_deep, multiply_row
@@ -210,14 +211,17 @@ class Forward:
     ) -> tuple[Tensor, Tensor | Quantized]:
         """Return the residual stream and the next layer's input, in float8 if its product is."""
         config, eps = self.config, self.config.rms_norm_eps
+        gate_up, down = layer.expert_gate_up, layer.expert_down
+        tile = expert_config(x.shape[0], x.device, format_of(gate_up), one_order=self.batch_invariant)
         x, dense_in, expert_in, router_in = attention_residual(
             attended,
             x,
             *layer.residual_norms,
             eps,
             scales=scales,
-            float8=isinstance(layer.expert_gate_up, Quantized),
+            float8=isinstance(gate_up, Quantized),
             float8_dense=isinstance(layer.gate_up, Quantized),
+            ordered=isinstance(gate_up, FourBit) and gate_up.float8_rows and tile.one_launch,
         )
         here = torch.cuda.current_stream(x.device) if self.sides else None
         side = next((stream for stream in self.sides if stream != here), None)
@@ -228,11 +232,14 @@ class Forward:
             with torch.cuda.stream(side):
                 dense_out, dense_scales = self._dense(layer, dense_in)
         weights, chosen, counts = route(router_in, layer.router, layer.per_expert_scale, config.top_k_experts)
-        format = format_of(layer.expert_gate_up)
-        tile = expert_config(x.shape[0], x.device, format, one_order=self.batch_invariant)
         tiles = sort_by_expert(chosen, counts, tile.rows)
-        hidden = expert_gate_up(expert_in, layer.expert_gate_up, tiles, config=tile)
-        rows = expert_down(hidden, layer.expert_down, weights, tiles, overlap=True, config=tile)
+        if isinstance(expert_in, OrderedRows):
+            assert isinstance(gate_up, FourBit)
+            assert isinstance(down, FourBit)
+            rows = multiply_experts(expert_in, gate_up, down, weights, tiles)
+        else:
+            hidden = expert_gate_up(expert_in, gate_up, tiles, config=tile)
+            rows = expert_down(hidden, down, weights, tiles, overlap=True, config=tile)
         if here is not None and side is not None:
             here.wait_stream(side)
         return layer_tail(

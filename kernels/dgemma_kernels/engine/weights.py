@@ -18,8 +18,9 @@ from dgemma.model.config import LayerShape
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import ReleasedExperts, require_experts
 from dgemma.model.quantized import Float8Weight, QuantizedLinear, QuantizedWeight, Weight
-from dgemma_kernels.formats import ENCODERS, ExpertWeights, Quantized
+from dgemma_kernels.formats import ENCODERS, ExpertWeights, FourBit, Quantized
 from dgemma_kernels.formats.float8 import quantize
+from dgemma_kernels.ops.experts import float8_obstacle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ class Weights:
         vars(self).update(_with_float8(state))
 
 
-FLOAT8_PARTS = ("attention", "dense", "head", "soft_embedding")
+FLOAT8_PARTS = ("attention", "dense", "head", "soft_embedding", "experts")
 _MODULES = {"attention": "self_attn", "dense": "mlp"}  # of a layer, by the names of `float8`
 
 
@@ -137,6 +138,12 @@ def _take_layer(
         projections.append(attention.v_proj)
     pair = torch.arange(shape.head_dim // 2, device=device, dtype=torch.float32)
     frequencies = shape.rope_theta ** (-2.0 * pair / shape.head_dim)
+    gate_up, down = (
+        encode_gate_up(_detached(layer.experts.gate_up_proj), dtype),
+        encode_down(_detached(layer.experts.down_proj), dtype),
+    )
+    if "experts" in float8:
+        gate_up = _with_float8_rows(gate_up, down)
     return LayerWeights(
         shape=shape,
         qkv=join_attention(projections, dtype),
@@ -155,8 +162,8 @@ def _take_layer(
         per_expert_scale=layer.router.per_expert_scale.detach(),
         gate_up=join_dense([layer.mlp.gate_proj, layer.mlp.up_proj], dtype),
         down=join_dense([layer.mlp.down_proj], dtype),
-        expert_gate_up=encode_gate_up(_detached(layer.experts.gate_up_proj), dtype),
-        expert_down=encode_down(_detached(layer.experts.down_proj), dtype),
+        expert_gate_up=gate_up,
+        expert_down=down,
         tail_norms=(
             layer.post_feedforward_layernorm_1.weight.detach(),
             layer.post_feedforward_layernorm_2.weight.detach(),
@@ -165,6 +172,14 @@ def _take_layer(
         scalar=layer.layer_scalar,
         causal_scalar=layer.causal_layer_scalar,
     )
+
+
+def _with_float8_rows(gate_up: ExpertWeights, down: ExpertWeights) -> FourBit:
+    """Return gate_up, marked for `multiply_experts`."""
+    if obstacle := float8_obstacle(gate_up, down):
+        raise ValueError(f'accelerate float8 "experts" needs {obstacle}. Leave "experts" out of float8.')
+    assert isinstance(gate_up, FourBit)
+    return replace(gate_up, float8_rows=True)
 
 
 def _detached(weight: Weight) -> Weight:

@@ -34,6 +34,7 @@ class ExpertConfig:
 
     `rows` is a power of two or the sum of two. A sum is two blocks over the same weights: 96 rows are 64 and 32. With
     `one_scale` float8 hidden values have one scale per row, and tensor cores add all products (in at least 14 bits).
+    With `one_launch`, int4 weights with `float8_rows` run in `experts.multiply_experts`.
     """
 
     max_tokens: int
@@ -41,6 +42,7 @@ class ExpertConfig:
     gate_up: TileShape
     down: TileShape
     one_scale: bool = False
+    one_launch: bool = False
 
     def __post_init__(self) -> None:
         if self.rows < 16 or self.rows % 16 or self.rows.bit_count() > 2:
@@ -78,6 +80,8 @@ class DenseConfig:
 
 
 _ANY = 1 << 62
+# Triton versions with which kernels in Gluon ran on a GPU. This language changes with every version.
+GLUON_RAN_WITH = ("3.6.",)
 
 # By storage format of the weights (`formats.format_of`), then by GPU. Plain weights of 4 bytes have no row: they run
 # the default tiles of "bf16" with half the depth.
@@ -268,6 +272,7 @@ _FOUR_BIT = {
             rows=32,
             gate_up=TileShape(cols=64, depth=128, warps=4, stages=3, registers=128),
             down=TileShape(cols=128, depth=64, warps=4, stages=4),
+            one_launch=True,
         ),
         ExpertConfig(
             max_tokens=1536,
@@ -397,6 +402,14 @@ def dense_config(
 def _tiles_of(device: torch.device, format: str) -> str:
     """Return `gpu_name`, or "default" for weights of 4 bytes, which have no measured tiles."""
     return "default" if format == "float32" else gpu_name(device)
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Tell if this is a GPU of compute capability 9.
+
+    Example: `is_hopper(x.device)`.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def dependent_launch(device: torch.device) -> dict[str, bool]:

@@ -23,12 +23,12 @@ from dgemma_kernels.ops.attention.parts import (
     part_of_keys,
     seen_slots,
 )
+from dgemma_kernels.ops.configs import GLUON_RAN_WITH as _HOPPER_RAN_WITH
+from dgemma_kernels.ops.configs import is_hopper as _is_hopper
 from dgemma_kernels.ops.configs import num_multiprocessors
 
 KernelName = Literal["auto", "triton", "hopper"]
 
-# Triton versions with which the Hopper kernel ran on a GPU. Its language, Gluon, changes with every version.
-_HOPPER_RAN_WITH = ("3.6.",)
 _FEW_ROWS = 16  # packed query rows for which the Triton kernel's small tile is faster
 
 
@@ -380,10 +380,6 @@ def _attention_kernel(
             tl.store(scale_ptr + batch * num_tokens + token, UNIT, mask=row_valid & (row % GROUP == 0))
     target = partial_ptr + query_head[:, None] * HEAD_DIM + value_column[None, :]
     tl.store(target, acc.to(partial_ptr.dtype.element_ty), mask=(row_valid & seen_any)[:, None])
-
-
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:

@@ -8,7 +8,8 @@ The weights are the 64-row operand. So on Hopper the products are warpgroup inst
 and the memory unit loads weights in whole blocks. While the last programs of gate_up run, memory is partly idle. So
 programs of down start next to them, and each waits only for its own tile. Rows and weights may be float8. Scales are
 then applied to float32 sums, and hidden values have one scale per row and block of a program's columns, or for many
-tokens one per row. `tiles` has the work of a program on its tile. Reference: `reference.py`.
+tokens one per row. `tiles` has the work of a program on its tile. `hopper` has both products of int4 experts in one
+launch. Reference: `reference.py`.
 """
 
 import torch
@@ -19,10 +20,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dgemma_kernels.formats import ExpertWeights, FourBit, Packed, Quantized, format_of, stored_tensors
 from dgemma_kernels.formats.float8 import values_and_scale
-from dgemma_kernels.formats.fourbit import COLS
+from dgemma_kernels.formats.fourbit import COLS, OrderedRows
 from dgemma_kernels.formats.packed import DEPTH, HALF, ROWS, Weights
 from dgemma_kernels.ops.blocks import wait_for_launches_before
-from dgemma_kernels.ops.configs import ExpertConfig, TileShape, dependent_launch, expert_config, tensor_descriptors
+from dgemma_kernels.ops.configs import (
+    GLUON_RAN_WITH,
+    ExpertConfig,
+    TileShape,
+    dependent_launch,
+    expert_config,
+    is_hopper,
+    tensor_descriptors,
+)
 from dgemma_kernels.ops.experts.tiles import (
     Sizes,
     Values,
@@ -180,6 +189,47 @@ def expert_down(
         **dependent_launch(rows.device),
     )
     return out
+
+
+def multiply_experts(
+    x: OrderedRows, gate_up_proj: FourBit, down_proj: FourBit, weights: Tensor, tiles: ExpertTiles
+) -> Tensor:
+    """Return weights[token, k] * (geglu(x[token] @ gate_up_proj[expert].T) @ down_proj[expert].T) at [token, k].
+
+    Both products run in one launch. x: (M, D), gate_up_proj: (E, 2F, D), gate rows first, down_proj: (E, D, F),
+    weights: (M, A) float32 → (M, A, D). No launch before may have used the tiles.
+
+    Example: `rows = multiply_experts(order_rows(expert_in), experts.gate_up_proj, experts.down_proj, weights, tiles)`.
+    """
+    if obstacle := float8_obstacle(gate_up_proj, down_proj):
+        raise ValueError(f"multiply_experts needs {obstacle}.")
+    from dgemma_kernels.ops.experts import hopper  # here, because other versions of Triton may lack its functions
+
+    return hopper.multiply_experts(x, gate_up_proj, down_proj, weights, tiles)
+
+
+def float8_obstacle(gate_up_proj: ExpertWeights, down_proj: ExpertWeights) -> str | None:
+    """Return a requirement of `multiply_experts` that these weights do not meet, None if it can run.
+
+    Example: `float8_obstacle(layer.expert_gate_up, layer.expert_down) is None`.
+    """
+    if not (isinstance(gate_up_proj, FourBit) and isinstance(down_proj, FourBit)) or gate_up_proj.kind != "int4":
+        return "experts in int4"
+    if any(
+        weight.group != COLS or weight.zero is not None or weight.bias is not None
+        for weight in (gate_up_proj, down_proj)
+    ):
+        return "symmetric int4 in groups of 64 columns or more"
+    (width, hidden), least = down_proj.shape[1:], 6 * COLS  # planes in flight
+    if width % (2 * COLS) or hidden % COLS or not least <= min(width, hidden) <= width <= COLS * COLS:
+        return f"a hidden size of {least} to 4096 in steps of 128, and experts of at least {least} in steps of 64"
+    if gate_up_proj.dtype != torch.bfloat16:
+        return f"a model in bfloat16, got {gate_up_proj.dtype}"
+    if not is_hopper(gate_up_proj.codes.device):
+        return f"a Hopper GPU (compute capability 9.0), got weights on {gate_up_proj.codes.device}"
+    if not triton.__version__.startswith(GLUON_RAN_WITH):
+        return f"Triton {', '.join(GLUON_RAN_WITH)}*, got {triton.__version__}"
+    return None
 
 
 def _weight_arguments(weights: ExpertWeights, tile: TileShape) -> tuple[Tensor | TensorDescriptor | None, ...]:

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from dgemma_kernels.formats import ExpertWeights, Quantized, decode
+from dgemma_kernels.formats import ExpertWeights, FourBit, Quantized, decode
+from dgemma_kernels.formats.fourbit import OrderedRows
 from dgemma_kernels.ops.mlp.reference import geglu
 from dgemma_kernels.ops.router.kernel import ExpertTiles
 
@@ -37,3 +38,11 @@ def expert_down(
         rows = hidden[first : first + count] @ down_proj[expert].T
         out[pairs] = (rows * weights.flatten()[pairs, None]).to(hidden.dtype)
     return out.view(-1, tiles.num_active, down_proj.shape[1])
+
+
+def multiply_experts(
+    x: OrderedRows, gate_up_proj: FourBit, down_proj: FourBit, weights: Tensor, tiles: ExpertTiles
+) -> Tensor:
+    """Return both products in float64, without rounding between them: (M, D), (E, 2F, D), (E, D, F) → (M, A, D)."""
+    hidden = expert_gate_up(x.decode(), gate_up_proj, tiles)
+    return expert_down(hidden, down_proj, weights.double(), tiles)

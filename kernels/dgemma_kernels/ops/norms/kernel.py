@@ -4,12 +4,15 @@ Statistics and products are float32. Values round to the model's dtype where the
 DiffusionGemma) rounds them. Reference: `reference.py`.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from dgemma_kernels.formats.float8 import Quantized
+from dgemma_kernels.formats.fourbit import OrderedRows
 from dgemma_kernels.ops.blocks import float8_scale, wait_for_launches_before
 from dgemma_kernels.ops.configs import dependent_launch
 
@@ -60,13 +63,15 @@ def attention_residual(
     scales: tuple[Tensor, Tensor] | None = None,
     float8: bool = False,
     float8_dense: bool = False,
-) -> tuple[Tensor, Tensor | Quantized, Tensor | Quantized, Tensor]:
+    ordered: bool = False,
+) -> tuple[Tensor, Tensor | Quantized, Tensor | Quantized | OrderedRows, Tensor]:
     """Return the residual stream after attention, and the inputs of dense MLP, experts and router.
 
     x = residual + norm(attention) * post_weight. With n = norm(x), returns
     (x, n * dense_weight, n * expert_weight, n * router_scale * D**-0.5). attention, residual: (M, D), others (D,);
     all four results (M, D). `scales` (M,) and (D,) multiply the rows and columns of `attention` first. With `float8`
-    the experts' input is rounded to float8, with one scale per row; with `float8_dense` that of the dense MLP.
+    the experts' input is rounded to float8, with one scale per row; with `float8_dense` that of the dense MLP. With
+    `ordered` the experts' input is rounded to `OrderedRows`.
 
     Example: `x, dense_in, expert_in, router_in = attention_residual(attention, x, *weights, eps=1e-6)`.
     """
@@ -75,7 +80,13 @@ def attention_residual(
     vectors = {"post_weight": post_weight, "dense_weight": dense_weight, "expert_weight": expert_weight}
     _require_vectors("attention_residual", width, **vectors, router_scale=router_scale)
     x, router = torch.empty_like(residual), torch.empty_like(residual)
-    (dense, dense_scale), (expert, expert_scale) = _empty_rows(residual, float8_dense), _empty_rows(residual, float8)
+    dense, dense_scale = _empty_rows(residual, float8_dense)
+    expert, expert_scale = _empty_rows(residual, float8 or ordered)
+    expert_sums = None
+    if ordered:
+        if width % 64 or width > 4096:
+            raise ValueError(f"attention_residual ordered rows must have 64, 128, ... or 4096 columns, got {width}.")
+        expert_sums = torch.empty(residual.numel() // width, 64, dtype=torch.bfloat16, device=residual.device)
     row_scale, col_scale = scales or (None, None)
     _attention_residual_kernel[(residual.numel() // width,)](
         attention,
@@ -91,6 +102,7 @@ def attention_residual(
         dense_scale,
         expert,
         expert_scale,
+        expert_sums,
         router,
         eps,
         width**-0.5,
@@ -99,7 +111,11 @@ def attention_residual(
         num_warps=_num_warps(width),
         **dependent_launch(residual.device),
     )
-    return x, _as_rows(dense, dense_scale, x), _as_rows(expert, expert_scale, x), router
+    if expert_scale is not None and expert_sums is not None:
+        rows: Any = OrderedRows(values=expert, scale=expert_scale, sums=expert_sums, dtype=x.dtype)
+    else:
+        rows = _as_rows(expert, expert_scale, x)
+    return x, _as_rows(dense, dense_scale, x), rows, router
 
 
 def layer_tail(
@@ -225,6 +241,7 @@ def _attention_residual_kernel(
     dense_scale: tl.tensor,
     expert: tl.tensor,
     expert_scale: tl.tensor,
+    expert_sums: tl.tensor,
     router: tl.tensor,
     eps: tl.tensor,
     root: tl.tensor,
@@ -253,7 +270,10 @@ def _attention_residual_kernel(
     after = after.to(tl.float32)
     normed = after * _inverse_rms(after, width, eps)
     _store_rounded(dense, dense_scale, normed * dense_w.to(tl.float32), at, inside)
-    _store_rounded(expert, expert_scale, normed * expert_w.to(tl.float32), at, inside)
+    if expert_sums is None:
+        _store_rounded(expert, expert_scale, normed * expert_w.to(tl.float32), at, inside)
+    else:
+        _store_ordered(expert, expert_scale, expert_sums, normed * expert_w.to(tl.float32), at, inside)
     # The published model rounds after the norm, the scale and D**-0.5. One rounding less can swap two experts.
     scaled = (normed.to(dtype).to(tl.float32) * scale.to(tl.float32)).to(dtype)
     tl.store(router + at, (scaled.to(tl.float32) * root).to(dtype), mask=inside)
@@ -338,6 +358,21 @@ def _store_rounded(out: tl.tensor, scale: tl.tensor, values: tl.tensor, at: tl.t
         tl.store(scale + tl.program_id(0), row_scale)
         values /= row_scale
     tl.store(out + at, values.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _store_ordered(
+    out: tl.tensor, scale: tl.tensor, sums: tl.tensor, values: tl.tensor, at: tl.tensor, inside: tl.tensor
+) -> None:
+    """Store a row as `fourbit.OrderedRows`."""
+    BLOCK: tl.constexpr = values.shape[0]
+    row_scale = float8_scale(values, 0)
+    tl.store(scale + tl.program_id(0), row_scale)
+    rounded = (values / row_scale).to(tl.float8e4nv)
+    group_sums = tl.sum(rounded.to(tl.float32).reshape(BLOCK // 64, 64), 1) * (-8 * 2.0**-49)
+    tl.store(sums + tl.program_id(0) * 64 + tl.arange(0, BLOCK // 64), group_sums.to(tl.bfloat16))
+    ordered = rounded.reshape(BLOCK // 16, 2, 8).permute(0, 2, 1).reshape(BLOCK)
+    tl.store(out + at, ordered, mask=inside)
 
 
 def _num_warps(width: int) -> int:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from dgemma_kernels.formats.float8 import Quantized, quantize
+from dgemma_kernels.formats.fourbit import OrderedRows, order_rows
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -32,12 +33,14 @@ def attention_residual(
     scales: tuple[Tensor, Tensor] | None = None,
     float8: bool = False,
     float8_dense: bool = False,
-) -> tuple[Tensor, Tensor | Quantized, Tensor | Quantized, Tensor]:
+    ordered: bool = False,
+) -> tuple[Tensor, Tensor | Quantized, Tensor | Quantized | OrderedRows, Tensor]:
     """Return (x, dense input, expert input, router input) from the attention's output. All (M, D); weights (D,)."""
     x = residual + rms_norm(_scale(attention, scales), post_weight, eps)
     router = rms_norm(x, None, eps) * router_scale * x.shape[-1] ** -0.5
     dense, expert = rms_norm(x, dense_weight, eps), rms_norm(x, expert_weight, eps)
-    return x, quantize(dense) if float8_dense else dense, quantize(expert) if float8 else expert, router
+    rows = order_rows(expert) if ordered else quantize(expert) if float8 else expert
+    return x, quantize(dense) if float8_dense else dense, rows, router
 
 
 def layer_tail(

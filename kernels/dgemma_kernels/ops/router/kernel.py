@@ -23,13 +23,14 @@ class ExpertTiles(NamedTuple):
 
     A pair is token * A + k. `pairs`: (M * A,) int32, stable within an expert. `tiles`: (max_tiles, 3) int32 of (expert,
     first row, rows) in the order of the first row. The host knows only a bound on their number, so the last tiles
-    may be empty. `finished`: (max_tiles,) int32 counters of the experts' kernels. They start at zero, so use the tiles
-    only once.
+    may be empty. `finished`: (max_tiles,) int32 counters of the experts' kernels. `queue`: (2,) int32, the next block
+    of `experts.hopper` and the number of tiles. Counters and next block start at zero, so use the tiles only once.
     """
 
     pairs: Tensor
     tiles: Tensor
     finished: Tensor
+    queue: Tensor
     num_experts: int
     num_active: int
     rows_per_tile: int
@@ -134,12 +135,14 @@ def sort_by_expert(index: Tensor, counts: Tensor, rows_per_tile: int) -> ExpertT
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=index.device)
     tiles = torch.empty(max_tiles, 3, dtype=torch.int32, device=index.device)
     finished = torch.empty(max_tiles, dtype=torch.int32, device=index.device)
+    queue = torch.empty(2, dtype=torch.int32, device=index.device)
     _sort_by_expert_kernel[(num_experts, num_chunks)](
         index,
         counts,
         pairs,
         tiles,
         finished,
+        queue,
         num_tokens,
         max_tiles,
         NUM_ACTIVE=num_active,
@@ -152,7 +155,7 @@ def sort_by_expert(index: Tensor, counts: Tensor, rows_per_tile: int) -> ExpertT
         num_warps=1 if chunk <= 128 else 4,
         **dependent_launch(index.device),
     )
-    return ExpertTiles(pairs, tiles, finished, num_experts, num_active, rows_per_tile)
+    return ExpertTiles(pairs, tiles, finished, queue, num_experts, num_active, rows_per_tile)
 
 
 def _split_depth(experts: int, dtype: torch.dtype) -> int:
@@ -260,6 +263,7 @@ def _sort_by_expert_kernel(
     pairs: tl.tensor,
     tiles: tl.tensor,
     finished: tl.tensor,
+    queue: tl.tensor,
     num_tokens: tl.tensor,
     max_tiles: tl.tensor,
     NUM_ACTIVE: tl.constexpr,
@@ -309,6 +313,9 @@ def _sort_by_expert_kernel(
             tl.store(entry + 2, tl.minimum(num_rows - row, ROWS), mask=row < num_rows)
         num_tiles = tl.sum(tile_counts)
         field = tl.arange(0, 4)
+        if mine == 0:
+            tl.store(queue, 0)
+            tl.store(queue + 1, num_tiles)
         for tile in range(mine, max_tiles, NUM_EXPERTS):
             tl.store(finished + tile, 0)
             tl.store(tiles + tile * 3 + field, tl.zeros([4], tl.int32), mask=field < tl.where(tile >= num_tiles, 3, 0))

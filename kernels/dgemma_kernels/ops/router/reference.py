@@ -34,7 +34,8 @@ def sort_by_expert(index: Tensor, counts: Tensor, rows_per_tile: int) -> ExpertT
         tiles += [(expert, first + at, min(count - at, rows_per_tile)) for at in range(0, count, rows_per_tile)]
         first += count
     max_tiles = index.numel() // rows_per_tile + min(num_experts, index.numel())
+    queue = torch.tensor([0, len(tiles)], dtype=torch.int32, device=index.device)
     tiles += [(0, 0, 0)] * (max_tiles - len(tiles))
     table = torch.tensor(tiles, dtype=torch.int32, device=index.device)
     finished = torch.zeros(max_tiles, dtype=torch.int32, device=index.device)
-    return ExpertTiles(pairs, table, finished, num_experts, index.shape[1], rows_per_tile)
+    return ExpertTiles(pairs, table, finished, queue, num_experts, index.shape[1], rows_per_tile)

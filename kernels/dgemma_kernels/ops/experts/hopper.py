@@ -1,0 +1,520 @@
+"""Both products of int4 experts in one launch on Hopper, in Gluon, with float8 tokens in gate_up.
+
+Four programs per multiprocessor take blocks of columns from a queue, first all blocks of gate_up, then those of down.
+A program copies planes of weights and of its tile's rows into rings in shared memory. While it multiplies the last
+planes of a block, it already copies the first ones of its next block. A block of down waits for the hidden values of
+its tile. Only running programs take blocks, so those that it waits for are complete or under way.
+
+A code of four bits is a denormal in float8, code * 2**-9. So the codes themselves are the left operand of gate_up. The
+scale of a group multiplies its sums. As codes are 8 too large, a last product adds -8 times the sums of each group of
+tokens, times the scales. down decodes to bfloat16, as `kernel` does.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
+
+from dgemma_kernels.formats.fourbit import FourBit, OrderedRows
+from dgemma_kernels.ops.configs import dependent_launch
+from dgemma_kernels.ops.router.kernel import ExpertTiles
+
+_PROGRAMS = 4  # per multiprocessor; each may have 128 registers per thread and 55 KiB of shared memory
+_SLOTS = gl.constexpr(3)  # planes of a ring
+# Triton 3.9 renamed these.
+_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+
+# A plane as the threads of a warpgroup hold the left operand: words (64, 16), and their bytes (64, 64).
+_LANES = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
+_WARPS = [[16, 0], [32, 0]]
+_WORDS = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 2], [8, 0]], _LANES, _WARPS, [], [64, 16]))
+_BYTES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0]],
+        [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
+        _WARPS,
+        [],
+        [64, 64],
+    )
+)
+# Rows of tokens, 16 bytes per thread; all of a plane's scales; 16 groups of scales and of sums.
+_ROWS8 = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0]))
+_ROWS16 = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+_LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+_SCALES = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
+_SUMS = gl.constexpr(gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]))
+_PLAIN1 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_PLAIN2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+_NIBBLES = gl.constexpr("""{
+    .reg .b32 t;
+    and.b32 $0, $2, 0x0f0f0f0f;
+    shr.u32 t, $2, 4;
+    and.b32 $1, t, 0x0f0f0f0f;
+    }""")
+_FLOAT8 = gl.constexpr((gl.float8e4nv, gl.float8e4nv))
+
+
+def _decode_ptx(scales: str, eight: str, codes: str) -> gl.constexpr:
+    """Return PTX for the four weights of a word that are in one row, as in `formats.fourbit`."""
+    return gl.constexpr(f"""{{
+    .reg .b32 t, scale, add, w0, w1;
+    prmt.b32 scale, $5, $5, {scales};
+    mov.b32 t, {eight};
+    mov.b32 add, 0x80008000;
+    fma.rn.bf16x2 add, scale, t, add;
+    shr.u32 t, $4, 8;
+    and.b32 w0, $4, {codes};
+    and.b32 w1, t, {codes};
+    fma.rn.bf16x2 w0, w0, scale, add;
+    fma.rn.bf16x2 w1, w1, scale, add;
+    mov.b32 {{$0, $1}}, w0;
+    mov.b32 {{$2, $3}}, w1;
+    }}""")
+
+
+_LOW = _decode_ptx("0x1010", "0x80088008", "0x000f000f")  # row r
+_HIGH = _decode_ptx("0x3232", "0x80808080", "0x00f000f0")  # row r + 64
+_BFLOAT16 = gl.constexpr((gl.bfloat16,) * 4)
+
+
+class _Product(NamedTuple):
+    """One of the two products, and its sizes."""
+
+    UP: bool
+    WIDTH: int  # of the rows that it multiplies
+    OUT: int
+    BLOCKS: int  # per tile
+    UP_BLOCKS: int  # those of gate_up
+    ROWS: int  # per tile
+    NUM_ACTIVE: int
+
+
+def multiply_experts(
+    x: OrderedRows, gate_up_proj: FourBit, down_proj: FourBit, weights: Tensor, tiles: ExpertTiles
+) -> Tensor:
+    """Return weights[token, k] * (geglu(x[token] @ gate_up_proj[expert].T) @ down_proj[expert].T) at [token, k].
+
+    x: (M, D) in float8, gate_up_proj: (E, 2F, D), gate rows first, down_proj: (E, D, F), weights: (M, A) float32 →
+    (M, A, D). No launch before may have used the tiles.
+
+    Example: `rows = multiply_experts(expert_in, experts.gate_up_proj, experts.down_proj, weights, tiles)`.
+    """
+    num_tokens, width = x.shape
+    hidden_width, num_pairs, device = down_proj.shape[2], tiles.pairs.numel(), x.values.device
+    hidden = torch.empty(num_pairs, hidden_width, dtype=x.dtype, device=device)
+    out = torch.empty(num_tokens, tiles.num_active, width, dtype=x.dtype, device=device)
+    on_gpu = device.type == "cuda"
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
+    _experts_hopper_kernel[(_PROGRAMS * multiprocessors,)](
+        x.values,
+        x.scale,
+        x.sums,
+        gate_up_proj.codes.view(torch.uint8),
+        gate_up_proj.scale,
+        hidden,
+        down_proj.codes,
+        down_proj.scale,
+        out,
+        weights,
+        tiles.pairs,
+        tiles.tiles,
+        tiles.finished,
+        tiles.queue,
+        WIDTH=width,
+        HIDDEN=hidden_width,
+        NUM_ACTIVE=tiles.num_active,
+        ROWS=tiles.rows_per_tile,
+        num_warps=4,
+        maxnreg=128,
+        **dependent_launch(device),
+    )
+    return out
+
+
+@gluon.jit
+def _experts_hopper_kernel(
+    x: gl.tensor,
+    x_scale: gl.tensor,
+    x_sums: gl.tensor,
+    up_codes: gl.tensor,
+    up_scale: gl.tensor,
+    hidden: gl.tensor,
+    down_codes: gl.tensor,
+    down_scale: gl.tensor,
+    out: gl.tensor,
+    weights: gl.tensor,
+    pairs: gl.tensor,
+    tiles: gl.tensor,
+    finished: gl.tensor,
+    queue: gl.tensor,
+    WIDTH: gl.constexpr,
+    HIDDEN: gl.constexpr,
+    NUM_ACTIVE: gl.constexpr,
+    ROWS: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+) -> None:
+    if DEPENDENT:
+        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, False, 1)
+        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, False, 1)
+    num_tiles = gl.load(queue + 1)
+    tables = (pairs, tiles, finished, queue)
+    UP_BLOCKS: gl.constexpr = HIDDEN // 64
+    UP: gl.constexpr = _Product(True, WIDTH, HIDDEN, UP_BLOCKS, UP_BLOCKS, ROWS, NUM_ACTIVE)
+    DOWN: gl.constexpr = _Product(False, HIDDEN, WIDTH, WIDTH // 128, UP_BLOCKS, ROWS, NUM_ACTIVE)
+    block = gl.atomic_add(queue, 1, sem="relaxed")
+    block = _multiply_blocks((x, up_codes, up_scale), (x_scale, x_sums), hidden, tables, block, num_tiles, UP)
+    _multiply_blocks((hidden, down_codes, down_scale), (weights,), out, tables, block, num_tiles, DOWN)
+
+
+@gluon.jit
+def _multiply_blocks(
+    proj: gl.tuple,
+    scales: gl.tuple,
+    out: gl.tensor,
+    tables: gl.tuple,
+    block: gl.tensor,
+    num_tiles: gl.tensor,
+    SIZE: gl.constexpr,
+) -> gl.tensor:
+    """Compute blocks from the queue, from `block` to the last of this product. Return the first one beyond it.
+
+    Blocks are numbered from 0 within a product. Planes with even and odd numbers are in two rings. So Triton knows that
+    a step reads other memory than it copies to, and puts no barrier between. Loads for the next block are spread over
+    the steps, so that none waits for another.
+    """
+    BLOCKS: gl.constexpr = SIZE.BLOCKS
+    ROWS: gl.constexpr = SIZE.ROWS
+    UP: gl.constexpr = SIZE.UP
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32 if UP else 16])
+    PLANES: gl.constexpr = SIZE.WIDTH // 64
+    ODD: gl.constexpr = PLANES % 2 == 1
+    PAIRS: gl.constexpr = (PLANES + 1) // 2 - _SLOTS  # of steps, before the first copy for the next block
+    FIRST: gl.constexpr = PAIRS // 3 if UP else PAIRS * 2 // 3
+    SECOND: gl.constexpr = PAIRS * 2 // 3 if UP else PAIRS
+    even = _allocate(proj[0], ROWS)
+    odd = _allocate(proj[0], ROWS)
+    total = num_tiles * BLOCKS
+    before = 0 if UP else num_tiles * SIZE.UP_BLOCKS  # blocks of the other product in the queue
+    if block < total:
+        tile = _load_tile(tables, block, BLOCKS)
+        pair = _load_pairs(tables, tile, ROWS, UP)
+        if not UP:
+            while gl.atomic_add(tables[2] + block // BLOCKS, 0, sem="acquire") < SIZE.UP_BLOCKS:
+                pass
+        else:
+            end = _allocate_end(PLANES, ROWS)
+        source = _source(tile, pair, block, block < total, SIZE)
+        for i in gl.static_range(2 * _SLOTS - 1):
+            _copy_plane(proj, even if i % 2 == 0 else odd, block * 0 + i // 2, source, block * 0 + i)
+        plane = block * 0 + (2 * _SLOTS - 1)  # the next one to copy
+        slot = block * 0
+        while block < total:
+            after = gl.atomic_add(tables[3], 1, sem="relaxed") - before
+            low = gl.zeros((64, ROWS), gl.float32, MMA)
+            high = gl.zeros((64, ROWS), gl.float32, MMA)
+            low, high, slot, plane = _steps(proj, even, odd, low, high, slot, source, plane, 0, FIRST, UP)
+            copying = after < total
+            following = gl.where(copying, after, block)
+            next_tile = _load_tile(tables, following, BLOCKS)
+            if not UP:
+                ready = gl.atomic_add(tables[2] + following // BLOCKS, 0, sem="relaxed")
+                weight = gl.load(scales[0] + pair, mask=_inside(tile, ROWS, UP), other=0.0)
+            low, high, slot, plane = _steps(proj, even, odd, low, high, slot, source, plane, FIRST, SECOND, UP)
+            next_pair = _load_pairs(tables, next_tile, ROWS, UP)
+            if UP:
+                _copy_end(scales, proj[2], end, pair // SIZE.NUM_ACTIVE, source[0], tile, PLANES, ROWS)
+            low, high, slot, plane = _steps(proj, even, odd, low, high, slot, source, plane, SECOND, PAIRS, UP)
+
+            free = gl.where(slot == 0, _SLOTS - 1, slot - 1)
+            low, high = _step(proj, even, slot, odd, free, low, high, source, plane, not ODD, UP)
+            if not UP:
+                while ready < SIZE.UP_BLOCKS:
+                    ready = gl.atomic_add(tables[2] + following // BLOCKS, 0, sem="relaxed")
+                gl.inline_asm_elementwise("fence.acq_rel.gpu; // $0", "=r", [], gl.int32, False, 1)
+            source = _source(next_tile, next_pair, following, copying, SIZE)
+            plane = block * 0
+            low, high = _step(proj, odd, slot, even, slot, low, high, source, plane, True, UP)
+            slot = gl.where(slot == _SLOTS - 1, 0, slot + 1)
+            low, high, slot, plane = _steps(
+                proj, even, odd, low, high, slot, source, plane + 1, PAIRS + 1, PLANES // 2, UP
+            )
+            if ODD:
+                free = gl.where(slot == 0, _SLOTS - 1, slot - 1)
+                low, high = _step(proj, even, slot, odd, free, low, high, source, plane, True, UP)
+                _barrier()
+                _copy_plane(proj, even, slot, source, plane + 1)
+                plane += 2
+                slot = gl.where(slot == _SLOTS - 1, 0, slot + 1)
+            if UP:
+                _store_hidden(out, tables, end, low, high, block, tile, SIZE)
+            else:
+                _store_out(out, low, high, block, tile, pair, weight, SIZE)
+            block, tile, pair = after, next_tile, next_pair
+        async_copy.wait_group(0)
+        _barrier()
+    return block - total
+
+
+@gluon.jit
+def _allocate(x: gl.tensor, ROWS: gl.constexpr) -> gl.tuple:
+    """Return a ring in shared memory: codes, scales and rows of tokens of its planes."""
+    if x.dtype.element_ty == gl.float8e4nv:
+        codes = gl.allocate_shared_memory(gl.uint8, [_SLOTS, 64, 64], _PLAIN2)
+        rows = gl.allocate_shared_memory(gl.float8e4nv, [_SLOTS, ROWS, 64], gl.NVMMASharedLayout(64, 8))
+    else:
+        codes = gl.allocate_shared_memory(gl.int32, [_SLOTS, 64, 16], _PLAIN2)
+        rows = gl.allocate_shared_memory(gl.bfloat16, [_SLOTS, ROWS, 64], gl.NVMMASharedLayout(128, 16))
+    scale = gl.allocate_shared_memory(gl.int32, [_SLOTS, 64], _PLAIN1)
+    return codes, scale, rows
+
+
+@gluon.jit
+def _load_tile(tables: gl.tuple, block: gl.tensor, BLOCKS: gl.constexpr) -> gl.tuple:
+    """Return expert, first row and number of rows of a block's tile."""
+    at = tables[1] + block // BLOCKS * 3
+    return gl.load(at), gl.load(at + 1), gl.load(at + 2)
+
+
+@gluon.jit
+def _inside(tile: gl.tuple, ROWS: gl.constexpr, UP: gl.constexpr) -> gl.tensor:
+    LAYOUT: gl.constexpr = _ROWS8 if UP else _ROWS16
+    return gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)) < tile[2]
+
+
+@gluon.jit
+def _load_pairs(tables: gl.tuple, tile: gl.tuple, ROWS: gl.constexpr, UP: gl.constexpr) -> gl.tensor:
+    """Return the pairs of a tile's rows, and 0 beyond its last row."""
+    LAYOUT: gl.constexpr = _ROWS8 if UP else _ROWS16
+    row = tile[1] + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    return gl.load(tables[0] + row, mask=_inside(tile, ROWS, UP), other=0)
+
+
+@gluon.jit
+def _source(tile: gl.tuple, pair: gl.tensor, block: gl.tensor, copying: gl.tensor, SIZE: gl.constexpr) -> gl.tuple:
+    """Return what a block's copies read: its first plane, offsets of its rows and a mask; and if there are any."""
+    if SIZE.UP:
+        row = pair // SIZE.NUM_ACTIVE
+    else:
+        row = tile[1] + gl.arange(0, SIZE.ROWS, gl.SliceLayout(1, _ROWS16))
+    plane = (tile[0] * SIZE.BLOCKS + block % SIZE.BLOCKS) * (SIZE.WIDTH // 64)
+    return plane, row * SIZE.WIDTH, _inside(tile, SIZE.ROWS, SIZE.UP), copying
+
+
+@gluon.jit
+def _copy_plane(proj: gl.tuple, ring: gl.tuple, slot: gl.tensor, source: gl.tuple, plane: gl.tensor) -> None:
+    """Start a group of copies: a plane of weights, and the rows that multiply it."""
+    if source[3]:
+        at = (source[0] + plane).to(gl.int64)
+        CODES: gl.constexpr = _WORDS if proj[1].dtype.element_ty == gl.int32 else _BYTES
+        PER_ROW: gl.constexpr = ring[0].shape[2]
+        code = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, CODES)), 1) * PER_ROW
+        code += gl.expand_dims(gl.arange(0, PER_ROW, gl.SliceLayout(0, CODES)), 0)
+        _copy(ring[0].index(slot), proj[1] + at * (64 * PER_ROW) + code)
+        _copy(ring[1].index(slot), proj[2] + at * 64 + gl.arange(0, 64, _LINE))
+        LAYOUT: gl.constexpr = source[1].type.layout.parent
+        columns = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, LAYOUT)), 0) + plane * 64
+        rows = proj[0] + (gl.expand_dims(source[1], 1) + columns)
+        _copy(ring[2].index(slot), rows, mask=gl.expand_dims(source[2], 1))
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _steps(
+    proj: gl.tuple,
+    even: gl.tuple,
+    odd: gl.tuple,
+    low: gl.tensor,
+    high: gl.tensor,
+    slot: gl.tensor,
+    source: gl.tuple,
+    plane: gl.tensor,
+    BEGIN: gl.constexpr,
+    END: gl.constexpr,
+    UP: gl.constexpr,
+) -> gl.tuple:
+    """Multiply pairs of planes, from number BEGIN to END, and copy as many from `plane` on."""
+    for _ in range(BEGIN, END):
+        free = gl.where(slot == 0, _SLOTS - 1, slot - 1)
+        low, high = _step(proj, even, slot, odd, free, low, high, source, plane, True, UP)
+        low, high = _step(proj, odd, slot, even, slot, low, high, source, plane + 1, True, UP)
+        plane += 2
+        slot = gl.where(slot == _SLOTS - 1, 0, slot + 1)
+    return low, high, slot, plane
+
+
+@gluon.jit
+def _step(
+    proj: gl.tuple,
+    ring: gl.tuple,
+    slot: gl.tensor,
+    other: gl.tuple,
+    free: gl.tensor,
+    low: gl.tensor,
+    high: gl.tensor,
+    source: gl.tuple,
+    plane: gl.tensor,
+    COPY: gl.constexpr,
+    UP: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor]:
+    """Multiply the plane in `slot`. If COPY, start the copies of `plane` to where the step before has read."""
+    # The products read rows in shared memory by another path than the threads that copied them: hence the fence.
+    gl.inline_asm_elementwise(
+        "cp.async.wait_group 4; fence.proxy.async.shared::cta; mov.u32 $0, 0;", "=r", [], gl.int32, False, 1
+    )
+    _barrier()
+    MMA: gl.constexpr = low.type.layout
+    rows = ring[2].index(slot).permute((1, 0))
+    if UP:
+        none = gl.zeros(low.shape, gl.float32, MMA)
+        low_codes, high_codes = _split(ring[0], slot, MMA)
+        low_run = warpgroup_mma(low_codes, rows, none, use_acc=False, is_async=True)
+        high_run = warpgroup_mma(high_codes, rows, none, use_acc=False, is_async=True)
+        scale = ring[1].index(slot).load(gl.SliceLayout(1, MMA))
+        low_scale = gl.expand_dims((scale << 16).to(gl.float32, bitcast=True) * 2.0**-117, 1)
+        high_scale = gl.expand_dims((scale & -65536).to(gl.float32, bitcast=True) * 2.0**-113, 1)
+    else:
+        low_codes = _decode(ring, slot, MMA, _LOW)
+        low_run = warpgroup_mma(low_codes, rows, low, is_async=True)
+        high_codes = _decode(ring, slot, MMA, _HIGH)
+        high_run = warpgroup_mma(high_codes, rows, high, is_async=True)
+    if COPY:
+        _copy_plane(proj, other, free, source, plane)
+    else:
+        async_copy.commit_group()
+    if UP:
+        low_dot = warpgroup_mma_wait(1, deps=(low_run,))
+        low += low_dot * low_scale
+        high_dot = warpgroup_mma_wait(0, deps=(high_run,))
+        high += high_dot * high_scale
+    else:
+        low, high, low_codes, high_codes = warpgroup_mma_wait(0, deps=(low_run, high_run, low_codes, high_codes))
+    return low, high
+
+
+@gluon.jit
+def _split(codes: gl.tensor, slot: gl.tensor, MMA: gl.constexpr) -> tuple[gl.tensor, gl.tensor]:
+    """Return the codes of rows r and rows r + 64 of a plane as left operands: (64, 64) float8."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
+    both = codes.index(slot).load(_BYTES)
+    low, high = gl.inline_asm_elementwise(_NIBBLES, "=r,=r,r", [both], _FLOAT8, True, 4)
+    low = low.reshape(64, 4, 4, 4).permute(0, 2, 1, 3).reshape(64, 64)
+    high = high.reshape(64, 4, 4, 4).permute(0, 2, 1, 3).reshape(64, 64)
+    return gl.convert_layout(low, LEFT, assert_trivial=True), gl.convert_layout(high, LEFT, assert_trivial=True)
+
+
+@gluon.jit
+def _decode(ring: gl.tuple, slot: gl.tensor, MMA: gl.constexpr, PTX: gl.constexpr) -> gl.tensor:
+    """Return rows r or rows r + 64 of a plane as a left operand: (64, 64) bfloat16."""
+    words = ring[0].index(slot).load(_WORDS)
+    each, words = gl.broadcast(gl.expand_dims(ring[1].index(slot).load(gl.SliceLayout(1, _WORDS)), 1), words)
+    a, b, c, d = gl.inline_asm_elementwise(PTX, "=h,=h,=h,=h,r,r", [words, each], _BFLOAT16, True, 1)
+    wide = gl.join(gl.join(a, c), gl.join(b, d)).reshape(64, 4, 4, 2, 2).permute(0, 2, 3, 1, 4).reshape(64, 64)
+    return gl.convert_layout(wide, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _allocate_end(PLANES: gl.constexpr, ROWS: gl.constexpr) -> gl.tuple:
+    """Return shared memory for the end of a block of gate_up.
+
+    It has the scales and the tokens' sums of 16 groups each, and the tokens' scales.
+    """
+    PARTS: gl.constexpr = triton.cdiv(PLANES, 16)
+    scale = gl.allocate_shared_memory(gl.int32, [PARTS, 16, 64], _PLAIN2)
+    sums = gl.allocate_shared_memory(gl.bfloat16, [PARTS, ROWS, 16], gl.NVMMASharedLayout(32, 16))
+    row_scale = gl.allocate_shared_memory(gl.float32, [1, ROWS], _PLAIN1)
+    return scale, sums, row_scale
+
+
+@gluon.jit
+def _copy_end(
+    of_tokens: gl.tuple,
+    scale: gl.tensor,
+    end: gl.tuple,
+    token: gl.tensor,
+    plane: gl.tensor,
+    tile: gl.tuple,
+    PLANES: gl.constexpr,
+    ROWS: gl.constexpr,
+) -> None:
+    """Start the copies for the end of a block. They are in the group of a later plane of it."""
+    group = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, _SCALES)), 1)
+    line = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, _SCALES)), 0)
+    row = gl.expand_dims(gl.convert_layout(token, gl.SliceLayout(1, _SUMS)) * 64, 1)
+    inside = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, _SUMS)) < tile[2], 1)
+    col = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, _SUMS)), 0)
+    for i in gl.static_range(triton.cdiv(PLANES, 16)):
+        scales = scale + (plane + 16 * i).to(gl.int64) * 64 + (group * 64 + line)
+        _copy(end[0].index(i), scales, mask=group < PLANES - 16 * i)
+        sums = of_tokens[1] + (row + (col + 16 * i))
+        _copy(end[1].index(i), sums, mask=inside & (col < PLANES - 16 * i))
+    _copy(end[2].index(0), of_tokens[0] + gl.convert_layout(token, _LINE))
+
+
+@gluon.jit
+def _store_hidden(
+    out: gl.tensor,
+    tables: gl.tuple,
+    end: gl.tuple,
+    gate: gl.tensor,
+    up: gl.tensor,
+    block: gl.tensor,
+    tile: gl.tuple,
+    SIZE: gl.constexpr,
+) -> None:
+    """Add the offsets of the codes, multiply by the tokens' scales, and store GeGLU of a block."""
+    ROWS: gl.constexpr = SIZE.ROWS
+    MMA: gl.constexpr = gate.type.layout
+    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    gate_more = gl.zeros((64, ROWS), gl.float32, WIDE)
+    up_more = gl.zeros((64, ROWS), gl.float32, WIDE)
+    for i in gl.static_range(triton.cdiv(SIZE.WIDTH // 64, 16)):
+        scale = end[0].index(i).permute((1, 0)).load(gl.DotOperandLayout(0, WIDE, 2))
+        gate_scale = scale.to(gl.int16).to(gl.bfloat16, bitcast=True)
+        up_scale = (scale >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+        sums = end[1].index(i).permute((1, 0))
+        gate_run = warpgroup_mma(gate_scale, sums, gate_more, is_async=True)
+        up_run = warpgroup_mma(up_scale, sums, up_more, is_async=True)
+        gate_more, up_more, gate_scale, up_scale = warpgroup_mma_wait(0, deps=(gate_run, up_run, gate_scale, up_scale))
+    gate += gl.convert_layout(gate_more, MMA, assert_trivial=True) * 2.0**-77
+    up += gl.convert_layout(up_more, MMA, assert_trivial=True) * 2.0**-73
+    row_scale = gl.expand_dims(end[2].index(0).load(gl.SliceLayout(0, MMA)) * 512.0, 0)
+    dtype: gl.constexpr = out.dtype.element_ty
+    gate = (gate * row_scale).to(dtype).to(gl.float32)
+    gate *= 1.0 / (1.0 + gl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+    hidden = (gate.to(dtype).to(gl.float32) * (up * row_scale).to(dtype).to(gl.float32)).to(dtype)
+    row = gl.expand_dims((tile[1] + gl.arange(0, ROWS, gl.SliceLayout(1, _ROWS16))) * SIZE.OUT, 1)
+    each = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, _ROWS16)), 0)
+    inside = gl.expand_dims(_inside(tile, ROWS, False), 1)
+    at = out + (row + (block % SIZE.BLOCKS * 64 + each))
+    gl.store(at, gl.convert_layout(hidden.permute((1, 0)), _ROWS16), mask=inside)
+    _barrier()  # all threads store before one thread counts the block
+    gl.atomic_add(tables[2] + block // SIZE.BLOCKS, 1, sem="release")
+
+
+@gluon.jit
+def _store_out(
+    out: gl.tensor,
+    low: gl.tensor,
+    high: gl.tensor,
+    block: gl.tensor,
+    tile: gl.tuple,
+    pair: gl.tensor,
+    weight: gl.tensor,
+    SIZE: gl.constexpr,
+) -> None:
+    """Store both halves of a block's columns, times the routing weights."""
+    dtype: gl.constexpr = out.dtype.element_ty
+    each = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, _ROWS16)), 0)
+    inside = gl.expand_dims(_inside(tile, SIZE.ROWS, False), 1)
+    weight = gl.expand_dims(weight, 1)
+    at = out + (gl.expand_dims(pair * SIZE.OUT, 1) + (block % SIZE.BLOCKS * 128 + each))
+    low_out = gl.convert_layout((low * 65536.0).to(dtype).permute((1, 0)), _ROWS16).to(gl.float32) * weight
+    gl.store(at, low_out.to(dtype), mask=inside)
+    high_out = gl.convert_layout((high * 65536.0).to(dtype).permute((1, 0)), _ROWS16).to(gl.float32) * weight
+    gl.store(at + 64, high_out.to(dtype), mask=inside)

@@ -1,0 +1,131 @@
+"""Int4 experts in one launch with float8 tokens: when it can run, and its results, compiled only on a Hopper GPU.
+
+On every machine its source runs in `gluon_interpreter`. Copies of the source with one mistake each must be detected.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dgemma.model.quantized import IntWeight
+from dgemma_kernels import accelerate
+from dgemma_kernels.formats.fourbit import FourBit, OrderedRows, arrange, order_rows
+from dgemma_kernels.ops.configs import is_hopper
+from dgemma_kernels.ops.experts import float8_obstacle, multiply_experts, reference
+from dgemma_kernels.ops.norms import attention_residual
+from dgemma_kernels.ops.router import reference as router
+from dgemma_kernels.ops.router import sort_by_expert
+from gluon_interpreter import Hazard, load
+from kernel_inputs import NUM_EXPERTS, draw_routing, make_model
+
+HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))
+# Hidden values, outputs, sums of tokens and decoded weights are rounded, each by 2**-9 at most.
+LIMIT = 1e-2
+
+
+def draw(
+    num_rows: int, width: int, *, gated: bool, experts: int = NUM_EXPERTS, group: int = 64, device: str = "cpu"
+) -> FourBit:
+    generator = torch.Generator(device).manual_seed(num_rows)
+    codes = torch.randint(256, (experts, num_rows, width // 2), generator=generator, device=device).to(torch.uint8)
+    scale = torch.rand(experts, num_rows, width // group, generator=generator, device=device) * 0.01 + 0.005
+    return arrange(IntWeight(codes=codes, scale=scale.bfloat16()), dtype=torch.bfloat16, gated=gated)
+
+
+def draw_rows(num_tokens: int, width: int, device: str = "cpu") -> OrderedRows:
+    generator = torch.Generator(device).manual_seed(5)
+    return order_rows(torch.randn(num_tokens, width, generator=generator, device=device).bfloat16())
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+def interpret(routing: str, width: int, hidden: int, edits: dict[str, str] | None = None) -> float:
+    """Return the relative error of the interpreted kernel against float64."""
+    index = draw_routing(routing)[:10]
+    tiles = router.sort_by_expert(index, router.count_pairs(index, NUM_EXPERTS), 16)
+    proj = draw(2 * hidden, width, gated=True), draw(width, hidden, gated=False)
+    arguments = draw_rows(index.shape[0], width), *proj, torch.rand(index.shape), tiles
+    want = reference.multiply_experts(*arguments)
+    return error(load("dgemma_kernels.ops.experts.hopper", edits=edits).multiply_experts(*arguments), want)
+
+
+@pytest.mark.parametrize(
+    ("routing", "width", "hidden"),
+    [("two-experts-have-no-rows", 384, 448), ("one-token", 1152, 384)],
+    ids=["an odd number of planes", "many groups"],
+)
+def test_both_products_in_one_launch_match_float64(routing, width, hidden):
+    assert interpret(routing, width, hidden) < LIMIT
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "hazard"),
+    [
+        ("cp.async.wait_group 4;", "cp.async.wait_group 5;", "without having waited for the write"),
+        (" fence.proxy.async.shared::cta;", "", "without fence_async_shared"),
+        ("    _barrier()\n    MMA", "    MMA", "without having waited for the write"),
+        ("warpgroup_mma_wait(1, deps=(low_run,))", "warpgroup_mma_wait(2, deps=(low_run,))", "not waited for"),
+    ],
+    ids=["one plane too early", "no fence", "no barrier", "sums of a running product"],
+)
+def test_mistakes_in_the_kernel_are_detected(old, new, hazard):
+    with pytest.raises(Hazard, match=hazard):
+        interpret("one-token", 384, 384, {old: new})
+
+
+def test_ordered_rows_decode_to_the_rounded_rows():
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    rows = order_rows(x)
+    unit = x.abs().amax(-1, keepdim=True).float() / 448
+    want = (x / unit).to(torch.float8_e4m3fn)
+    assert torch.equal(rows.decode(), want.double() * unit)
+    assert torch.allclose(rows.sums[:, :2].double(), want.double().view(3, 2, 64).sum(-1) * -(2.0**-46), rtol=2**-8)
+
+
+@pytest.mark.parametrize("width", [64, 192])
+def test_the_residual_kernel_writes_ordered_rows(width, device):
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randn(5, width, generator=generator).to(device) for _ in range(2)]
+    vectors = [(1 + 0.2 * torch.randn(width, generator=generator)).to(device) for _ in range(4)]
+    got = attention_residual(*rows, *vectors, 1e-6, ordered=True)[2]
+    want = order_rows(attention_residual(*rows, *vectors, 1e-6)[2])
+    assert error(got.decode(), want.decode()) < 5e-3  # sums in another order may round a value the other way
+    sums = got.values.double().view(5, -1, 64).sum(-1) * -(2.0**-46)
+    # The interpreter rounds to bfloat16 towards zero.
+    assert torch.allclose(got.sums[:, : width // 64].double(), sums, rtol=2.0**-7, atol=0)
+
+
+def test_weights_that_one_launch_cannot_multiply_are_named():
+    up, down = draw(2 * 384, 384, gated=True, experts=1), draw(384, 384, gated=False, experts=1)
+    assert float8_obstacle(up, torch.empty(1, 384, 384)) == "experts in int4"
+    narrow = draw(384, 384, gated=False, experts=1, group=32)
+    assert float8_obstacle(up, narrow) == "symmetric int4 in groups of 64 columns or more"
+    assert "steps of 128" in (float8_obstacle(up, draw(448, 384, gated=False, experts=1)) or "")
+    with pytest.raises(ValueError, match=r"needs a Hopper GPU .* got weights on cpu"):
+        multiply_experts(draw_rows(1, 384), up, down, torch.ones(1, 1), None)
+
+
+def test_models_whose_experts_cannot_have_float8_inputs_are_refused(device):
+    with pytest.raises(ValueError, match=r'"experts" needs experts in int4\. Leave "experts" out'):
+        accelerate(make_model(device), "fp8", float8=["experts"])
+    with pytest.raises(ValueError, match='batch_invariant must be False for float8 "experts"'):
+        accelerate(make_model(device), "int4", float8=["experts"], batch_invariant=True)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("num_tokens", [65, 256])
+def test_the_published_sizes_match_float64_on_a_gpu(num_tokens):
+    width, hidden, experts = 2816, 704, 128
+    scores = torch.rand(num_tokens, experts, generator=torch.Generator("cuda").manual_seed(2), device="cuda")
+    index = (scores + torch.linspace(0, 0.2, experts, device="cuda")).topk(8).indices.int().contiguous()
+    up = draw(2 * hidden, width, gated=True, experts=experts, device="cuda")
+    down = draw(width, hidden, gated=False, experts=experts, device="cuda")
+    rows, weights = draw_rows(num_tokens, width, "cuda"), torch.rand(index.shape, device="cuda")
+    results = []
+    for _ in range(2):
+        tiles = sort_by_expert(index, router.count_pairs(index, experts), 32)
+        results.append(multiply_experts(rows, up, down, weights, tiles))
+    assert error(results[0], reference.multiply_experts(rows, up, down, weights, tiles)) < LIMIT
+    assert torch.equal(*results)
