@@ -87,7 +87,7 @@ def _same_inputs_every_run() -> None:
 
 @pytest.fixture(autouse=True)
 def _same_arithmetic_in_any_order_of_tests() -> None:
-    """Disable oneDNN, whose small products take twice as long on Arm. Processes that tests start use it, as users do.
+    """Disable oneDNN, whose small products take twice as long on Arm. Commands that tests start use it, as users do.
 
     On some CPUs torch disables it at the first bfloat16 product, and later results would round differently.
     """

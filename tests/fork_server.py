@@ -34,5 +34,6 @@ def start_script(source: str, *arguments: object) -> ForkServerProcess:
 
 def _run_script(source: str, arguments: tuple[str, ...]) -> None:
     torch.set_num_threads(1)
+    torch.backends.mkldnn.enabled = False  # the same arithmetic as in the tests
     sys.argv = ["-c", *arguments]
     exec(source, {"__name__": "__main__"})
