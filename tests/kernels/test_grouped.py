@@ -19,12 +19,11 @@ def groups(device):
 
 @pytest.mark.parametrize("rank", [8, 3])
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-3), (torch.float16, 2e-3)])
-def test_products_of_tokens_match_float64(device, groups, rank, transposed, dtype, limit):
+def test_products_of_tokens_match_float64(device, groups, rank, transposed):
     generator = torch.Generator().manual_seed(rank)
 
     def draw(*shape):
-        return torch.randn(*shape, generator=generator).to(device, dtype)
+        return torch.randn(*shape, generator=generator).to(device, torch.float16)
 
     x, narrow = draw(TOKENS, WIDTH), draw(TOKENS, EXPERTS * rank)
     weights, b = draw(EXPERTS, 144, WIDTH), draw(EXPERTS, 144, rank)
@@ -33,11 +32,11 @@ def test_products_of_tokens_match_float64(device, groups, rank, transposed, dtyp
     inputs = x, weights, narrow, b
     got = multiply_tokens(*inputs, groups.order, groups.ends)
     want = reference.multiply_tokens(*(each.double() for each in inputs), groups.order, groups.ends)
-    assert ((got.double() - want).norm() / want.norm()).item() < limit
+    assert ((got.double() - want).norm() / want.norm()).item() < 2e-3
     if not transposed:
         got = multiply_tokens(*inputs, groups.order, groups.ends, gated=True)
         want = gated_gelu(*want.chunk(2, dim=-1))
-        assert ((got.double() - want).norm() / want.norm()).item() < limit
+        assert ((got.double() - want).norm() / want.norm()).item() < 2e-3
 
 
 def test_other_widths_are_refused(device, groups):
