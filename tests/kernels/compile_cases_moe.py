@@ -38,6 +38,7 @@ def run_training() -> None:
     for gated in (False, True):
         grouped.multiply_tokens(x, gate_up, narrow, wide, order, ends.int(), gated=gated)
     grouped.multiply_tokens(x, down.transpose(1, 2), narrow, low.transpose(1, 2), order, ends.int())
+    grouped.multiply_rows(empty(256 * A, F), low, ends.int())
 
 
 def run_norms() -> None:

@@ -5,7 +5,7 @@ import torch
 
 from dgemma.model.experts import group_by_expert
 from dgemma.model.layers import gated_gelu
-from dgemma_kernels.ops.grouped import multiply_tokens, reference
+from dgemma_kernels.ops.grouped import multiply_rows, multiply_tokens, reference
 
 EXPERTS, TOKENS, CHOICES, WIDTH = 6, 40, 2, 128
 
@@ -37,6 +37,15 @@ def test_products_of_tokens_match_float64(device, groups, rank, transposed):
         got = multiply_tokens(*inputs, groups.order, groups.ends, gated=True)
         want = gated_gelu(*want.chunk(2, dim=-1))
         assert ((got.double() - want).norm() / want.norm()).item() < 2e-3
+
+
+def test_products_of_grouped_rows_match_float64(device, groups):
+    generator = torch.Generator().manual_seed(4)
+    rows = torch.randn(TOKENS * CHOICES, WIDTH, generator=generator).to(device, torch.float16)
+    weights = torch.randn(EXPERTS, 8, WIDTH, generator=generator).to(device, torch.float16)
+    got = multiply_rows(rows, weights, groups.ends)
+    want = reference.multiply_rows(rows.double(), weights.double(), groups.ends)
+    assert ((got.double() - want).norm() / want.norm()).item() < 2e-3
 
 
 def test_other_widths_are_refused(device, groups):

@@ -55,6 +55,7 @@ _TARGETS = {
 }
 _EXPERT_WEIGHTS = {"gate_up_": "gate_up_proj", "down_": "down_proj"}  # by the prefix of their adapters
 _EXPERT_ADAPTERS = ("gate_up_lora_a", "gate_up_lora_b", "down_lora_a", "down_lora_b")
+_FEW_OUTPUTS = 16  # of a product that has its own kernel
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -154,7 +155,7 @@ class AdaptedExperts(Experts):
 
     def mix(self, hidden: Tensor, weights: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
         mixed = super().mix(hidden, weights, groups, dtype)
-        narrow = product_by_group(hidden, self.down_lora_a.to(hidden.dtype), groups.ends)
+        narrow = _product_of_rows(hidden, self.down_lora_a.to(hidden.dtype), groups.ends)
         narrow = (narrow * (_by_row(weights, groups)[:, None] * self.lora.scale)).to(hidden.dtype)
         # Zeros for the other experts make the sum over a token's experts one product with all experts' B.
         spread = _Put.apply(narrow, groups)  # (M, E · rank)
@@ -180,8 +181,8 @@ class AdaptedExperts(Experts):
         pulled = _product_of_tokens(grad, down.transpose(1, 2), along, down_a.transpose(1, 2), groups)  # (R, F)
         hidden, of_wide, of_rows = _gated_and_grad(wide, pulled, weights, groups.order)
         along_rows = (_take(along, groups) * _by_row(weights, groups)[:, None]).to(dtype)
-        down_narrow = product_by_group(hidden, down_a, ends) * (_by_row(weights, groups)[:, None] * scale)
-        of_narrow = _put(product_by_group(of_wide, up_b.transpose(1, 2), ends) * scale, groups)
+        down_narrow = _product_of_rows(hidden, down_a, ends) * (_by_row(weights, groups)[:, None] * scale)
+        of_narrow = _put(_product_of_rows(of_wide, up_b.mT.contiguous(), ends) * scale, groups)
         of_x = sum_choices(product_by_group(of_wide, gate_up.transpose(1, 2), ends), groups.back)
         found = {
             "gate_up_lora_a": (of_narrow.T @ x).view_as(up_a),
@@ -425,6 +426,16 @@ def _product_of_tokens(
     low = product_by_group(_Take.apply(narrow, groups), b, groups.ends)
     out = product_by_group(dispatch(x, groups), weights, groups.ends) + low
     return gated_gelu(*out.chunk(2, dim=-1)) if gated else out
+
+
+def _product_of_rows(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Compute `product_by_group` for weights of few outputs, which the library multiplies slowly."""
+    trains = compiles_on(rows.device) and not torch.is_grad_enabled()
+    if trains and weights.shape[1] <= _FEW_OUTPUTS and _fits_kernel(weights, rows):
+        from dgemma_kernels.ops.grouped import multiply_rows
+
+        return multiply_rows(rows, weights, ends)
+    return product_by_group(rows, weights, ends)
 
 
 def _fits_kernel(weights: Weight, x: Tensor) -> TypeGuard[Tensor]:

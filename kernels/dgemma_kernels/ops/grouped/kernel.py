@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dgemma_kernels.ops.blocks import gelu_tanh_times
 
 _ROWS, _COLS, _DEPTH = 128, 256, 64  # of a tile
-_LEAST_RANK = 16  # of a product on tensor cores
+_LEAST = 16  # columns of a product on tensor cores
 
 
 class _Sizes(NamedTuple):
@@ -47,24 +47,50 @@ def multiply_tokens(
 
     Example: `multiply_tokens(x, experts.gate_up_proj, x @ all_a.T, experts.gate_up_lora_b, groups.order, groups.ends)`.
     """
+    if gated and not weights.is_contiguous():
+        raise ValueError("multiply_tokens.weights must be contiguous if gated.")
+    return _launch("multiply_tokens", x, weights, narrow, b, order, ends, gated)
+
+
+def multiply_rows(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Return rows Wᵀ for rows (R, I) that are grouped by expert, and few outputs, such as a rank: (R, O).
+
+    weights: (E, O, I). ends: (E,) int32, where the group of each expert ends.
+
+    Example: `multiply_rows(hidden, experts.down_lora_a, groups.ends)`.
+    """
+    return _launch("multiply_rows", rows, weights, None, None, None, ends, False)
+
+
+def _launch(
+    owner: str,
+    x: Tensor,
+    weights: Tensor,
+    narrow: Tensor | None,
+    b: Tensor | None,
+    order: Tensor | None,
+    ends: Tensor,
+    gated: bool,
+) -> Tensor:
     num_experts, num_cols, depth = weights.shape
-    flipped = not weights.is_contiguous()
-    stored, stored_b = (w.transpose(1, 2) if not w.is_contiguous() else w for w in (weights, b))
-    if not all(tensor.is_contiguous() for tensor in (x, narrow, order, ends, stored, stored_b)):
-        raise ValueError("multiply_tokens must get contiguous tensors; only weights and b may be transposed.")
-    if gated and flipped:
-        raise ValueError("multiply_tokens.weights must not be transposed if gated.")
+    flipped, flipped_b = not weights.is_contiguous(), b is not None and not b.is_contiguous()
+    stored, stored_b = weights.mT if flipped else weights, b.mT if b is not None and flipped_b else b
+    if any(each is not None and not each.is_contiguous() for each in (x, narrow, order, ends, stored, stored_b)):
+        raise ValueError(f"{owner} must get contiguous tensors; only weights and b may be transposed.")
     if depth % _DEPTH or stored.shape[-1] * stored.element_size() % 16:
         raise ValueError(
-            f"multiply_tokens.weights must have inputs in multiples of {_DEPTH} and rows of a multiple of 16 bytes, "
-            f"got {tuple(weights.shape)}."
+            f"{owner}.weights must have inputs in multiples of {_DEPTH} and rows of a multiple of 16 bytes, got "
+            f"{tuple(weights.shape)}."
         )
-    cols, width = (_COLS // 2, num_cols // 2) if gated else (_COLS, num_cols)
-    last_cols = cols // 2 if 0 < width % cols <= cols // 2 else cols  # of the last tile in a row of tiles
+    num_rows, rank = x.shape[0] if order is None else order.shape[0], 0 if b is None else b.shape[-1]
+    is_thin = num_cols <= _LEAST
+    tile_cols = _LEAST if is_thin else _COLS
+    cols, width = (tile_cols // 2, num_cols // 2) if gated else (tile_cols, num_cols)
+    last_cols = cols // 2 if not is_thin and 0 < width % cols <= cols // 2 else cols  # of the last tile in a row
     matrix = stored.view(-1, stored.shape[-1])
     blocks = ([_DEPTH, size] if flipped else [size, _DEPTH] for size in (cols, last_cols))
-    out = torch.empty(order.shape[0], width, dtype=x.dtype, device=x.device)
-    num_tiles = order.shape[0] // _ROWS + num_experts  # at least as many as there are
+    out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
+    num_tiles = num_rows // _ROWS + num_experts  # at least as many as there are
     _multiply_tokens_kernel[(num_tiles * triton.cdiv(width, cols),)](
         x,
         *(TensorDescriptor.from_tensor(matrix, block) for block in blocks),
@@ -73,21 +99,21 @@ def multiply_tokens(
         order,
         ends,
         out,
-        order.shape[0] // x.shape[0],
+        num_rows // x.shape[0],
         NUM_COLS=num_cols,
         WIDTH=depth,
         NUM_EXPERTS=num_experts,
         EXPERT_BLOCK=triton.next_power_of_2(num_experts),
-        RANK=b.shape[-1],
-        RANK_BLOCK=max(_LEAST_RANK, triton.next_power_of_2(b.shape[-1])),
+        RANK=rank,
+        RANK_BLOCK=max(_LEAST, triton.next_power_of_2(rank)),
         FLIPPED=flipped,
-        FLIPPED_B=not b.is_contiguous(),
+        FLIPPED_B=flipped_b,
         GATED=gated,
         ROWS=_ROWS,
         COLS=cols,
         LAST_COLS=last_cols,
         DEPTH=_DEPTH,
-        num_warps=8,
+        num_warps=4 if is_thin else 8,
         num_stages=4,
     )
     return out
@@ -133,9 +159,10 @@ def _multiply_tokens_kernel(
         start = tl.sum(tl.where(mine, starts + (tile - tile_ends + num_tiles) * ROWS, 0), 0)
         row = start + tl.arange(0, ROWS)
         is_row = row < tl.sum(tl.where(mine, group_ends, 0), 0)
-        token = tl.load(order + row, is_row, 0) // top_k
-        low = narrow + token * (NUM_EXPERTS * RANK) + expert * RANK
-        tokens, rows, own_b = x + token * WIDTH, out + row.to(tl.int64) * SIZE.out_cols, b + expert * (NUM_COLS * RANK)
+        token = tl.where(is_row, row, start).to(tl.int64) if order is None else tl.load(order + row, is_row, 0) // top_k
+        tokens, rows = x + token * WIDTH, out + row.to(tl.int64) * SIZE.out_cols
+        low = None if b is None else narrow + token * (NUM_EXPERTS * RANK) + expert * RANK
+        own_b = None if b is None else b + expert * (NUM_COLS * RANK)
         if LAST_COLS < COLS and col + COLS > SIZE.out_cols:
             _multiply_tile(tokens, last_weights, low, own_b, rows, expert, is_row, col, SIZE, LAYOUT, ROWS, LAST_COLS)
         else:
@@ -172,17 +199,16 @@ def _multiply_tile(
             up_sums = tl.dot(block, weights.load([up_row, begin]).T, up_sums)
     cols, rank = col + tl.arange(0, COLS), tl.arange(0, SIZE.rank_block)
     is_col, is_rank = cols < SIZE.out_cols, rank < SIZE.rank
-    low_block = tl.load(low[:, None] + rank[None, :], is_rank[None, :], 0.0)
-    if LAYOUT.flipped_b:
-        b_at = b + cols[None, :] + rank[:, None] * SIZE.num_cols
-    else:
-        b_at = b + cols[None, :] * SIZE.rank + rank[:, None]
-    in_b = is_col[None, :] & is_rank[:, None]
-    sums = tl.dot(low_block, tl.load(b_at, in_b, 0.0), sums)
+    if b is not None:
+        low_block = tl.load(low[:, None] + rank[None, :], is_rank[None, :], 0.0)
+        if LAYOUT.flipped_b:
+            b_at = b + cols[None, :] + rank[:, None] * SIZE.num_cols
+        else:
+            b_at = b + cols[None, :] * SIZE.rank + rank[:, None]
+        in_b = is_col[None, :] & is_rank[:, None]
+        sums = tl.dot(low_block, tl.load(b_at, in_b, 0.0), sums)
+        if LAYOUT.gated:
+            up_sums = tl.dot(low_block, tl.load(b_at + SIZE.out_cols * SIZE.rank, in_b, 0.0), up_sums)
     dtype: tl.constexpr = out.dtype.element_ty
-    if LAYOUT.gated:
-        up_sums = tl.dot(low_block, tl.load(b_at + SIZE.out_cols * SIZE.rank, in_b, 0.0), up_sums)
-        result = gelu_tanh_times(sums, up_sums, dtype)
-    else:
-        result = sums.to(dtype)
+    result = gelu_tanh_times(sums, up_sums, dtype) if LAYOUT.gated else sums.to(dtype)
     tl.store(out[:, None] + cols[None, :], result, is_row[:, None] & is_col[None, :])

@@ -18,3 +18,9 @@ def multiply_tokens(
         rows.append(weights[expert] @ x[token] + b[expert] @ low)
     out = torch.stack(rows)
     return gated_gelu(*out.chunk(2, dim=-1)) if gated else out
+
+
+def multiply_rows(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Compute the product row by row."""
+    experts = torch.searchsorted(ends, torch.arange(rows.shape[0], device=ends.device), right=True)
+    return torch.stack([weights[expert] @ row for row, expert in zip(rows, experts.tolist(), strict=True)])
