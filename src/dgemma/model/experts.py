@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgemma.model.config import ModelConfig
-from dgemma.model.fused import compiles_on, fusible
+from dgemma.model.fused import fusible
 from dgemma.model.layers import gated_gelu, rms_norm, wide_dtype
 from dgemma.model.quantized import QuantizedWeight, Weight, decoded_product
 
@@ -73,7 +73,7 @@ class Router(nn.Module):
         if torch.compiler.is_compiling() and probabilities.shape[-1] <= _FEW:
             weights, scale, experts = _choose_among_few(probabilities, scales, self.top_k)
         else:
-            experts = _choose(probabilities.detach(), self.top_k) if chosen is None else chosen
+            experts = probabilities.detach().topk(self.top_k, dim=-1).indices if chosen is None else chosen
             weights = probabilities.gather(-1, experts)
             # A gather, because the gradient of indexing into (E,) would add the tokens of an expert one by one.
             scale = scales.gather(-1, experts)
@@ -84,23 +84,6 @@ class Router(nn.Module):
 def router_input(residual: Tensor, scale: Tensor, eps: float) -> Tensor:
     """Return the scaled norm (M, D) of the residual, which a router's product reads."""
     return rms_norm(residual, None, eps) * scale * residual.shape[-1] ** -0.5
-
-
-def _choose(probabilities: Tensor, top_k: int) -> Tensor:
-    """Return the experts (M, A) of the largest probabilities (M, E)."""
-    if compiles_on(probabilities.device) and not torch.compiler.is_compiling():
-        return _repeated_argmax(probabilities, top_k)
-    return probabilities.topk(top_k, dim=-1).indices
-
-
-@fusible
-def _repeated_argmax(probabilities: Tensor, top_k: int) -> Tensor:
-    """Compute `topk` as one kernel, once compiled."""
-    expert, chosen = torch.arange(probabilities.shape[-1], device=probabilities.device), []
-    for _ in range(top_k):
-        chosen.append(probabilities.argmax(-1, keepdim=True))
-        probabilities = probabilities.masked_fill(expert == chosen[-1], -1.0)
-    return torch.cat(chosen, -1)
 
 
 def _choose_among_few(probabilities: Tensor, scales: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
