@@ -4,6 +4,17 @@ import triton
 import triton.language as tl
 
 _INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
+_BLOCKS = 4  # at most per row
+_PER_WARP = 256  # values of a block
+
+
+def blocks_of(width: int) -> dict[str, int]:
+    """Return the launch arguments of a kernel whose programs have a row each, in blocks of 8 values per thread.
+
+    Example: `blocks_of(2816)` has blocks of 1,024 values and four warps.
+    """
+    block = max(triton.next_power_of_2(width) // _BLOCKS, 64)
+    return {"WIDTH": width, "BLOCK": block, "num_warps": min(max(block // _PER_WARP, 1), 16)}
 
 
 @triton.jit
@@ -28,6 +39,48 @@ def gelu_tanh_times(gate: tl.tensor, up: tl.tensor, dtype: tl.constexpr) -> tl.t
 def float8_scale(values: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:
     """Return the scale of rows along AXIS: their largest value / the largest float8, as in `float8.quantize`."""
     return tl.maximum(tl.max(tl.abs(values), AXIS), 2.0**-80) / 448.0
+
+
+@triton.jit
+def load_row(row: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> tl.tuple:
+    """Return a row as a tuple of blocks. One block of the next power of two would leave a third of it empty."""
+    cols = tl.arange(0, BLOCK)
+    blocks = ()
+    for start in tl.static_range(0, WIDTH, BLOCK):
+        left = inside(cols, WIDTH - start, WIDTH - start >= BLOCK)
+        blocks += (tl.load(row + start + cols, mask=left, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+    return blocks
+
+
+@triton.jit
+def store_block(row: tl.tensor, block: tl.tensor, AT: tl.constexpr, WIDTH: tl.constexpr) -> None:
+    BLOCK: tl.constexpr = block.shape[0]
+    cols = tl.arange(0, BLOCK)
+    left = inside(cols, WIDTH - AT * BLOCK, WIDTH - AT * BLOCK >= BLOCK)
+    tl.store(row + AT * BLOCK + cols, block.to(row.dtype.element_ty), mask=left)
+
+
+@triton.jit
+def row_float8_scale(row: tl.tuple) -> tl.tensor:
+    """Return the scale of a row of blocks, as `float8_scale` does."""
+    largest = tl.abs(row[0])
+    for i in tl.static_range(1, len(row)):
+        largest = tl.maximum(largest, tl.abs(row[i]))
+    return float8_scale(largest, 0)
+
+
+@triton.jit
+def store_rounded(out: tl.tensor, scale: tl.tensor, row: tl.tuple, WIDTH: tl.constexpr) -> None:
+    """Store this program's row in the dtype of `out`; in float8 if `scale` is not None, with the row's scale."""
+    out += tl.program_id(0).to(tl.int64) * WIDTH
+    if scale is None:
+        for i in tl.static_range(len(row)):
+            store_block(out, row[i], i, WIDTH)
+    else:
+        row_scale = row_float8_scale(row)
+        tl.store(scale + tl.program_id(0), row_scale)
+        for i in tl.static_range(len(row)):
+            store_block(out, row[i] / row_scale, i, WIDTH)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dgemma_kernels.formats import format_of
 from dgemma_kernels.formats.float8 import Quantized
-from dgemma_kernels.ops.blocks import float8_scale, gelu_tanh_times, inside
+from dgemma_kernels.ops.blocks import blocks_of, gelu_tanh_times, inside, load_row, store_rounded
 from dgemma_kernels.ops.configs import DenseConfig, dense_config
 
 
@@ -46,10 +46,7 @@ def geglu_float8(gate_up: Tensor, row_scale: Tensor, col_scale: Tensor) -> Quant
         )
     values = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=gate_up.device)
     scale = torch.empty(num_rows, dtype=torch.float32, device=gate_up.device)
-    block = triton.next_power_of_2(width)
-    _geglu_float8_kernel[(num_rows,)](
-        gate_up, row_scale, col_scale, values, scale, width, BLOCK=block, num_warps=min(max(block // 512, 1), 8)
-    )
+    _geglu_float8_kernel[(num_rows,)](gate_up, row_scale, col_scale, values, scale, **blocks_of(width))
     return Quantized(values=values, scale=scale, dtype=gate_up.dtype)
 
 
@@ -131,22 +128,20 @@ def _geglu_float8_kernel(
     col_scale: tl.tensor,
     values: tl.tensor,
     scale: tl.tensor,
-    width: tl.tensor,
+    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
-    inside_row = cols < width
-    at = gate_up + row * 2 * width + cols
     factor = tl.load(row_scale + row)
-    gate = tl.load(at, mask=inside_row, other=0.0).to(tl.float32)
-    up = tl.load(at + width, mask=inside_row, other=0.0).to(tl.float32)
-    gate *= factor * tl.load(col_scale + cols, mask=inside_row, other=0.0)
-    up *= factor * tl.load(col_scale + width + cols, mask=inside_row, other=0.0)
-    hidden = gelu_tanh_times(gate, up, gate_up.dtype.element_ty).to(tl.float32)
-    hidden_scale = float8_scale(hidden, 0)
-    tl.store(scale + row, hidden_scale)
-    tl.store(values + row * width + cols, (hidden / hidden_scale).to(tl.float8e4nv), mask=inside_row)
+    gate = load_row(gate_up + row * 2 * WIDTH, WIDTH, BLOCK)
+    up = load_row(gate_up + row * 2 * WIDTH + WIDTH, WIDTH, BLOCK)
+    gate_scale = load_row(col_scale, WIDTH, BLOCK)
+    up_scale = load_row(col_scale + WIDTH, WIDTH, BLOCK)
+    hidden = ()
+    for i in tl.static_range(len(gate)):
+        each = (gate[i] * (factor * gate_scale[i]), up[i] * (factor * up_scale[i]))
+        hidden += (gelu_tanh_times(*each, gate_up.dtype.element_ty).to(tl.float32),)  # type: ignore[assignment]
+    store_rounded(values, scale, hidden, WIDTH)
 
 
 @triton.jit

@@ -13,12 +13,18 @@ from torch import Tensor
 
 from dgemma_kernels.formats.float8 import Quantized
 from dgemma_kernels.formats.fourbit import OrderedRows
-from dgemma_kernels.ops.blocks import float8_scale, wait_for_launches_before
+from dgemma_kernels.ops.blocks import (
+    blocks_of,
+    load_row,
+    row_float8_scale,
+    store_block,
+    store_rounded,
+    wait_for_launches_before,
+)
 from dgemma_kernels.ops.configs import dependent_launch
 
 _MAX_WIDTH = 16384
-# From this number of rows on, `layer_tail` uses fewer registers, so that three programs share a multiprocessor.
-_MANY, _FEW_REGISTERS = 1024, 80
+_MANY = 1024  # rows from which `layer_tail` saves registers
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -30,9 +36,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     _require_vectors("rms_norm", x.shape[-1], weight=weight)
     out = torch.empty_like(x)
     width = x.shape[-1]
-    _rms_norm_kernel[(x.numel() // width,)](
-        x, weight, out, eps, width, BLOCK=triton.next_power_of_2(width), num_warps=_num_warps(width)
-    )
+    _rms_norm_kernel[(x.numel() // width,)](x, weight, out, eps, **blocks_of(width))
     return out
 
 
@@ -44,9 +48,7 @@ def round_rows(x: Tensor) -> Quantized:
     _require_rows("round_rows", x=x)
     width = x.shape[-1]
     values, scale = _empty_rows(x, True)
-    _round_rows_kernel[(x.numel() // width,)](
-        x, values, scale, width, BLOCK=triton.next_power_of_2(width), num_warps=_num_warps(width)
-    )
+    _round_rows_kernel[(x.numel() // width,)](x, values, scale, **blocks_of(width))
     assert scale is not None
     return Quantized(values=values, scale=scale, dtype=x.dtype)
 
@@ -106,9 +108,7 @@ def attention_residual(
         router,
         eps,
         width**-0.5,
-        width,
-        BLOCK=triton.next_power_of_2(width),
-        num_warps=_num_warps(width),
+        **blocks_of(width),
         **dependent_launch(residual.device),
     )
     if expert_scale is not None and expert_sums is not None:
@@ -174,12 +174,10 @@ def layer_tail(
         normed,
         normed_scale,
         eps,
-        width,
         SCALAR_PER_ROW=layer_scalar.numel() > 1,
         NUM_ACTIVE=num_active,
-        BLOCK=triton.next_power_of_2(width),
-        num_warps=_num_warps(width),
-        maxnreg=_FEW_REGISTERS if num_rows >= _MANY else None,
+        MANY=num_rows >= _MANY,
+        **blocks_of(width),
         **dependent_launch(residual.device),
     )
     return x, _as_rows(normed, normed_scale, x)
@@ -198,32 +196,53 @@ def _as_rows(rows: Tensor, scale: Tensor | None, like: Tensor) -> Tensor | Quant
 
 
 @triton.jit
-def _inverse_rms(x: tl.tensor, width: tl.tensor, eps: tl.tensor) -> tl.tensor:
-    return 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
+def _inverse_rms(row: tl.tuple, WIDTH: tl.constexpr, eps: tl.tensor) -> tl.tensor:
+    # Explicit fma: otherwise the compiler chooses which product it fuses, and may choose differently in each variant.
+    squares = row[0] * row[0]
+    for i in tl.static_range(1, len(row)):
+        squares = tl.fma(row[i], row[i], squares)
+    return 1.0 / tl.sqrt(tl.sum(squares, 0) / WIDTH + eps)
+
+
+@triton.jit
+def _load_scaled(
+    rows: tl.tensor, row_scale: tl.tensor, col_scale: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+) -> tl.tuple:
+    """Load this program's row, times its scale and those of the columns unless None."""
+    row = load_row(rows + tl.program_id(0).to(tl.int64) * WIDTH, WIDTH, BLOCK)
+    if row_scale is None:
+        return row
+    else:  # noqa: RET505 (Triton compiles both returns of a branch without else)
+        scale = tl.load(row_scale + tl.program_id(0))
+        scales = load_row(col_scale, WIDTH, BLOCK)
+        scaled = ()
+        for i in tl.static_range(len(row)):
+            scaled += (row[i] * (scales[i] * scale),)  # type: ignore[assignment]
+        return scaled
 
 
 @triton.jit
 def _rms_norm_kernel(
-    x: tl.tensor, weight: tl.tensor, out: tl.tensor, eps: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr
+    x: tl.tensor, weight: tl.tensor, out: tl.tensor, eps: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
-    cols = tl.arange(0, BLOCK)
-    inside = cols < width
-    at = tl.program_id(0).to(tl.int64) * width + cols
-    values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    values *= _inverse_rms(values, width, eps)
+    row = tl.program_id(0).to(tl.int64) * WIDTH
+    values = load_row(x + row, WIDTH, BLOCK)
+    scale = _inverse_rms(values, WIDTH, eps)
     if weight is not None:
-        values *= tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, values.to(out.dtype.element_ty), mask=inside)
+        weights = load_row(weight, WIDTH, BLOCK)
+    for i in tl.static_range(len(values)):
+        normed = values[i] * scale
+        if weight is not None:
+            normed *= weights[i]
+        store_block(out + row, normed, i, WIDTH)
 
 
 @triton.jit
 def _round_rows_kernel(
-    x: tl.tensor, values: tl.tensor, scale: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr
+    x: tl.tensor, values: tl.tensor, scale: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
-    cols = tl.arange(0, BLOCK)
-    at = tl.program_id(0).to(tl.int64) * width + cols
-    row = tl.load(x + at, mask=cols < width, other=0.0).to(tl.float32)
-    _store_rounded(values, scale, row, at, cols < width)
+    row = load_row(x + tl.program_id(0).to(tl.int64) * WIDTH, WIDTH, BLOCK)
+    store_rounded(values, scale, row, WIDTH)
 
 
 @triton.jit
@@ -245,38 +264,44 @@ def _attention_residual_kernel(
     router: tl.tensor,
     eps: tl.tensor,
     root: tl.tensor,
-    width: tl.tensor,
+    WIDTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     dtype = x.dtype.element_ty
-    cols = tl.arange(0, BLOCK)
-    inside = cols < width
-    at = tl.program_id(0).to(tl.int64) * width + cols
+    row = tl.program_id(0).to(tl.int64) * WIDTH
     # All loads come first: a load after a reduction would wait for memory again, about a microsecond.
-    post = tl.load(post_weight + cols, mask=inside, other=0.0)
-    dense_w = tl.load(dense_weight + cols, mask=inside, other=0.0)
-    expert_w = tl.load(expert_weight + cols, mask=inside, other=0.0)
-    scale = tl.load(router_scale + cols, mask=inside, other=0.0)
+    post = load_row(post_weight, WIDTH, BLOCK)
+    dense_w = load_row(dense_weight, WIDTH, BLOCK)
+    expert_w = load_row(expert_weight, WIDTH, BLOCK)
+    router_w = load_row(router_scale, WIDTH, BLOCK)
     wait_for_launches_before(DEPENDENT)
-    update = _load_scaled(attention, row_scale, col_scale, at, cols, inside)
-    before = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    update = _load_scaled(attention, row_scale, col_scale, WIDTH, BLOCK)
+    before = load_row(residual + row, WIDTH, BLOCK)
 
-    update *= _inverse_rms(update, width, eps)
-    update *= post.to(tl.float32)
-    after = (before + update.to(dtype).to(tl.float32)).to(dtype)
-    tl.store(x + at, after, mask=inside)
+    scale = _inverse_rms(update, WIDTH, eps)
+    after = ()
+    for i in tl.static_range(len(update)):
+        change = (update[i] * scale * post[i]).to(dtype).to(tl.float32)
+        sums = (before[i] + change).to(dtype)
+        store_block(x + row, sums, i, WIDTH)
+        after += (sums.to(tl.float32),)  # type: ignore[assignment]
 
-    after = after.to(tl.float32)
-    normed = after * _inverse_rms(after, width, eps)
-    _store_rounded(dense, dense_scale, normed * dense_w.to(tl.float32), at, inside)
+    scale = _inverse_rms(after, WIDTH, eps)
+    dense_in = ()
+    expert_in = ()
+    for i in tl.static_range(len(after)):
+        normed = after[i] * scale
+        dense_in += (normed * dense_w[i],)  # type: ignore[assignment]
+        expert_in += (normed * expert_w[i],)  # type: ignore[assignment]
+        # The published model rounds after the norm, the scale and D**-0.5. One rounding less can swap two experts.
+        scaled = (normed.to(dtype).to(tl.float32) * router_w[i]).to(dtype)
+        store_block(router + row, scaled.to(tl.float32) * root, i, WIDTH)
+    store_rounded(dense, dense_scale, dense_in, WIDTH)
     if expert_sums is None:
-        _store_rounded(expert, expert_scale, normed * expert_w.to(tl.float32), at, inside)
+        store_rounded(expert, expert_scale, expert_in, WIDTH)
     else:
-        _store_ordered(expert, expert_scale, expert_sums, normed * expert_w.to(tl.float32), at, inside)
-    # The published model rounds after the norm, the scale and D**-0.5. One rounding less can swap two experts.
-    scaled = (normed.to(dtype).to(tl.float32) * scale.to(tl.float32)).to(dtype)
-    tl.store(router + at, (scaled.to(tl.float32) * root).to(dtype), mask=inside)
+        _store_ordered(expert, expert_scale, expert_sums, expert_in, WIDTH)
 
 
 @triton.jit
@@ -295,89 +320,81 @@ def _layer_tail_kernel(
     normed: tl.tensor,
     normed_scale: tl.tensor,
     eps: tl.tensor,
-    width: tl.tensor,
+    WIDTH: tl.constexpr,
     SCALAR_PER_ROW: tl.constexpr,
     NUM_ACTIVE: tl.constexpr,
+    MANY: tl.constexpr,
     DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     dtype = x.dtype.element_ty
-    cols = tl.arange(0, BLOCK)
-    inside = cols < width
-    row = tl.program_id(0).to(tl.int64)
-    at = row * width + cols
+    number = tl.program_id(0).to(tl.int64)
+    row = number * WIDTH
     if SCALAR_PER_ROW:
-        layer_scalar += row
-    # All loads come first, as above.
-    dense_w = tl.load(dense_weight + cols, mask=inside, other=0.0)
-    expert_w = tl.load(expert_weight + cols, mask=inside, other=0.0)
-    post = tl.load(post_weight + cols, mask=inside, other=0.0)
-    following = tl.load(next_weight + cols, mask=inside, other=0.0)
+        layer_scalar += number
+    # For few rows all loads come first, as above. For many, registers are worth more: more programs run at once.
+    if not MANY:
+        expert_w = load_row(expert_weight, WIDTH, BLOCK)
+        dense_w = load_row(dense_weight, WIDTH, BLOCK)
+        post = load_row(post_weight, WIDTH, BLOCK)
+        following = load_row(next_weight, WIDTH, BLOCK)
     wait_for_launches_before(DEPENDENT)
     scalar = tl.load(layer_scalar).to(tl.float32)
-    before = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-    both = _load_scaled(dense, row_scale, col_scale, at, cols, inside)
+    before = load_row(residual + row, WIDTH, BLOCK)
+    dense_out = _load_scaled(dense, row_scale, col_scale, WIDTH, BLOCK)
+    experts = load_row(expert_rows + row * NUM_ACTIVE, WIDTH, BLOCK)
+    for k in tl.static_range(1, NUM_ACTIVE):
+        others = load_row(expert_rows + row * NUM_ACTIVE + k * WIDTH, WIDTH, BLOCK)
+        sums = ()
+        for i in tl.static_range(len(experts)):
+            sums += (experts[i] + others[i],)  # type: ignore[assignment]
+        experts = sums
 
-    moe = tl.zeros([BLOCK], tl.float32)
-    for k in tl.static_range(NUM_ACTIVE):
-        moe += tl.load(expert_rows + (row * NUM_ACTIVE + k) * width + cols, mask=inside, other=0.0).to(tl.float32)
-    moe = moe.to(dtype).to(tl.float32)
-    moe *= _inverse_rms(moe, width, eps)
-    moe = (moe * expert_w.to(tl.float32)).to(dtype).to(tl.float32)
+    moe = ()
+    for i in tl.static_range(len(experts)):
+        moe += (experts[i].to(dtype).to(tl.float32),)  # type: ignore[assignment]
+    moe_scale = _inverse_rms(moe, WIDTH, eps)
+    dense_rms = _inverse_rms(dense_out, WIDTH, eps)
+    if MANY:
+        expert_w = load_row(expert_weight, WIDTH, BLOCK)
+        dense_w = load_row(dense_weight, WIDTH, BLOCK)
+        post = load_row(post_weight, WIDTH, BLOCK)
+        following = load_row(next_weight, WIDTH, BLOCK)
+    both = ()
+    for i in tl.static_range(len(moe)):
+        normed_moe = (moe[i] * moe_scale * expert_w[i]).to(dtype).to(tl.float32)
+        normed_dense = (dense_out[i] * dense_rms * dense_w[i]).to(dtype).to(tl.float32)
+        both += ((normed_dense + normed_moe).to(dtype).to(tl.float32),)  # type: ignore[assignment]
 
-    both *= _inverse_rms(both, width, eps)
-    both = (both * dense_w.to(tl.float32)).to(dtype).to(tl.float32)
-    both = (both + moe).to(dtype).to(tl.float32)
-    both *= _inverse_rms(both, width, eps)
-    both = (both * post.to(tl.float32)).to(dtype).to(tl.float32)
+    scale = _inverse_rms(both, WIDTH, eps)
+    after = ()
+    for i in tl.static_range(len(both)):
+        change = (both[i] * scale * post[i]).to(dtype).to(tl.float32)
+        sums = (before[i] + change).to(dtype).to(tl.float32)
+        out = (sums * scalar).to(dtype)
+        store_block(x + row, out, i, WIDTH)
+        after += (out.to(tl.float32),)  # type: ignore[assignment]
 
-    after = (before + both).to(dtype).to(tl.float32)
-    after = (after * scalar).to(dtype)
-    tl.store(x + at, after, mask=inside)
-    after = after.to(tl.float32)
-    after *= _inverse_rms(after, width, eps)
-    _store_rounded(normed, normed_scale, after * following.to(tl.float32), at, inside)
-
-
-@triton.jit
-def _load_scaled(
-    rows: tl.tensor, row_scale: tl.tensor, col_scale: tl.tensor, at: tl.tensor, cols: tl.tensor, inside: tl.tensor
-) -> tl.tensor:
-    """Load a row in float32, times its scale and those of the columns unless None."""
-    values = tl.load(rows + at, mask=inside, other=0.0).to(tl.float32)
-    if row_scale is not None:
-        values *= tl.load(col_scale + cols, mask=inside, other=0.0) * tl.load(row_scale + tl.program_id(0))
-    return values
-
-
-@triton.jit
-def _store_rounded(out: tl.tensor, scale: tl.tensor, values: tl.tensor, at: tl.tensor, inside: tl.tensor) -> None:
-    """Store a row in the dtype of `out`; in float8 if `scale` is not None, with the row's scale."""
-    if scale is not None:
-        row_scale = float8_scale(values, 0)
-        tl.store(scale + tl.program_id(0), row_scale)
-        values /= row_scale
-    tl.store(out + at, values.to(out.dtype.element_ty), mask=inside)
+    scale = _inverse_rms(after, WIDTH, eps)
+    result = ()
+    for i in tl.static_range(len(after)):
+        result += (after[i] * scale * following[i],)  # type: ignore[assignment]
+    store_rounded(normed, normed_scale, result, WIDTH)
 
 
 @triton.jit
-def _store_ordered(
-    out: tl.tensor, scale: tl.tensor, sums: tl.tensor, values: tl.tensor, at: tl.tensor, inside: tl.tensor
-) -> None:
-    """Store a row as `fourbit.OrderedRows`."""
-    BLOCK: tl.constexpr = values.shape[0]
-    row_scale = float8_scale(values, 0)
+def _store_ordered(out: tl.tensor, scale: tl.tensor, sums: tl.tensor, row: tl.tuple, WIDTH: tl.constexpr) -> None:
+    """Store this program's row as `fourbit.OrderedRows`."""
+    BLOCK: tl.constexpr = row[0].shape[0]
+    out += tl.program_id(0).to(tl.int64) * WIDTH
+    row_scale = row_float8_scale(row)
     tl.store(scale + tl.program_id(0), row_scale)
-    rounded = (values / row_scale).to(tl.float8e4nv)
-    group_sums = tl.sum(rounded.to(tl.float32).reshape(BLOCK // 64, 64), 1) * (-8 * 2.0**-49)
-    tl.store(sums + tl.program_id(0) * 64 + tl.arange(0, BLOCK // 64), group_sums.to(tl.bfloat16))
-    ordered = rounded.reshape(BLOCK // 16, 2, 8).permute(0, 2, 1).reshape(BLOCK)
-    tl.store(out + at, ordered, mask=inside)
-
-
-def _num_warps(width: int) -> int:
-    # 16 values per thread at the published width: the row stays in registers, and loads are 16 bytes wide.
-    return min(max(triton.next_power_of_2(width) // 512, 1), 16)
+    for i in tl.static_range(len(row)):
+        rounded = (row[i] / row_scale).to(tl.float8e4nv)
+        group_sums = tl.sum(rounded.to(tl.float32).reshape(BLOCK // 64, 64), 1) * (-8 * 2.0**-49)
+        group = i * (BLOCK // 64) + tl.arange(0, BLOCK // 64)
+        tl.store(sums + tl.program_id(0) * 64 + group, group_sums.to(tl.bfloat16))
+        store_block(out, rounded.reshape(BLOCK // 16, 2, 8).permute(0, 2, 1).reshape(BLOCK), i, WIDTH)
 
 
 def _require_rows(owner: str, **tensors: Tensor) -> None:

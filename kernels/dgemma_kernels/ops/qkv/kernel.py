@@ -69,7 +69,7 @@ def prepare_qkv(
         HALF=head_dim // 2,
         HEADS=heads,
         HAS_VALUE=has_value,
-        num_warps=4 if heads * head_dim >= 1024 else 1,
+        num_warps=max(1, heads * head_dim // 1024),
         **dependent_launch(keys.device),
     )
     return queries
