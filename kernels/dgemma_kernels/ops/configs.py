@@ -169,7 +169,7 @@ EXPERTS: dict[str, dict[str, tuple[ExpertConfig, ...]]] = {
             ExpertConfig(
                 max_tokens=320,
                 rows=32,
-                gate_up=TileShape(cols=64, depth=128, warps=4, stages=3),
+                gate_up=TileShape(cols=64, depth=128, warps=4, stages=5),
                 down=TileShape(cols=128, depth=64, warps=4, stages=5),
             ),
             ExpertConfig(

@@ -204,9 +204,9 @@ def _combine_few_kernel(
         total += tl.exp2(logs[part] - top)
     out = tl.zeros([ROWS, HEAD_DIM], tl.float32)
     for part in tl.static_range(SPLITS):
-        weight = (tl.exp2(logs[part] - top) / total)[:, None]
-        # The values of an empty part were never written.
-        out += tl.where(weight > 0.0, values[part].to(tl.float32) * weight, 0.0)
+        weight = tl.zeros([ROWS, HEAD_DIM], tl.float32) + (tl.exp2(logs[part] - top) / total)[:, None]
+        value = tl.where(weight > 0.0, values[part].to(tl.float32), 0.0)  # that of an empty part was never written
+        out = tl.fma(value, weight, out)  # explicit, so that every number of parts rounds alike
     if scale_ptr is not None:
         out *= 1.0 / UNIT
         tl.store(scale_ptr + row // HEADS, tl.full([ROWS], UNIT, tl.float32), mask=inside & (row % HEADS == 0))

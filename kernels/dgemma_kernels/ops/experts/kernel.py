@@ -47,7 +47,7 @@ from dgemma_kernels.ops.experts.tiles import (
 from dgemma_kernels.ops.norms import round_rows
 from dgemma_kernels.ops.router.kernel import ExpertTiles
 
-_FIRST_PROGRAMS = 396  # of gate_up with float8 weights, which start together: three per multiprocessor
+_FIRST_PROGRAMS = 264  # of gate_up with float8 weights, which start together: two per multiprocessor
 _KEPT = 16 << 20  # bytes of the output that stay in L2 for `layer_tail`, while weights stream through it
 
 
