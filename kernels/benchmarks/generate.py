@@ -56,6 +56,11 @@ def draw_weight(shape: torch.Size, format: str, std: float) -> Weight:
     return NvFp4Weight(codes=codes, scale=scale, row_scale=torch.full(rows, std / 256 / 2.9, device=GPU))
 
 
+def float8_of(format: str, parts: list[str]) -> tuple[str, ...]:
+    """Return the parts that can be float8 next to experts of this format: none for bf16, "experts" only for int4."""
+    return () if format == "bf16" else tuple(part for part in parts if part != "experts" or format == "int4")
+
+
 def build(format: str, float8: tuple[str, ...] = (), config: dgemma.ModelConfig | None = None) -> FusedDenoiser:
     """Make a model with random weights and accelerate it.
 
@@ -179,7 +184,7 @@ def print_row(row: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", nargs="+", choices=tuple(ENCODERS), default=list(ENCODERS))
-    parser.add_argument("--float8", nargs="*", choices=FLOAT8_PARTS, default=[], help="not for bf16 weights")
+    parser.add_argument("--float8", nargs="*", choices=FLOAT8_PARTS, default=[], help="not for bf16; experts for int4")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8, 16])
     parser.add_argument("--prompt", type=int, default=1024, help="tokens before the first canvas (%(default)s)")
     parser.add_argument("--memory", type=float, help="cap of torch's memory in decimal GB")
@@ -195,7 +200,7 @@ def main() -> None:
     output = options.output or results_folder() / "generate.json"
     rows: list[dict[str, Any]] = []
     for format in options.weights:
-        rows += measure(format, () if format == "bf16" else tuple(options.float8), options.batches, options.prompt)
+        rows += measure(format, float8_of(format, options.float8), options.batches, options.prompt)
         gc.collect()
         torch.cuda.empty_cache()
         output.parent.mkdir(parents=True, exist_ok=True)
