@@ -94,23 +94,22 @@ def join(past: Tensor, new: Tensor) -> Tensor:
     Example: `join(past_keys, keys)`.
     """
     by_token = past.stride(1) < past.stride(2) and new.stride(1) < new.stride(2)  # memory is ordered by token first
-    in_words = past.dtype == new.dtype and past.shape[-1] * past.itemsize % 8 == 0
-    if by_token and in_words and past.is_cuda and not torch.compiler.is_compiling():
+    if by_token and past.dtype == new.dtype and past.is_cuda and not torch.compiler.is_compiling():
         joined: Tensor = _Join.apply(past, new)
         return joined
     return torch.cat((past, new), dim=2)
 
 
 class _Join(torch.autograd.Function):
-    """Copies words of 8 bytes instead of values of 2, which is several times faster if past tokens are a slice."""
+    """Copies `words`, which is several times faster if past tokens are a slice."""
 
     @staticmethod
     def forward(ctx: Any, past: Tensor, new: Tensor) -> Tensor:
         ctx.num_past = past.shape[2]
         batch, num_heads, num_new, head_dim = new.shape
         out = new.new_empty(batch, ctx.num_past + num_new, num_heads, head_dim)
-        words = [x.view(torch.int64) for x in (out, past.transpose(1, 2), new.transpose(1, 2))]
-        words[0][:, : ctx.num_past], words[0][:, ctx.num_past :] = words[1:]
+        joined, *parts = words(out, past.transpose(1, 2), new.transpose(1, 2))
+        joined[:, : ctx.num_past], joined[:, ctx.num_past :] = parts
         return out.transpose(1, 2)
 
     @staticmethod

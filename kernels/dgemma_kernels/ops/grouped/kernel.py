@@ -2,7 +2,8 @@
 
 The library needs the tokens copied once per choice, and a second product for the adapters, which is then added. Here a
 program gathers the tokens of its tile and adds the adapters' product to its sums. It finds its tile in the ends of the
-groups, so no table of tiles is needed. Programs of one expert are neighbours and share its weights in the cache.
+groups, so no table of tiles is needed. Programs of one expert are neighbours and share its weights in the cache. The
+tiles fit the shared memory of Hopper.
 """
 
 from typing import NamedTuple
@@ -22,18 +23,20 @@ _LEAST = 16  # columns of a product on tensor cores
 class _Sizes(NamedTuple):
     """Sizes of a launch: of the weights, the output's columns, the adapters' rank, and the depth of a load."""
 
-    num_cols: tl.constexpr
-    width: tl.constexpr
-    out_cols: tl.constexpr
-    rank: tl.constexpr
-    rank_block: tl.constexpr
-    depth: tl.constexpr
+    NUM_COLS: tl.constexpr
+    WIDTH: tl.constexpr
+    OUT_COLS: tl.constexpr
+    RANK: tl.constexpr
+    RANK_BLOCK: tl.constexpr
+    DEPTH: tl.constexpr
 
 
 class _Layout(NamedTuple):
-    flipped: tl.constexpr
-    flipped_b: tl.constexpr
-    gated: tl.constexpr
+    """True for transposed weights, a transposed B, and a result that ends in GeGLU."""
+
+    FLIPPED: tl.constexpr
+    FLIPPED_B: tl.constexpr
+    GATED: tl.constexpr
 
 
 def multiply_tokens(
@@ -146,7 +149,7 @@ def _multiply_tokens_kernel(
 ) -> None:
     SIZE: tl.constexpr = _Sizes(NUM_COLS, WIDTH, NUM_COLS // 2 if GATED else NUM_COLS, RANK, RANK_BLOCK, DEPTH)
     LAYOUT: tl.constexpr = _Layout(FLIPPED, FLIPPED_B, GATED)
-    COL_BLOCKS: tl.constexpr = triton.cdiv(SIZE.out_cols, COLS)
+    COL_BLOCKS: tl.constexpr = triton.cdiv(SIZE.OUT_COLS, COLS)
     tile, col = tl.program_id(0) // COL_BLOCKS, tl.program_id(0) % COL_BLOCKS * COLS
     experts = tl.arange(0, EXPERT_BLOCK)
     group_ends = tl.load(ends + experts, experts < NUM_EXPERTS, 0)
@@ -160,10 +163,10 @@ def _multiply_tokens_kernel(
         row = start + tl.arange(0, ROWS)
         is_row = row < tl.sum(tl.where(mine, group_ends, 0), 0)
         token = tl.where(is_row, row, start).to(tl.int64) if order is None else tl.load(order + row, is_row, 0) // top_k
-        tokens, rows = x + token * WIDTH, out + row.to(tl.int64) * SIZE.out_cols
+        tokens, rows = x + token * WIDTH, out + row.to(tl.int64) * SIZE.OUT_COLS
         low = None if b is None else narrow + token * (NUM_EXPERTS * RANK) + expert * RANK
         own_b = None if b is None else b + expert * (NUM_COLS * RANK)
-        if LAST_COLS < COLS and col + COLS > SIZE.out_cols:
+        if LAST_COLS < COLS and col + COLS > SIZE.OUT_COLS:
             _multiply_tile(tokens, last_weights, low, own_b, rows, expert, is_row, col, SIZE, LAYOUT, ROWS, LAST_COLS)
         else:
             _multiply_tile(tokens, weights, low, own_b, rows, expert, is_row, col, SIZE, LAYOUT, ROWS, COLS)
@@ -185,30 +188,30 @@ def _multiply_tile(
     COLS: tl.constexpr,
 ) -> None:
     """Compute a tile from column `col` on. tokens, low and out point to its rows; b points to its expert's B."""
-    at = tokens[:, None] + tl.arange(0, SIZE.depth)[None, :]
+    at = tokens[:, None] + tl.arange(0, SIZE.DEPTH)[None, :]
     sums = tl.zeros((ROWS, COLS), tl.float32)
     up_sums = sums
-    for begin in range(0, SIZE.width, SIZE.depth):
+    for begin in range(0, SIZE.WIDTH, SIZE.DEPTH):
         block = tl.load(at + begin)
-        if LAYOUT.flipped:
-            sums = tl.dot(block, weights.load([expert * SIZE.width + begin, col]), sums)
+        if LAYOUT.FLIPPED:
+            sums = tl.dot(block, weights.load([expert * SIZE.WIDTH + begin, col]), sums)
         else:
-            sums = tl.dot(block, weights.load([expert * SIZE.num_cols + col, begin]).T, sums)
-        if LAYOUT.gated:
-            up_row = expert * SIZE.num_cols + SIZE.out_cols + col
+            sums = tl.dot(block, weights.load([expert * SIZE.NUM_COLS + col, begin]).T, sums)
+        if LAYOUT.GATED:
+            up_row = expert * SIZE.NUM_COLS + SIZE.OUT_COLS + col
             up_sums = tl.dot(block, weights.load([up_row, begin]).T, up_sums)
-    cols, rank = col + tl.arange(0, COLS), tl.arange(0, SIZE.rank_block)
-    is_col, is_rank = cols < SIZE.out_cols, rank < SIZE.rank
+    cols, rank = col + tl.arange(0, COLS), tl.arange(0, SIZE.RANK_BLOCK)
+    is_col, is_rank = cols < SIZE.OUT_COLS, rank < SIZE.RANK
     if b is not None:
         low_block = tl.load(low[:, None] + rank[None, :], is_rank[None, :], 0.0)
-        if LAYOUT.flipped_b:
-            b_at = b + cols[None, :] + rank[:, None] * SIZE.num_cols
+        if LAYOUT.FLIPPED_B:
+            b_at = b + cols[None, :] + rank[:, None] * SIZE.NUM_COLS
         else:
-            b_at = b + cols[None, :] * SIZE.rank + rank[:, None]
+            b_at = b + cols[None, :] * SIZE.RANK + rank[:, None]
         in_b = is_col[None, :] & is_rank[:, None]
         sums = tl.dot(low_block, tl.load(b_at, in_b, 0.0), sums)
-        if LAYOUT.gated:
-            up_sums = tl.dot(low_block, tl.load(b_at + SIZE.out_cols * SIZE.rank, in_b, 0.0), up_sums)
+        if LAYOUT.GATED:
+            up_sums = tl.dot(low_block, tl.load(b_at + SIZE.OUT_COLS * SIZE.RANK, in_b, 0.0), up_sums)
     dtype: tl.constexpr = out.dtype.element_ty
-    result = gelu_tanh_times(sums, up_sums, dtype) if LAYOUT.gated else sums.to(dtype)
+    result = gelu_tanh_times(sums, up_sums, dtype) if LAYOUT.GATED else sums.to(dtype)
     tl.store(out[:, None] + cols[None, :], result, is_row[:, None] & is_col[None, :])
