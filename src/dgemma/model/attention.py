@@ -74,8 +74,10 @@ def words(*tensors: Tensor) -> list[Tensor]:
 
     Example: `target, source = words(cache[:, :, :5], keys); target.copy_(source)`.
     """
-    size = tensors[0].itemsize
-    if any(x.stride(-1) != 1 or any(n * size % 8 for n in (x.shape[-1], *x.stride()[:-1])) for x in tensors):
+    size, same = tensors[0].itemsize, all(x.dtype == tensors[0].dtype for x in tensors)
+    if not same or any(
+        x.stride(-1) != 1 or any(n * size % 8 for n in (x.shape[-1], *x.stride()[:-1])) for x in tensors
+    ):
         return list(tensors)
     return [x.view(torch.int64) for x in tensors]
 
