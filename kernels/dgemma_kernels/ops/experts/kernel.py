@@ -82,13 +82,10 @@ def expert_gate_up(
     if isinstance(x, Quantized) and not one_scale:
         out_scale = torch.empty(num_pairs, col_blocks, dtype=torch.float32, device=rows.device)
     grid_tiles, proj = _grid_tiles(tiles), _weight_arguments(gate_up_proj, tile)
-    launch = dependent_launch(rows.device)
-    described = isinstance(proj[0], TensorDescriptor)
-    # Until the router is done, memory is idle. With many tokens tile n is probably of expert n.
-    ahead = gate_up_proj.values if launch["DEPENDENT"] and described and isinstance(gate_up_proj, Quantized) else None
-    num_ahead = min(tiles.num_experts, _FIRST_PROGRAMS // col_blocks)
-    if num_pairs < 4 * tiles.num_experts or width < 256:
-        num_ahead = 0
+    launch, described = dependent_launch(rows.device), isinstance(proj[0], TensorDescriptor)
+    # Until the router is done, memory is idle. With many tokens, tile n is probably of expert n.
+    many, can_request = num_pairs >= 4 * tiles.num_experts, launch["DEPENDENT"] and described and width >= 256
+    ahead = gate_up_proj.values if isinstance(gate_up_proj, Quantized) and can_request and many else None
     _expert_gate_up_kernel[(col_blocks * grid_tiles,)](
         rows,
         row_scale,
@@ -101,7 +98,7 @@ def expert_gate_up(
         grid_tiles,
         tiles.tiles.shape[0],
         ahead,
-        num_ahead,
+        min(tiles.num_experts, _FIRST_PROGRAMS // col_blocks),
         WIDTH=width,
         HIDDEN=hidden_width,
         NUM_ACTIVE=tiles.num_active,
