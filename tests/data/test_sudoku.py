@@ -75,12 +75,12 @@ def test_solver_searches_where_singles_do_not_suffice():
 def test_solver_counts_as_many_solutions_as_brute_force(some):
     """Puzzles with one solution, then with two clues removed (several solutions) or one changed (mostly none)."""
     rng = np.random.default_rng(0)
-    fewer, wrong = some.puzzles[:4].copy(), some.puzzles[:4].copy()
-    for row in range(4):
+    fewer, wrong = some.puzzles[:2].copy(), some.puzzles[:2].copy()
+    for row in range(2):
         clues = np.flatnonzero(some.puzzles[row])
         fewer[row, rng.choice(clues, 2, replace=False)] = 0
         wrong[row, rng.choice(clues)] = rng.integers(1, 10)
-    puzzles = np.concatenate([some.puzzles[:4], fewer, wrong])
+    puzzles = np.concatenate([some.puzzles[:2], fewer, wrong])
     expected = [len(brute_force(puzzle)) for puzzle in puzzles]
     assert sudoku.solve(puzzles).counts.tolist() == expected
     assert set(expected) == {0, 1, 2}  # all cases occur
