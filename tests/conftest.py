@@ -80,9 +80,10 @@ def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _same_inputs_every_run() -> None:
     """Seed torch's generators, from which tests draw inputs, so that a failure can be repeated."""
-    torch.default_generator.manual_seed(0)  # `torch.manual_seed` takes a millisecond where CUDA is not in use
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:
+        torch.default_generator.manual_seed(0)  # without notes for an absent GPU, which take a millisecond
 
 
 @pytest.fixture(autouse=True)
