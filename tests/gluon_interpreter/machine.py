@@ -286,6 +286,15 @@ class Allocation:
         else:
             self.parts = [Barrier(f"barrier {i} of {shape[0]}") for i in range(shape[0])]
 
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> "Allocation":
+        """Return the same memory by rows."""
+        rows = Allocation.__new__(Allocation)
+        rows.dtype, rows.shape = dtype, shape
+        rows.parts = [
+            SharedTile(part.chunk, row, layout) for part in self.parts for row in part.data.view(-1, shape[1])
+        ]
+        return rows
+
     def index(self, i: Any) -> Any:
         if not 0 <= number(i) < len(self.parts):
             raise Hazard(f"indexes part {number(i)} of shared memory of {len(self.parts)} parts")

@@ -1,9 +1,11 @@
-"""Both products of int4 experts in one launch, in Gluon."""
+"""Int4 experts with float8 rows: the rows, and both products in one launch, in Gluon."""
 
 import torch
+import triton
 from compile_cases_fourbit import A, D, E, F, empty
 
 from dgemma_kernels.formats.fourbit import OrderedRows
+from dgemma_kernels.ops import configs, norms
 from dgemma_kernels.ops.experts import hopper
 from dgemma_kernels.ops.router import kernel as router
 from dgemma_kernels.ops.router import reference
@@ -11,15 +13,20 @@ from dgemma_kernels.ops.router import reference
 WGMMA = {"_experts_hopper_kernel"}
 
 
-def run(tokens: int) -> None:
+def run_residual(tokens: int) -> None:
+    row, vector = torch.empty(tokens, D).bfloat16(), torch.empty(D).bfloat16()
+    norms.attention_residual(row, row, *[vector] * 4, 1e-6, ordered=True)
+
+
+def run_experts(tokens: int) -> None:
     index = torch.zeros(tokens, A, dtype=torch.int32)
     tiles = router.sort_by_expert(index, reference.count_pairs(index, E), 32)
-    rows = torch.empty(tokens, D, dtype=torch.float8_e4m3fn)
-    x = OrderedRows(
-        values=rows, scale=torch.empty(tokens), sums=torch.empty(tokens, 64).bfloat16(), dtype=torch.bfloat16
-    )
+    rows, sums = torch.empty(tokens, D, dtype=torch.float8_e4m3fn), torch.empty(tokens, 2, 64).bfloat16()
+    x = OrderedRows(values=rows, scale=torch.empty(tokens), sums=sums, dtype=torch.bfloat16)
     proj = empty("int4", 2 * F, D, gated=True), empty("int4", D, F, gated=False)
     hopper.multiply_experts(x, *proj, torch.empty(tokens, A), tiles)
 
 
-CALLS = {"a canvas": lambda: run(256)}
+CALLS = {"residual": lambda: run_residual(256)}
+if triton.__version__.startswith(configs.GLUON_RAN_WITH):  # no other version runs this kernel
+    CALLS["experts"] = lambda: run_experts(256)

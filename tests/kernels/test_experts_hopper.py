@@ -5,6 +5,8 @@ On every machine its source runs in `gluon_interpreter`. Copies of the source wi
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from dgemma.model.quantized import IntWeight
@@ -13,14 +15,15 @@ from dgemma_kernels.formats.fourbit import FourBit, OrderedRows, arrange, order_
 from dgemma_kernels.ops.configs import is_hopper
 from dgemma_kernels.ops.experts import float8_obstacle, multiply_experts, reference
 from dgemma_kernels.ops.norms import attention_residual
+from dgemma_kernels.ops.norms.kernel import _round_to_float8
 from dgemma_kernels.ops.router import reference as router
 from dgemma_kernels.ops.router import sort_by_expert
 from gluon_interpreter import Hazard, load
 from kernel_inputs import NUM_EXPERTS, draw_routing, make_model
 
 HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))
-# Hidden values, outputs, sums of tokens and decoded weights are rounded, each by 2**-9 at most.
-LIMIT = 1e-2
+# Hidden values, outputs and decoded weights are rounded, each by 2**-9 at most; 4.4e-3 was measured.
+LIMIT = 6e-3
 
 
 def draw(
@@ -43,7 +46,7 @@ def error(got: Tensor, want: Tensor) -> float:
 
 def interpret(routing: str, width: int, hidden: int, edits: dict[str, str] | None = None) -> float:
     """Return the relative error of the interpreted kernel against float64."""
-    index = draw_routing(routing)[:10]
+    index = draw_routing(routing)[:10, :1].contiguous()
     tiles = router.sort_by_expert(index, router.count_pairs(index, NUM_EXPERTS), 16)
     proj = draw(2 * hidden, width, gated=True), draw(width, hidden, gated=False)
     arguments = draw_rows(index.shape[0], width), *proj, torch.rand(index.shape), tiles
@@ -53,8 +56,8 @@ def interpret(routing: str, width: int, hidden: int, edits: dict[str, str] | Non
 
 @pytest.mark.parametrize(
     ("routing", "width", "hidden"),
-    [("two-experts-have-no-rows", 384, 448), ("one-token", 1152, 384)],
-    ids=["an odd number of planes", "many groups"],
+    [("one-token", 1408, 448), pytest.param("two-experts-have-no-rows", 2048, 384, marks=pytest.mark.slow)],
+    ids=["one block at a time", "several tiles"],
 )
 def test_both_products_in_one_launch_match_float64(routing, width, hidden):
     assert interpret(routing, width, hidden) < LIMIT
@@ -72,7 +75,7 @@ def test_both_products_in_one_launch_match_float64(routing, width, hidden):
 )
 def test_mistakes_in_the_kernel_are_detected(old, new, hazard):
     with pytest.raises(Hazard, match=hazard):
-        interpret("one-token", 384, 384, {old: new})
+        interpret("one-token", 1408, 384, {old: new})
 
 
 def test_ordered_rows_decode_to_the_rounded_rows():
@@ -81,10 +84,28 @@ def test_ordered_rows_decode_to_the_rounded_rows():
     unit = x.abs().amax(-1, keepdim=True).float() / 448
     want = (x / unit).to(torch.float8_e4m3fn)
     assert torch.equal(rows.decode(), want.double() * unit)
-    assert torch.allclose(rows.sums[:, :2].double(), want.double().view(3, 2, 64).sum(-1) * -(2.0**-46), rtol=2**-8)
+    sums = rows.sums.double().sum(1)[:, :2]
+    assert torch.allclose(sums, want.double().view(3, 2, 64).sum(-1) * -(2.0**-46), rtol=2**-15, atol=0)
 
 
-@pytest.mark.parametrize("width", [64, 192])
+@triton.jit
+def _round_kernel(x, out, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(out + at, _round_to_float8(tl.load(x + at)))
+
+
+def test_every_boundary_between_float8_values_rounds_as_in_torch(device):
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    values = values[values.isfinite()].unique()
+    middle = (values[1:] + values[:-1]) / 2
+    x = torch.cat((values, middle, middle * (1 + 2.0**-20), middle * (1 - 2.0**-20)))
+    x = torch.nn.functional.pad(x, (0, 1024 - len(x))).to(device)
+    got = torch.empty_like(x)
+    _round_kernel[(1,)](x, got, 1024)
+    assert torch.equal(got, x.to(torch.float8_e4m3fn).float())
+
+
+@pytest.mark.parametrize("width", [192, 2816])
 def test_the_residual_kernel_writes_ordered_rows(width, device):
     generator = torch.Generator().manual_seed(3)
     rows = [torch.randn(5, width, generator=generator).to(device) for _ in range(2)]
@@ -93,18 +114,19 @@ def test_the_residual_kernel_writes_ordered_rows(width, device):
     want = order_rows(attention_residual(*rows, *vectors, 1e-6)[2])
     assert error(got.decode(), want.decode()) < 5e-3  # sums in another order may round a value the other way
     sums = got.values.double().view(5, -1, 64).sum(-1) * -(2.0**-46)
-    # The interpreter rounds to bfloat16 towards zero.
-    assert torch.allclose(got.sums[:, : width // 64].double(), sums, rtol=2.0**-7, atol=0)
+    assert torch.allclose(got.sums.double().sum(1)[:, : width // 64], sums, rtol=2.0**-13, atol=0)
 
 
 def test_weights_that_one_launch_cannot_multiply_are_named():
-    up, down = draw(2 * 384, 384, gated=True, experts=1), draw(384, 384, gated=False, experts=1)
-    assert float8_obstacle(up, torch.empty(1, 384, 384)) == "experts in int4"
-    narrow = draw(384, 384, gated=False, experts=1, group=32)
+    up, down = draw(2 * 384, 1408, gated=True, experts=1), draw(1408, 384, gated=False, experts=1)
+    assert float8_obstacle(up, torch.empty(1, 1408, 384)) == "experts in int4"
+    narrow = draw(1408, 384, gated=False, experts=1, group=32)
     assert float8_obstacle(up, narrow) == "symmetric int4 in groups of 64 columns or more"
-    assert "steps of 128" in (float8_obstacle(up, draw(448, 384, gated=False, experts=1)) or "")
+    for width in (1024, 1152, 1472, 4224):
+        assert "steps of 128" in (float8_obstacle(up, draw(width, 384, gated=False, experts=1)) or "")
+    assert "at least 384" in (float8_obstacle(up, draw(1408, 320, gated=False, experts=1)) or "")
     with pytest.raises(ValueError, match=r"needs a Hopper GPU .* got weights on cpu"):
-        multiply_experts(draw_rows(1, 384), up, down, torch.ones(1, 1), None)
+        multiply_experts(draw_rows(1, 1408), up, down, torch.ones(1, 1), None)
 
 
 def test_models_whose_experts_cannot_have_float8_inputs_are_refused(device):

@@ -115,14 +115,14 @@ class OrderedRows:
     """Rows in float8 (e4m3) with one scale per row, in the order in which they multiply the codes of int4 as float8.
 
     Of 16 columns, the first eight are at even places and the others at odd ones. `sums` corrects for the offset of 8
-    that all codes have: the sum of every 64 values, times -8 * 2**-49, in bfloat16.
+    that all codes have: the sum of every 64 values, times -8 * 2**-49, in bfloat16, and the remainders.
 
     Example: `order_rows(x).decode()` differs from x by at most 1/16 of it, or 1/512 of the scale if larger.
     """
 
     values: Tensor  # (M, D) float8_e4m3fn
     scale: Tensor  # (M,) float32
-    sums: Tensor  # (M, 64); the first D / 64 are defined
+    sums: Tensor  # (M, 2, 64); of each 64, the first D / 64 are defined
     dtype: torch.dtype  # of the original values and of results from them
 
     @property
@@ -142,11 +142,13 @@ def order_rows(x: Tensor) -> OrderedRows:
     """
     rounded = quantize(x)
     pairs = rounded.values.view(torch.uint8).unflatten(1, (-1, 2, 8)).transpose(2, 3).flatten(1)
-    sums = rounded.values.float().unflatten(1, (-1, COLS)).sum(-1) * (-8 * 2.0**-49)
+    exact = rounded.values.float().unflatten(1, (-1, COLS)).sum(-1) * (-8 * 2.0**-49)
+    sums = exact.bfloat16()
+    both = torch.stack((sums, (exact - sums.float()).bfloat16()), 1)
     return OrderedRows(
         values=pairs.contiguous().view(torch.float8_e4m3fn),
         scale=rounded.scale,
-        sums=pad(sums, (0, COLS - sums.shape[1])).bfloat16(),
+        sums=pad(both, (0, COLS - both.shape[2])),
         dtype=x.dtype,
     )
 

@@ -6,8 +6,8 @@ planes of a block, it already copies the first ones of its next block. A block o
 its tile. Only running programs take blocks, so those that it waits for are complete or under way.
 
 A code of four bits is a denormal in float8, code * 2**-9. So the codes themselves are the left operand of gate_up. The
-scale of a group multiplies its sums. As codes are 8 too large, a last product adds -8 times the sums of each group of
-tokens, times the scales. down decodes to bfloat16, as `kernel` does.
+scale of a group multiplies its sums. As codes are 8 too large, a product after every 16 groups adds -8 times the sums
+of the tokens, times the scales. down decodes to bfloat16, as `kernel` does.
 """
 
 from typing import NamedTuple
@@ -23,9 +23,9 @@ from dgemma_kernels.formats.fourbit import FourBit, OrderedRows
 from dgemma_kernels.ops.configs import dependent_launch
 from dgemma_kernels.ops.router.kernel import ExpertTiles
 
-_PROGRAMS = 4  # per multiprocessor; each may have 128 registers per thread and 55 KiB of shared memory
+_PROGRAMS = 4  # per multiprocessor; each may have 128 registers per thread and 56 KiB of shared memory
 _SLOTS = gl.constexpr(3)  # planes of a ring
-# Triton 3.9 renamed these.
+# Triton 3.9 renamed these, and does not compile this kernel yet.
 _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 _copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
@@ -197,8 +197,8 @@ def _multiply_blocks(
     PAIRS: gl.constexpr = (PLANES + 1) // 2 - _SLOTS  # of steps, before the first copy for the next block
     FIRST: gl.constexpr = PAIRS // 3 if UP else PAIRS * 2 // 3
     SECOND: gl.constexpr = PAIRS * 2 // 3 if UP else PAIRS
-    even = _allocate(proj[0], ROWS)
-    odd = _allocate(proj[0], ROWS)
+    LAST: gl.constexpr = (PLANES - 1) // 16  # part of 16 groups
+    memory = _allocate(proj[0], PLANES, ROWS)
     total = num_tiles * BLOCKS
     before = 0 if UP else num_tiles * SIZE.UP_BLOCKS  # blocks of the other product in the queue
     if block < total:
@@ -207,52 +207,54 @@ def _multiply_blocks(
         if not UP:
             while gl.atomic_add(tables[2] + block // BLOCKS, 0, sem="acquire") < SIZE.UP_BLOCKS:
                 pass
-        else:
-            end = _allocate_end(PLANES, ROWS)
         source = _source(tile, pair, block, block < total, SIZE)
+        if UP:
+            _copy_groups(proj, scales, memory[2], source, pair, 0, LAST + 1, SIZE)
         for i in gl.static_range(2 * _SLOTS - 1):
-            _copy_plane(proj, even if i % 2 == 0 else odd, block * 0 + i // 2, source, block * 0 + i)
+            _copy_plane(proj, memory[i % 2], block * 0 + i // 2, source, block * 0 + i)
         plane = block * 0 + (2 * _SLOTS - 1)  # the next one to copy
         slot = block * 0
         while block < total:
             after = gl.atomic_add(tables[3], 1, sem="relaxed") - before
             low = gl.zeros((64, ROWS), gl.float32, MMA)
             high = gl.zeros((64, ROWS), gl.float32, MMA)
-            low, high, slot, plane = _steps(proj, even, odd, low, high, slot, source, plane, 0, FIRST, UP)
+            low, high, slot, plane = _steps(proj, memory, low, high, slot, source, plane, 0, FIRST, UP)
             copying = after < total
             following = gl.where(copying, after, block)
             next_tile = _load_tile(tables, following, BLOCKS)
             if not UP:
                 ready = gl.atomic_add(tables[2] + following // BLOCKS, 0, sem="relaxed")
                 weight = gl.load(scales[0] + pair, mask=_inside(tile, ROWS, UP), other=0.0)
-            low, high, slot, plane = _steps(proj, even, odd, low, high, slot, source, plane, FIRST, SECOND, UP)
+            low, high, slot, plane = _steps(proj, memory, low, high, slot, source, plane, FIRST, SECOND, UP)
             next_pair = _load_pairs(tables, next_tile, ROWS, UP)
             if UP:
-                _copy_end(scales, proj[2], end, pair // SIZE.NUM_ACTIVE, source[0], tile, PLANES, ROWS)
-            low, high, slot, plane = _steps(proj, even, odd, low, high, slot, source, plane, SECOND, PAIRS, UP)
+                weight = gl.load(scales[0] + pair // SIZE.NUM_ACTIVE)
+            low, high, slot, plane = _steps(proj, memory, low, high, slot, source, plane, SECOND, PAIRS, UP)
 
-            free = gl.where(slot == 0, _SLOTS - 1, slot - 1)
-            low, high = _step(proj, even, slot, odd, free, low, high, source, plane, not ODD, UP)
+            low, high = _step(proj, memory, low, high, slot, source, plane, 2 * PAIRS, 0, not ODD, UP)
             if not UP:
                 while ready < SIZE.UP_BLOCKS:
                     ready = gl.atomic_add(tables[2] + following // BLOCKS, 0, sem="relaxed")
                 gl.inline_asm_elementwise("fence.acq_rel.gpu; // $0", "=r", [], gl.int32, False, 1)
             source = _source(next_tile, next_pair, following, copying, SIZE)
+            if UP:
+                _copy_groups(proj, scales, memory[2], source, next_pair, 0, LAST, SIZE)
             plane = block * 0
-            low, high = _step(proj, odd, slot, even, slot, low, high, source, plane, True, UP)
+            low, high = _step(proj, memory, low, high, slot, source, plane, 2 * PAIRS + 1, 1, True, UP)
             slot = gl.where(slot == _SLOTS - 1, 0, slot + 1)
-            low, high, slot, plane = _steps(
-                proj, even, odd, low, high, slot, source, plane + 1, PAIRS + 1, PLANES // 2, UP
+            low, high, slot, plane = _pairs(
+                proj, memory, low, high, slot, source, plane + 1, PAIRS + 1, PLANES // 2, UP
             )
             if ODD:
-                free = gl.where(slot == 0, _SLOTS - 1, slot - 1)
-                low, high = _step(proj, even, slot, odd, free, low, high, source, plane, True, UP)
+                low, high = _step(proj, memory, low, high, slot, source, plane, PLANES - 1, 0, True, UP)
                 _barrier()
-                _copy_plane(proj, even, slot, source, plane + 1)
+                _copy_plane(proj, memory[0], slot, source, plane + 1)
                 plane += 2
                 slot = gl.where(slot == _SLOTS - 1, 0, slot + 1)
             if UP:
-                _store_hidden(out, tables, end, low, high, block, tile, SIZE)
+                low, high = _add_offsets(memory[2], low, high, LAST)
+                _store_hidden(out, tables, low, high, block, tile, weight, SIZE)
+                _copy_groups(proj, scales, memory[2], source, next_pair, LAST, LAST + 1, SIZE)
             else:
                 _store_out(out, low, high, block, tile, pair, weight, SIZE)
             block, tile, pair = after, next_tile, next_pair
@@ -262,16 +264,33 @@ def _multiply_blocks(
 
 
 @gluon.jit
-def _allocate(x: gl.tensor, ROWS: gl.constexpr) -> gl.tuple:
-    """Return a ring in shared memory: codes, scales and rows of tokens of its planes."""
+def _allocate(x: gl.tensor, PLANES: gl.constexpr, ROWS: gl.constexpr) -> gl.tuple:
+    """Return shared memory: two rings of planes, with codes, rows of tokens and for down scales.
+
+    For gate_up also the scales of all groups, 16 groups at a time and one by one, and sums of the tokens with their
+    remainders, 16 groups at a time.
+    """
+    PARTS: gl.constexpr = triton.cdiv(PLANES, 16)
+    if x.dtype.element_ty == gl.float8e4nv:
+        scale = gl.allocate_shared_memory(gl.int32, [PARTS, 16, 64], _PLAIN2)
+        sums = gl.allocate_shared_memory(gl.bfloat16, [2 * PARTS, ROWS, 16], gl.NVMMASharedLayout(32, 16))
+        groups = (scale, scale._reinterpret(gl.int32, [16 * PARTS, 64], _PLAIN1), sums)
+        return _ring(x, ROWS), _ring(x, ROWS), groups
+    else:  # noqa: RET505 (Triton compiles both returns of a branch without else)
+        return _ring(x, ROWS), _ring(x, ROWS)
+
+
+@gluon.jit
+def _ring(x: gl.tensor, ROWS: gl.constexpr) -> gl.tuple:
     if x.dtype.element_ty == gl.float8e4nv:
         codes = gl.allocate_shared_memory(gl.uint8, [_SLOTS, 64, 64], _PLAIN2)
         rows = gl.allocate_shared_memory(gl.float8e4nv, [_SLOTS, ROWS, 64], gl.NVMMASharedLayout(64, 8))
-    else:
+        return codes, rows
+    else:  # noqa: RET505
         codes = gl.allocate_shared_memory(gl.int32, [_SLOTS, 64, 16], _PLAIN2)
         rows = gl.allocate_shared_memory(gl.bfloat16, [_SLOTS, ROWS, 64], gl.NVMMASharedLayout(128, 16))
-    scale = gl.allocate_shared_memory(gl.int32, [_SLOTS, 64], _PLAIN1)
-    return codes, scale, rows
+        scale = gl.allocate_shared_memory(gl.int32, [_SLOTS, 64], _PLAIN1)
+        return codes, rows, scale
 
 
 @gluon.jit
@@ -311,24 +330,25 @@ def _copy_plane(proj: gl.tuple, ring: gl.tuple, slot: gl.tensor, source: gl.tupl
     """Start a group of copies: a plane of weights, and the rows that multiply it."""
     if source[3]:
         at = (source[0] + plane).to(gl.int64)
-        CODES: gl.constexpr = _WORDS if proj[1].dtype.element_ty == gl.int32 else _BYTES
-        PER_ROW: gl.constexpr = ring[0].shape[2]
+        UP: gl.constexpr = proj[0].dtype.element_ty == gl.float8e4nv
+        CODES: gl.constexpr = _BYTES if UP else _WORDS
+        PER_ROW: gl.constexpr = 64 if UP else 16
         code = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, CODES)), 1) * PER_ROW
         code += gl.expand_dims(gl.arange(0, PER_ROW, gl.SliceLayout(0, CODES)), 0)
         _copy(ring[0].index(slot), proj[1] + at * (64 * PER_ROW) + code)
-        _copy(ring[1].index(slot), proj[2] + at * 64 + gl.arange(0, 64, _LINE))
         LAYOUT: gl.constexpr = source[1].type.layout.parent
         columns = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, LAYOUT)), 0) + plane * 64
         rows = proj[0] + (gl.expand_dims(source[1], 1) + columns)
-        _copy(ring[2].index(slot), rows, mask=gl.expand_dims(source[2], 1))
+        _copy(ring[1].index(slot), rows, mask=gl.expand_dims(source[2], 1))
+        if not UP:
+            _copy(ring[2].index(slot), proj[2] + at * 64 + gl.arange(0, 64, _LINE))
     async_copy.commit_group()
 
 
 @gluon.jit
 def _steps(
     proj: gl.tuple,
-    even: gl.tuple,
-    odd: gl.tuple,
+    memory: gl.tuple,
     low: gl.tensor,
     high: gl.tensor,
     slot: gl.tensor,
@@ -338,11 +358,47 @@ def _steps(
     END: gl.constexpr,
     UP: gl.constexpr,
 ) -> gl.tuple:
-    """Multiply pairs of planes, from number BEGIN to END, and copy as many from `plane` on."""
-    for _ in range(BEGIN, END):
-        free = gl.where(slot == 0, _SLOTS - 1, slot - 1)
-        low, high = _step(proj, even, slot, odd, free, low, high, source, plane, True, UP)
-        low, high = _step(proj, odd, slot, even, slot, low, high, source, plane + 1, True, UP)
+    """Multiply pairs of planes, from number BEGIN to END, and copy as many from `plane` on.
+
+    For gate_up, add the offsets of the codes after every 8 pairs of the block.
+    """
+    if UP:
+        for part in gl.static_range(BEGIN // 8, (END + 7) // 8):
+            low, high, slot, plane = _pairs(
+                proj,
+                memory,
+                low,
+                high,
+                slot,
+                source,
+                plane,
+                BEGIN if part == BEGIN // 8 else 8 * part,
+                END if 8 * part + 8 > END else 8 * part + 8,
+                UP,
+            )
+            if 8 * part + 8 <= END:
+                low, high = _add_offsets(memory[2], low, high, part)
+    else:
+        low, high, slot, plane = _pairs(proj, memory, low, high, slot, source, plane, BEGIN, END, UP)
+    return low, high, slot, plane
+
+
+@gluon.jit
+def _pairs(
+    proj: gl.tuple,
+    memory: gl.tuple,
+    low: gl.tensor,
+    high: gl.tensor,
+    slot: gl.tensor,
+    source: gl.tuple,
+    plane: gl.tensor,
+    BEGIN: gl.constexpr,
+    END: gl.constexpr,
+    UP: gl.constexpr,
+) -> gl.tuple:
+    for pair in range(BEGIN, END):
+        low, high = _step(proj, memory, low, high, slot, source, plane, 2 * pair, 0, True, UP)
+        low, high = _step(proj, memory, low, high, slot, source, plane + 1, 2 * pair + 1, 1, True, UP)
         plane += 2
         slot = gl.where(slot == _SLOTS - 1, 0, slot + 1)
     return low, high, slot, plane
@@ -351,31 +407,35 @@ def _steps(
 @gluon.jit
 def _step(
     proj: gl.tuple,
-    ring: gl.tuple,
-    slot: gl.tensor,
-    other: gl.tuple,
-    free: gl.tensor,
+    memory: gl.tuple,
     low: gl.tensor,
     high: gl.tensor,
+    slot: gl.tensor,
     source: gl.tuple,
     plane: gl.tensor,
+    number: gl.tensor,
+    PARITY: gl.constexpr,
     COPY: gl.constexpr,
     UP: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor]:
-    """Multiply the plane in `slot`. If COPY, start the copies of `plane` to where the step before has read."""
+    """Multiply a block's plane `number`, in `slot` of a ring. If COPY, copy `plane` to where the step before has read.
+
+    The rings alternate, by PARITY of the number.
+    """
     # The products read rows in shared memory by another path than the threads that copied them: hence the fence.
     gl.inline_asm_elementwise(
         "cp.async.wait_group 4; fence.proxy.async.shared::cta; mov.u32 $0, 0;", "=r", [], gl.int32, False, 1
     )
     _barrier()
     MMA: gl.constexpr = low.type.layout
-    rows = ring[2].index(slot).permute((1, 0))
+    ring = memory[PARITY]
+    rows = ring[1].index(slot).permute((1, 0))
     if UP:
         none = gl.zeros(low.shape, gl.float32, MMA)
         low_codes, high_codes = _split(ring[0], slot, MMA)
         low_run = warpgroup_mma(low_codes, rows, none, use_acc=False, is_async=True)
         high_run = warpgroup_mma(high_codes, rows, none, use_acc=False, is_async=True)
-        scale = ring[1].index(slot).load(gl.SliceLayout(1, MMA))
+        scale = memory[2][1].index(number).load(gl.SliceLayout(1, MMA))
         low_scale = gl.expand_dims((scale << 16).to(gl.float32, bitcast=True) * 2.0**-117, 1)
         high_scale = gl.expand_dims((scale & -65536).to(gl.float32, bitcast=True) * 2.0**-113, 1)
     else:
@@ -384,7 +444,10 @@ def _step(
         high_codes = _decode(ring, slot, MMA, _HIGH)
         high_run = warpgroup_mma(high_codes, rows, high, is_async=True)
     if COPY:
-        _copy_plane(proj, other, free, source, plane)
+        free = slot
+        if PARITY == 0:
+            free = gl.where(slot == 0, _SLOTS - 1, slot - 1)
+        _copy_plane(proj, memory[1 - PARITY], free, source, plane)
     else:
         async_copy.commit_group()
     if UP:
@@ -412,78 +475,76 @@ def _split(codes: gl.tensor, slot: gl.tensor, MMA: gl.constexpr) -> tuple[gl.ten
 def _decode(ring: gl.tuple, slot: gl.tensor, MMA: gl.constexpr, PTX: gl.constexpr) -> gl.tensor:
     """Return rows r or rows r + 64 of a plane as a left operand: (64, 64) bfloat16."""
     words = ring[0].index(slot).load(_WORDS)
-    each, words = gl.broadcast(gl.expand_dims(ring[1].index(slot).load(gl.SliceLayout(1, _WORDS)), 1), words)
+    each, words = gl.broadcast(gl.expand_dims(ring[2].index(slot).load(gl.SliceLayout(1, _WORDS)), 1), words)
     a, b, c, d = gl.inline_asm_elementwise(PTX, "=h,=h,=h,=h,r,r", [words, each], _BFLOAT16, True, 1)
     wide = gl.join(gl.join(a, c), gl.join(b, d)).reshape(64, 4, 4, 2, 2).permute(0, 2, 3, 1, 4).reshape(64, 64)
     return gl.convert_layout(wide, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
 
 
 @gluon.jit
-def _allocate_end(PLANES: gl.constexpr, ROWS: gl.constexpr) -> gl.tuple:
-    """Return shared memory for the end of a block of gate_up.
-
-    It has the scales and the tokens' sums of 16 groups each, and the tokens' scales.
-    """
-    PARTS: gl.constexpr = triton.cdiv(PLANES, 16)
-    scale = gl.allocate_shared_memory(gl.int32, [PARTS, 16, 64], _PLAIN2)
-    sums = gl.allocate_shared_memory(gl.bfloat16, [PARTS, ROWS, 16], gl.NVMMASharedLayout(32, 16))
-    row_scale = gl.allocate_shared_memory(gl.float32, [1, ROWS], _PLAIN1)
-    return scale, sums, row_scale
+def _copy_groups(
+    proj: gl.tuple,
+    of_tokens: gl.tuple,
+    groups: gl.tuple,
+    source: gl.tuple,
+    pair: gl.tensor,
+    BEGIN: gl.constexpr,
+    END: gl.constexpr,
+    SIZE: gl.constexpr,
+) -> None:
+    """Start the copies of parts BEGIN to END, scales and sums of tokens, in the group of the plane that is next."""
+    if source[3]:
+        PLANES: gl.constexpr = SIZE.WIDTH // 64
+        token = pair // SIZE.NUM_ACTIVE
+        group = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, _SCALES)), 1)
+        line = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, _SCALES)), 0)
+        row = gl.expand_dims(gl.convert_layout(token, gl.SliceLayout(1, _SUMS)) * 128, 1)
+        inside = gl.expand_dims(gl.convert_layout(source[2], gl.SliceLayout(1, _SUMS)), 1)
+        col = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, _SUMS)), 0)
+        for part in gl.static_range(BEGIN, END):
+            scale = proj[2] + (source[0] + 16 * part).to(gl.int64) * 64 + (group * 64 + line)
+            _copy(groups[0].index(part), scale, mask=group < PLANES - 16 * part)
+            for i in gl.static_range(2):
+                sums = of_tokens[1] + (row + (col + (64 * i + 16 * part)))
+                _copy(groups[2].index(2 * part + i), sums, mask=inside & (col < PLANES - 16 * part))
 
 
 @gluon.jit
-def _copy_end(
-    of_tokens: gl.tuple,
-    scale: gl.tensor,
-    end: gl.tuple,
-    token: gl.tensor,
-    plane: gl.tensor,
-    tile: gl.tuple,
-    PLANES: gl.constexpr,
-    ROWS: gl.constexpr,
-) -> None:
-    """Start the copies for the end of a block. They are in the group of a later plane of it."""
-    group = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, _SCALES)), 1)
-    line = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, _SCALES)), 0)
-    row = gl.expand_dims(gl.convert_layout(token, gl.SliceLayout(1, _SUMS)) * 64, 1)
-    inside = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, _SUMS)) < tile[2], 1)
-    col = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, _SUMS)), 0)
-    for i in gl.static_range(triton.cdiv(PLANES, 16)):
-        scales = scale + (plane + 16 * i).to(gl.int64) * 64 + (group * 64 + line)
-        _copy(end[0].index(i), scales, mask=group < PLANES - 16 * i)
-        sums = of_tokens[1] + (row + (col + 16 * i))
-        _copy(end[1].index(i), sums, mask=inside & (col < PLANES - 16 * i))
-    _copy(end[2].index(0), of_tokens[0] + gl.convert_layout(token, _LINE))
+def _add_offsets(groups: gl.tuple, gate: gl.tensor, up: gl.tensor, PART: gl.constexpr) -> tuple[gl.tensor, gl.tensor]:
+    """Add the offsets of the codes of 16 groups: -8 times the sums of the tokens, times the scales."""
+    MMA: gl.constexpr = gate.type.layout
+    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MMA.instr_shape[1], 16])
+    none = gl.zeros(gate.shape, gl.float32, WIDE)
+    scale = groups[0].index(PART).permute((1, 0)).load(gl.DotOperandLayout(0, WIDE, 2))
+    gate_scale = scale.to(gl.int16).to(gl.bfloat16, bitcast=True)
+    up_scale = (scale >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    sums = groups[2].index(2 * PART).permute((1, 0))
+    rest = groups[2].index(2 * PART + 1).permute((1, 0))
+    gate_run = warpgroup_mma(gate_scale, sums, none, use_acc=False, is_async=True)
+    gate_run = warpgroup_mma(gate_scale, rest, gate_run, is_async=True)
+    up_run = warpgroup_mma(up_scale, sums, none, use_acc=False, is_async=True)
+    up_run = warpgroup_mma(up_scale, rest, up_run, is_async=True)
+    gate_more, up_more, gate_scale, up_scale = warpgroup_mma_wait(0, deps=(gate_run, up_run, gate_scale, up_scale))
+    gate += gl.convert_layout(gate_more, MMA, assert_trivial=True) * 2.0**-77
+    up += gl.convert_layout(up_more, MMA, assert_trivial=True) * 2.0**-73
+    return gate, up
 
 
 @gluon.jit
 def _store_hidden(
     out: gl.tensor,
     tables: gl.tuple,
-    end: gl.tuple,
     gate: gl.tensor,
     up: gl.tensor,
     block: gl.tensor,
     tile: gl.tuple,
+    row_scale: gl.tensor,
     SIZE: gl.constexpr,
 ) -> None:
-    """Add the offsets of the codes, multiply by the tokens' scales, and store GeGLU of a block."""
+    """Multiply by the tokens' scales, and store GeGLU of a block."""
     ROWS: gl.constexpr = SIZE.ROWS
     MMA: gl.constexpr = gate.type.layout
-    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    gate_more = gl.zeros((64, ROWS), gl.float32, WIDE)
-    up_more = gl.zeros((64, ROWS), gl.float32, WIDE)
-    for i in gl.static_range(triton.cdiv(SIZE.WIDTH // 64, 16)):
-        scale = end[0].index(i).permute((1, 0)).load(gl.DotOperandLayout(0, WIDE, 2))
-        gate_scale = scale.to(gl.int16).to(gl.bfloat16, bitcast=True)
-        up_scale = (scale >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
-        sums = end[1].index(i).permute((1, 0))
-        gate_run = warpgroup_mma(gate_scale, sums, gate_more, is_async=True)
-        up_run = warpgroup_mma(up_scale, sums, up_more, is_async=True)
-        gate_more, up_more, gate_scale, up_scale = warpgroup_mma_wait(0, deps=(gate_run, up_run, gate_scale, up_scale))
-    gate += gl.convert_layout(gate_more, MMA, assert_trivial=True) * 2.0**-77
-    up += gl.convert_layout(up_more, MMA, assert_trivial=True) * 2.0**-73
-    row_scale = gl.expand_dims(end[2].index(0).load(gl.SliceLayout(0, MMA)) * 512.0, 0)
+    row_scale = gl.expand_dims(gl.convert_layout(row_scale, gl.SliceLayout(0, MMA)) * 512.0, 0)
     dtype: gl.constexpr = out.dtype.element_ty
     gate = (gate * row_scale).to(dtype).to(gl.float32)
     gate *= 1.0 / (1.0 + gl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))

@@ -217,9 +217,14 @@ def float8_obstacle(gate_up_proj: ExpertWeights, down_proj: ExpertWeights) -> st
         for weight in (gate_up_proj, down_proj)
     ):
         return "symmetric int4 in groups of 64 columns or more"
-    (width, hidden), least = down_proj.shape[1:], 6 * COLS  # planes in flight
-    if width % (2 * COLS) or hidden % COLS or not least <= min(width, hidden) <= width <= COLS * COLS:
-        return f"a hidden size of {least} to 4096 in steps of 128, and experts of at least {least} in steps of 64"
+    width, hidden = down_proj.shape[1:]
+    planes = 6 * COLS  # columns in flight; offsets are added after every 16 planes, before the next block's copies
+    if width % (2 * COLS) or not planes <= (width - 1) % 1024 + 1 <= 1024 < width <= 4096:
+        return (
+            "a hidden size of 1408 to 4096, in steps of 128, of which the last 1024 or fewer columns are at least 384"
+        )
+    if hidden % COLS or hidden < planes:
+        return f"experts of at least {planes} columns in steps of {COLS}, got {hidden}"
     if gate_up_proj.dtype != torch.bfloat16:
         return f"a model in bfloat16, got {gate_up_proj.dtype}"
     if not is_hopper(gate_up_proj.codes.device):

@@ -88,7 +88,7 @@ def attention_residual(
     if ordered:
         if width % 64 or width > 4096:
             raise ValueError(f"attention_residual ordered rows must have 64, 128, ... or 4096 columns, got {width}.")
-        expert_sums = torch.empty(residual.numel() // width, 64, dtype=torch.bfloat16, device=residual.device)
+        expert_sums = torch.empty(residual.numel() // width, 2, 64, dtype=torch.bfloat16, device=residual.device)
     row_scale, col_scale = scales or (None, None)
     _attention_residual_kernel[(residual.numel() // width,)](
         attention,
@@ -383,6 +383,18 @@ def _layer_tail_kernel(
 
 
 @triton.jit
+def _round_to_float8(x: tl.tensor) -> tl.tensor:
+    """Return float32 values of at most 448 rounded to float8 (e4m3), in float32.
+
+    A conversion to float8 and back would be shorter. But the assembler of Triton 3.6 reads a wrong register there.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    normal = (bits + 0x7FFFF + (bits >> 20 & 1) & -0x100000).to(tl.float32, bitcast=True)
+    denormal = (x + 1.5 * 2.0**14) - 1.5 * 2.0**14  # a multiple of 2**-9
+    return tl.where(tl.abs(x) < 2.0**-6, denormal, normal)
+
+
+@triton.jit
 def _store_ordered(out: tl.tensor, scale: tl.tensor, sums: tl.tensor, row: tl.tuple, WIDTH: tl.constexpr) -> None:
     """Store this program's row as `fourbit.OrderedRows`."""
     BLOCK: tl.constexpr = row[0].shape[0]
@@ -390,10 +402,12 @@ def _store_ordered(out: tl.tensor, scale: tl.tensor, sums: tl.tensor, row: tl.tu
     row_scale = row_float8_scale(row)
     tl.store(scale + tl.program_id(0), row_scale)
     for i in tl.static_range(len(row)):
-        rounded = (row[i] / row_scale).to(tl.float8e4nv)
-        group_sums = tl.sum(rounded.to(tl.float32).reshape(BLOCK // 64, 64), 1) * (-8 * 2.0**-49)
-        group = i * (BLOCK // 64) + tl.arange(0, BLOCK // 64)
-        tl.store(sums + tl.program_id(0) * 64 + group, group_sums.to(tl.bfloat16))
+        rounded = _round_to_float8(row[i] / row_scale)
+        exact = tl.sum(rounded.reshape(BLOCK // 64, 64), 1) * (-8 * 2.0**-49)
+        group_sums = exact.to(tl.bfloat16)
+        at_sums = sums + tl.program_id(0) * 128 + i * (BLOCK // 64) + tl.arange(0, BLOCK // 64)
+        tl.store(at_sums, group_sums)
+        tl.store(at_sums + 64, (exact - group_sums.to(tl.float32)).to(tl.bfloat16))
         store_block(out, rounded.reshape(BLOCK // 16, 2, 8).permute(0, 2, 1).reshape(BLOCK), i, WIDTH)
 
 
