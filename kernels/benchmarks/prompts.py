@@ -84,7 +84,7 @@ def check_parity(results: Results, weights: str) -> None:
     """
     model, wide = build_two_layers()
     supports = reference_experts._supports_grouped
-    reference_experts._supports_grouped = lambda *w: w[0].dtype != torch.float32 and supports(*w)
+    reference_experts._supports_grouped = lambda widths, dtype: dtype != torch.float32 and supports(widths, dtype)
     fast = accelerate(model, weights)
     if weights not in ("bf16", "packed"):
         round_experts(model, wide, weights)

@@ -244,7 +244,7 @@ def check_parity(results: Results, weights: str) -> None:
     """
     model, wide = build_two_layers()
     supports = reference_experts._supports_grouped
-    reference_experts._supports_grouped = lambda *w: w[0].dtype != torch.float32 and supports(*w)
+    reference_experts._supports_grouped = lambda widths, dtype: dtype != torch.float32 and supports(widths, dtype)
     prompt, canvas = draw_tokens(2, 700), draw_tokens(2, CANVAS)
     real = torch.ones_like(prompt)
     real[1, :100] = 0
