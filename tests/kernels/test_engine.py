@@ -215,6 +215,14 @@ def test_a_state_can_be_copied_and_pickled_before_and_after_the_next_step(models
         assert torch.equal(fast.step(other, cache=cache, knobs=knobs)[0].canvas, after.canvas)
 
 
+def test_rows_that_stay_keep_the_bits_of_their_soft_embedding(models):
+    fast = models[1]
+    cache, state, knobs = take_first_step(fast)
+    stayed = state.select(torch.tensor([0], device=fast.device))  # as when another row leaves the batch
+    fast.step(state, cache=cache, knobs=knobs)
+    assert torch.equal(stayed.self_cond.signal, state.self_cond.signal)
+
+
 @pytest.mark.slow
 def test_an_interrupted_step_does_not_change_the_next_one(models, monkeypatch):
     fast = models[1]

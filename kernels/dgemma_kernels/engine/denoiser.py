@@ -386,6 +386,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
             logits = captured.replay()
         after, record, prediction = captured.results(state, leaves, logits)
         self._unsoftened = weakref.ref(prediction), captured
+        prediction.soften = self._soften
         if num_postponed:
             fused.take_postponed()
             fused.extend(num_postponed, None)

@@ -99,6 +99,11 @@ class FusedPrediction(Prediction):
         super().__init__(logits.read().new_empty(0), transforms, joint)
         self._source = logits
         self.signal: Tensor | None = None
+        self.soften: Callable[[], None] | None = None  # computes the signal of the last step
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The content of a copy or a pickle, which no denoiser softens."""
+        return {**vars(self), "soften": None}
 
     @property
     def _raw(self) -> Tensor:
@@ -129,7 +134,10 @@ class FusedPrediction(Prediction):
         return FusedPrediction(self._source, shaped._transforms)
 
     def as_self_cond(self) -> SoftEmbedding | Tensor:
-        """The soft embedding, once it is computed. The logits are about a hundred times as large."""
+        """The soft embedding, or logits if it can no longer be computed. Those are about a hundred times as large."""
+        if self.signal is None and self.soften is not None:
+            with self.turn:
+                self.soften()
         return self.logits if self.signal is None else SoftEmbedding(self.signal)
 
     def with_bias(self, bias: Transform) -> "FusedPrediction":
