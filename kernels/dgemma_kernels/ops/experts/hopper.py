@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
 from dgemma_kernels.formats.fourbit import FourBit, OrderedRows
-from dgemma_kernels.ops.configs import dependent_launch
+from dgemma_kernels.ops.configs import dependent_launch, num_multiprocessors
 from dgemma_kernels.ops.router.kernel import ExpertTiles
 
 _PROGRAMS = 4  # per multiprocessor; each may have 128 registers per thread and 56 KiB of shared memory
@@ -109,9 +109,7 @@ def multiply_experts(
     hidden_width, num_pairs, device = down_proj.shape[2], tiles.pairs.numel(), x.values.device
     hidden = torch.empty(num_pairs, hidden_width, dtype=x.dtype, device=device)
     out = torch.empty(num_tokens, tiles.num_active, width, dtype=x.dtype, device=device)
-    on_gpu = device.type == "cuda"
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
-    _experts_hopper_kernel[(_PROGRAMS * multiprocessors,)](
+    _experts_hopper_kernel[(_PROGRAMS * num_multiprocessors(device),)](
         x.values,
         x.scale,
         x.sums,
