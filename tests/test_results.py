@@ -237,6 +237,9 @@ def test_training_of_adapters_is_the_recorded_one():
             "peak memory, GiB": f"{result['peak_GiB']:.1f}",
         }
         assert {row: table[row][column] for row in expected} == expected
+    times, floors = results[0]["by_operation_ms"], results[0]["floors_ms"]
+    for name, floor in floors.items():  # the second table of the section: ms, floor
+        assert [*table[name].values()] == [f"{times[name]:.0f}", f"{floor:.0f}"]
 
 
 def test_qlora_is_the_recorded_one():
