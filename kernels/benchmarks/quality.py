@@ -86,8 +86,8 @@ def held_out_tokens() -> Tensor:
     return torch.tensor(tokenizer.encode(held_out, bos=False))
 
 
-def measure_text(model: dgemma.DiffusionGemma, rows: int, samples: int, prompts: int) -> dict[str, Any]:
-    """Return bits per byte on held-out text, and the steps per canvas of continuations of it."""
+def measure_text(model: dgemma.DiffusionGemma, rows: int, samples: int, stories: int) -> dict[str, Any]:
+    """Return bits per byte on held-out text, and the steps per canvas of stories by the default sampler."""
     tokenizer = dgemma.Tokenizer.from_pretrained("dgemma/text")
     tokens = held_out_tokens()[: 64 * rows].view(-1, 64)
     num_bytes = sum(len(tokenizer.decode(row).encode()) for row in tokens)
@@ -95,10 +95,8 @@ def measure_text(model: dgemma.DiffusionGemma, rows: int, samples: int, prompts:
     noise = UniformNoise(model.config.vocab_size)
     bound = evaluate(model, texts, noise, num_samples=samples, num_bytes=num_bytes, progress=False)
     assert bound.bits_per_byte is not None
-    temperature = dgemma.LinearTemperature(start=1.0, end=0.3)
-    options: dict[str, Any] = {"sampler": dgemma.EntropyBound(bound=0.1), "temperature": temperature}
-    options |= {"eos_token_ids": (), "progress": False}
-    out = dgemma.generate(model, texts[:prompts, :33], max_new_tokens=64, steps=48, seed=0, **options)
+    prompt = torch.tensor([tokenizer.encode("Once upon a time there was")] * stories)
+    out = dgemma.generate(model, prompt, max_new_tokens=64, eos_token_ids=(), seed=0, progress=False)
     causal = bound.causal.value * bound.num_tokens / num_bytes / math.log(2)
     return {
         "bits_per_byte": bound.bits_per_byte.value,
@@ -150,9 +148,9 @@ def measure_rounding(settings: dict[str, Any]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("quantized.json"), help="JSON file (%(default)s)")
-    parser.add_argument("--rows", type=int, default=16, help="rows of 64 tokens of held-out text (%(default)s)")
-    parser.add_argument("--prompts", type=int, default=4, help="continuations of 64 tokens (%(default)s)")
-    parser.add_argument("--puzzles", type=int, default=64, help="test puzzles (%(default)s)")
+    parser.add_argument("--rows", type=int, default=64, help="rows of 64 tokens of held-out text (%(default)s)")
+    parser.add_argument("--stories", type=int, default=16, help="stories of 64 tokens (%(default)s)")
+    parser.add_argument("--puzzles", type=int, default=128, help="test puzzles (%(default)s)")
     parser.add_argument("--samples", type=int, default=4, help="noise levels per text and puzzle (%(default)s)")
     options = parser.parse_args()
     arguments = {name: value for name, value in vars(options).items() if name != "out"}
@@ -161,7 +159,7 @@ def main() -> None:
         parser.error(f"{options.out} was measured with {results['arguments']}")
     measures: dict[str, Callable[[dgemma.DiffusionGemma], dict[str, Any]]] = {
         "dgemma/sudoku": lambda model: measure_sudoku(model, options.puzzles, options.samples),
-        "dgemma/text": lambda model: measure_text(model, options.rows, options.samples, options.prompts),
+        "dgemma/text": lambda model: measure_text(model, options.rows, options.samples, options.stories),
     }
     for name, settings in FORMATS.items():
         done = results.setdefault("formats", {}).setdefault(name, {})

@@ -1,4 +1,4 @@
-"""`dgemma info`: list the checkpoints that ship with dgemma, which needs no torch, or describe one."""
+"""`dgemma info` without a checkpoint: list those that ship with dgemma, without importing torch."""
 
 import argparse
 import re

@@ -1,1 +1,1 @@
-"""Standard benchmarks: dgemma as a model of lm-evaluation-harness, and small tasks for the models that ship."""
+"""Standard benchmarks: dgemma as a model for lm-evaluation-harness, and small tasks for the models that ship."""

@@ -1,4 +1,4 @@
-"""dgemma as a model of lm-evaluation-harness, under the name `dgemma` in its registry.
+"""dgemma as a model for lm-evaluation-harness, under the name `dgemma` in its registry.
 
 The harness (0.4.13) has no entry point for models of other packages. So `python -m dgemma.eval` registers this one and
 then runs the harness's own command; in Python, importing this module is enough.

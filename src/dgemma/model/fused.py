@@ -1,4 +1,7 @@
-"""Functions that run between matrix products. Training compiles them on a GPU, one kernel instead of many."""
+"""Norms and elementwise operations between matrix products, as functions that `torch.compile` can fuse.
+
+Training compiles them on a GPU: one kernel instead of many.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

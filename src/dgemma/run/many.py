@@ -1,4 +1,4 @@
-"""Many prompts through one model: `generate_many` keeps every slot of a batch busy, and continues after a kill."""
+"""Many prompts through one model: `generate_many` keeps every place in a batch busy, and can be resumed."""
 
 import hashlib
 import json

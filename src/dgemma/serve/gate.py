@@ -1,4 +1,4 @@
-"""Middleware for all routes: checks of host, API key, content type, and size and time of bodies; security headers."""
+"""Middleware for all routes: checks of host, API key and content type, limits on uploads, security headers."""
 
 import asyncio
 import hashlib

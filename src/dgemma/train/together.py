@@ -1,4 +1,6 @@
-"""Text and canvases through each layer in one pass. Reference: `read_clean`, then `predict_canvases` twice.
+"""The causal pass over a text and the denoising passes over its canvases, joined layer by layer, for adapters.
+
+Reference: `read_clean`, then `predict_canvases` twice.
 
 A step reads the clean text, denoises the canvases without gradients for self-conditioning, and denoises them again. In
 a layer, a canvas needs only this layer's keys and values of the text. So the first denoising shares a pass with the

@@ -1,4 +1,4 @@
-"""Both products of int4 experts in one launch on Hopper, in Gluon, with float8 tokens in gate_up.
+"""Both products of int4 experts in one launch on Hopper, in Gluon, with float8 inputs in gate_up.
 
 Four programs per multiprocessor take blocks of columns from a queue, first all blocks of gate_up, then those of down.
 A program copies planes of weights and of its tile's rows into rings in shared memory. While it multiplies the last

@@ -1,4 +1,4 @@
-"""The meaning of the grouped product in plain PyTorch."""
+"""The grouped product in plain PyTorch, the reference for `kernel`."""
 
 import torch
 from torch import Tensor
