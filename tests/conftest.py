@@ -16,7 +16,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
-gc.set_threshold(100_000)  # 700 would cost 2 % of the time
+gc.set_threshold(100_000)  # Python's default of 700 would cost 2 % of the time
 
 PATIENCE = 900  # seconds for one test with its fixtures; compiling all kernels takes minutes
 QUICK_LANE = "not slow and not compile"  # as in addopts of pyproject.toml
@@ -88,7 +88,9 @@ def _same_inputs_every_run() -> None:
 
 @pytest.fixture(autouse=True)
 def _same_arithmetic_in_any_order_of_tests() -> None:
-    """Disable oneDNN, whose small products take twice as long on Arm. Commands that tests start use it, as users do.
+    """Disable oneDNN, whose small products take twice as long on Arm.
+
+    Other processes that tests start use it, as users do, except those of `fork_server`.
 
     On some CPUs torch disables it at the first bfloat16 product, and later results would round differently.
     """

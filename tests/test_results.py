@@ -114,7 +114,7 @@ KINDS = {
 
 
 def profile_table() -> Table:
-    """Return measured and least milliseconds by kind of kernel, for every work whose goal is missed.
+    """Return measured and least milliseconds by kind of kernel, for every row that misses its goal.
 
     A profile names its sixteen longest kernels. The others, and those of no kind, count as "the rest".
     """

@@ -1,9 +1,9 @@
 """Measure the quality of quantised weights: likelihood bound, accuracy and steps per canvas against bfloat16.
 
-Every format is applied to all matrices of the checkpoints that ship: experts, attention and dense MLPs, without
-routers, self-conditioning and the embedding. A second part rounds random matrices whose statistics resemble those of
-large models. A third part also rounds the inputs of int4 experts, as `accelerate(float8=["experts"])` does. Results are
-added to a JSON file, so that an interrupted run continues.
+Every format is applied to experts, attention and dense MLPs of the checkpoints in the package, but not to routers,
+self-conditioning or the embedding. A second part rounds random matrices whose statistics resemble those of large
+models. A third part also rounds the inputs of int4 experts, as `accelerate(float8=["experts"])` does. Results are added
+to a JSON file, so that an interrupted run continues.
 
     python kernels/benchmarks/quality.py --out docs/results/quantized.json
 """

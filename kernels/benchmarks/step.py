@@ -155,7 +155,7 @@ def floors(
     active: float | None = None,
     vocabulary: tuple[Any, ...] = (),
 ) -> dict[str, float]:
-    """Return the least milliseconds of experts, attention and other products, and of all that work together.
+    """Return lower bounds in milliseconds for experts, attention, other products, and their total.
 
     Each is the larger of FLOP / rate and bytes / bandwidth, for `batch` rows of `length` tokens after a prefix.
     `seen(window)` is the mean number of keys that a token sees; `active` experts are read, all by default.

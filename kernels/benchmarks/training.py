@@ -173,7 +173,8 @@ def floors(config: dgemma.ModelConfig, num_rows: int, prompt_len: int) -> dict[s
             products += scores
         else:
             attention += scores
-        # Values per token: norms, heads, GeGLUs, experts' sums. Forward, recomputed, gradient.
+        # Values per token that norms, heads, GeGLUs and the experts' sums read and write: forward and recomputation,
+        # forward only, gradient.
         of_heads, sums = 2 * (queries + 2 * keys) + 2 * queries, (1 + config.top_k_experts) * width
         once = 8 * width + of_heads + 3 * dense
         again = 4 * width + sums

@@ -13,7 +13,10 @@ _MASK = 0xFFFFFFFF
 
 
 def run(code: Any, constraints: str, arguments: list[Value], types: Any, is_pure: bool, pack: int) -> Any:
-    """Return the outputs $0, $1, ... of 16 bits as bfloat16 tiles; one output of 32 bits is discarded."""
+    """Return the outputs $0, $1, ... as bfloat16 tiles, or as float8 tiles if the argument has bytes.
+
+    A single output is not used.
+    """
     registers: dict[str, Tensor] = {}
     outputs = constraints.count("=")
     for index, argument in enumerate(arguments):
@@ -71,6 +74,6 @@ def _floats(bits: Tensor) -> Tensor:
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Return the bits of a * b + c, rounded once: float64 holds the exact sum of these products."""
+    """Return the bits of a * b + c, rounded once: float64 holds the sum exactly for the values that occur here."""
     exact = _floats(a) * _floats(b) + _floats(c)
     return exact.bfloat16().view(torch.int16).long() & 0xFFFF

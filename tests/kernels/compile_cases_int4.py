@@ -1,4 +1,4 @@
-"""Int4 experts with float8 rows: the rows, and both products in one launch, in Gluon."""
+"""Int4 experts with float8 rows: the kernel that rounds the rows, and the Gluon kernel of both products."""
 
 import torch
 import triton

@@ -121,7 +121,7 @@ def interpret_quickly() -> None:
         return (left, right) if left.shape is right.shape else broadcast(self, left, right)
 
     convert, constants = TritonSemantic.binary_op_type_checking_impl, {}
-    of_one_type = {"fp32", "fp64", "int1", "int32", "int64"}  # any operator keeps these
+    of_one_type = {"fp32", "fp64", "int1", "int32", "int64"}  # two operands of one of these types need no conversion
 
     def convert_if_needed(
         self: TritonSemantic, left: object, right: object, *rules: bool, **named: bool

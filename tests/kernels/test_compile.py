@@ -51,7 +51,7 @@ def test_no_kernel_spills_registers(compiled):
     }
     # Four programs of gate_up share a multiprocessor only if each uses at most 128 registers. With that limit they
     # spill, but they were faster than fewer programs that do not spill.
-    # In one launch, values for the end of a block spill, outside of the loops over planes.
+    # In the kernel of both products, values needed at the end of a block spill, but outside of the loops over planes.
     limits = {"compile_cases_fourbit": 32, "_experts_hopper_kernel": 64}
     if not triton.__version__.startswith("3.6."):
         limits |= few

@@ -65,9 +65,10 @@ def accelerate(
 ) -> "FusedDenoiser":
     """Return the same denoiser with fused kernels, for `dgemma.generate` to use in place of the model.
 
-    The model's tensors are shared, not copied; its q, k, v and gate, up projections become views of fused tensors. Do
-    not move, train or cast the model while the accelerated one is in use. `weights` is the format of the experts, which
-    are 42 of the 47 GiB of the published model. By default it is the format that the model has.
+    The model's tensors are shared, not copied; its q, k and v projections, and its gate and up projections, become
+    views of fused tensors. Do not move, train or cast the model while the accelerated one is in use. `weights` is the
+    format of the experts, which are 42 of the 47 GiB of the published model. By default it is the format that the model
+    has.
 
     - `weights="bf16"` uses the weights unchanged.
     - `weights="packed"` stores them in 12 bits per weight without loss: 32 GiB of experts. It is faster because a step
@@ -108,7 +109,7 @@ def accelerate(
         raise ValueError(f'accelerate {what} for weights="bf16", which are the model\'s own.')
     if "experts" in float8 and batch_invariant:
         raise ValueError(
-            'accelerate batch_invariant must be False for float8 "experts", which rounds by the size of the batch.'
+            'accelerate batch_invariant must be False for float8 "experts", which depends on the batch size.'
         )
     _require_gpu(model, float8=weights == "fp8" or bool(float8))
     config = model.config

@@ -112,10 +112,11 @@ class FourBit:
 
 @dataclass(frozen=True, kw_only=True)
 class OrderedRows:
-    """Rows in float8 (e4m3) with one scale per row, in the order in which they multiply the codes of int4 as float8.
+    """Rows in float8 (e4m3) with one scale per row, for products with int4 codes.
 
-    Of 16 columns, the first eight are at even places and the others at odd ones. `sums` corrects for the offset of 8
-    that all codes have: the sum of every 64 values, times -8 * 2**-49, in bfloat16, and the remainders.
+    The order of columns is that of the codes. In every 16 columns, the first eight are stored at even positions and the
+    last eight at odd ones. `sums` corrects for the offset of 8 in all codes. It has the sum of every 64 values times
+    -8 * 2**-49, rounded to bfloat16, and then its rounding errors, also in bfloat16.
 
     Example: `order_rows(x).decode()` differs from x by at most 1/16 of it, or 1/512 of the scale if larger.
     """
@@ -136,7 +137,9 @@ class OrderedRows:
 
 
 def order_rows(x: Tensor) -> OrderedRows:
-    """Round x (M, D) to float8 with one scale per row, as an operand of int4 codes. D is a multiple of 64, up to 4,096.
+    """Round x (M, D) to float8 with one scale per row, for products with int4 codes.
+
+    D is a multiple of 64, up to 4,096.
 
     Example: `order_rows(normed).values.dtype` is `torch.float8_e4m3fn`.
     """

@@ -31,7 +31,8 @@ def philox(key: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple
     """
     k0, k1 = key, key >> 32
     for _ in range(_NUM_ROUNDS):
-        # int64 products wrap modulo 2**64, so both halves are exact. Only factors need zeros above their 32 bits.
+        # int64 products wrap modulo 2**64, so both halves are exact. Only the factors c0 and c2 must have zeros above
+        # their 32 bits.
         product_a, product_b = c0 * _ROUND_A, c2 * _ROUND_B
         c0, c1 = ((product_b >> 32) ^ c1 ^ k0) & _LOW_32, product_b
         c2, c3 = ((product_a >> 32) ^ c3 ^ k1) & _LOW_32, product_a

@@ -89,9 +89,9 @@ def canvas_masks(
 ) -> list[Mask | None]:
     """Return each layer's mask for canvases that start at positions (B, K), after `num_clean` tokens of clean text.
 
-    documents: of the clean tokens (B, P) and of the canvases (B, K, C). aligned: True promises that K is 1 and every
-    canvas starts at `num_clean`; then no mask is needed unless the window is too short. canvases_first: the keys are
-    those of the canvases, then those of the text, instead of the reverse.
+    documents: number of the document of each clean token (B, P) and of each canvas token (B, K, C). aligned: True
+    promises that K is 1 and every canvas starts at `num_clean`; then no mask is needed unless the window is too short.
+    canvases_first: the keys are those of the canvases, then those of the text, instead of the reverse.
 
     Example: `predict_canvases(model, canvases, starts, clean, canvas_masks(model, starts, 64, 128, aligned=True))`.
     """
