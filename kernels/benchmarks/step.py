@@ -263,7 +263,9 @@ def check_parity(results: Results, weights: str) -> None:
         round_experts(model, wide, weights)
     want, plain, got = run(wide), run(model), run(fast)
     del wide
-    for name, g, p, w in zip(("denoise", "self-conditioned", "causal", "word by word"), got, plain, want, strict=True):
+    for name, g, p, w in zip(
+        ("denoise", "self-conditioned", "causal", "autoregressive"), got, plain, want, strict=True
+    ):
         ours, theirs = typical_error(g, w), typical_error(p, w)
         results.add("parity", what=name, engine_error=ours, reference_error=theirs, apart=typical_error(g, p))
         if not ours <= 1.25 * theirs:

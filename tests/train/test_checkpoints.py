@@ -1,16 +1,18 @@
-"""A checkpoint is complete or absent, whenever the process is killed."""
+"""A checkpoint is complete or absent, whenever the process is killed. One run at a time uses a folder."""
 
 import json
 import os
 import pickle
 import shutil
+import signal
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dgemma.train.checkpoints import Checkpoints
+from dgemma.train.checkpoints import Checkpoints, lock_folder
 from dgemma.train.parallel import Parallel
 
 
@@ -213,3 +215,36 @@ def test_a_run_is_described_in_readable_json(tmp_path):
     run = json.loads((path / "run.json").read_text())
     assert run.pop("files").keys() == {"state.safetensors"}
     assert run == {"step": 4, "config": {"betas": [0.9, 0.99]}}
+
+
+def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path):
+    ready, tell = os.pipe()
+    process = os.fork()
+    if process == 0:
+        with lock_folder(tmp_path):
+            os.write(tell, b"x")
+            signal.pause()
+    os.read(ready, 1)
+    with pytest.raises(ValueError, match="must be a folder that no other run is using"), lock_folder(tmp_path):
+        pass
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    with lock_folder(tmp_path):
+        pass
+
+
+def test_a_thread_may_lock_twice_and_another_thread_may_not(tmp_path):
+    errors = []
+
+    def other():
+        try:
+            with lock_folder(tmp_path):
+                pass
+        except ValueError as error:
+            errors.append(error)
+
+    with lock_folder(tmp_path), lock_folder(tmp_path):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(60)
+    assert len(errors) == 1

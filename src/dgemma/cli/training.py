@@ -31,7 +31,7 @@ from dgemma.run.generate import generate
 from dgemma.sampling.ancestral import Ancestral
 from dgemma.train import TrainConfig, evaluate, recipes, train
 from dgemma.train.batch import BatchSource
-from dgemma.train.lock import lock_folder
+from dgemma.train.checkpoints import lock_folder
 from dgemma.train.log import TrainLog, TrainStep
 from dgemma.train.lora import LoRA, add_lora, merge_lora
 from dgemma.train.parallel import ADAPTERS_FILE

@@ -17,8 +17,7 @@
 | `stopping.py` | Ctrl-C, and runs limited by minutes |
 | `balance.py` | an auxiliary loss that balances the experts |
 | `log.py` | numbers per step, router load, `log.jsonl`, `TrainResult` |
-| `checkpoints.py`, `state_files.py` | checkpoints that are complete or absent; files of named tensors |
-| `lock.py` | a lock on the folder of a run |
+| `checkpoints.py`, `state_files.py` | the folder of a run: lock and checkpoints; files of named tensors |
 | `parallel.py`, `distributed.py` | one process; many, with `FullySharded` |
 """
 

@@ -1,10 +1,12 @@
-"""Checkpoints of a run: folders `step-000100` that are complete or absent, even if the process is killed."""
+"""The folder of a run: its lock, and checkpoints `step-000100` that are complete or absent, even after a kill."""
 
 import math
 import os
 import shutil
+import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,48 @@ from dgemma.printing import printable
 from dgemma.train.parallel import Parallel
 from dgemma.train.state_files import load_state, stored_names
 
+try:
+    import fcntl
+except ImportError:  # not on Windows, where runs are not locked
+    fcntl = None  # type: ignore[assignment]
+
 _RUN_FILE = "run.json"
+_LOCK_FILE = ".lock"
+_owners: dict[Path, int] = {}  # folders that this process has locked, and the threads that did it
 _CHUNK = 1 << 24  # bytes read at a time
 _OTHER_MODEL = "Continue the run with the model and the settings that it began with, or choose another folder."
+
+
+@contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, which is created if it is missing; raise ValueError if another run holds it.
+
+    The operating system releases the lock when the process ends, for any reason. A thread that holds it may take it
+    again.
+
+    Example: `with lock_folder(Path("run")): ...`.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    key = folder.resolve()
+    if fcntl is None or _owners.get(key) == threading.get_ident():
+        yield
+        return
+    with writing(folder / _LOCK_FILE):
+        descriptor = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"train out must be a folder that no other run is using, got {folder}. Wait for that run, or choose "
+                "another folder."
+            ) from None
+        _owners[key] = threading.get_ident()
+        yield
+    finally:
+        _owners.pop(key, None)
+        os.close(descriptor)
 
 
 @dataclass(frozen=True, kw_only=True)
