@@ -335,6 +335,7 @@ def test_quality_of_quantised_weights_is_the_recorded_one():
         name: {
             "text, diffusion bound": f"{found['dgemma/text']['bits_per_byte']:.3f}",
             "text, autoregressive": f"{found['dgemma/text']['causal_bits_per_byte']:.3f}",
+            "text, steps": f"{found['dgemma/text']['steps_per_canvas']:.1f}",
             "Sudoku, bound": f"{found['dgemma/sudoku']['nats_per_cell']:.4f}",
             "Sudoku, exact grids": f"{100 * found['dgemma/sudoku']['exact']:.1f} %",
             "Sudoku, steps": f"{found['dgemma/sudoku']['steps_per_canvas']:.1f}",
