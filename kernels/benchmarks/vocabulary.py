@@ -18,7 +18,7 @@ from dgemma.diffusion.prediction import Prediction
 from dgemma_kernels.ops.accept import accept
 from dgemma_kernels.ops.accept import reference as accept_reference
 from dgemma_kernels.ops.vocabulary import kernel as vocabulary
-from dgemma_kernels.ops.vocabulary import pack_allowed, reference, sample, soft_probabilities, vocabulary_statistics
+from dgemma_kernels.ops.vocabulary import pack_allowed, sample, soft_probabilities, vocabulary_statistics
 
 VOCAB, HIDDEN, CANVAS, SOFTCAP = 262_144, 2816, 256, 30.0
 LIMITS: dict[str, Any] = {"bound": 0.1, "confidence": 0.005, "vocab_size": VOCAB}
@@ -53,9 +53,9 @@ def check(logits: Tensor, temperature: Tensor, u: Tensor) -> None:
     print(f"parity: argmax equal in {same_argmax} of {CHECKED_ROWS} rows, samples in {same_tokens}")
     if same_argmax < CHECKED_ROWS or same_tokens < CHECKED_ROWS - 1:
         raise SystemExit("PARITY FAILED, nothing timed: argmax or samples differ by more than a rounding tie.")
-    soft: Any = soft_probabilities(logits, statistics, temperature)
-    exact: Any = reference.soft_probabilities(logits, statistics, temperature)
-    demand_parity("soft_probabilities", soft, exact, 5e-3)
+    weights, scale = soft_probabilities(logits, statistics, temperature)
+    exact = shaped.bfloat16().double().softmax(-1)
+    demand_parity("soft_probabilities", weights.double() * scale[:, None], exact, 5e-3)
     allowed = torch.rand(1, VOCAB, device="cuda") < 0.3
     masked = vocabulary_statistics(logits, temperature, allowed=pack_allowed(allowed))
     law = torch.distributions.Categorical(probs=shaped.masked_fill(~allowed, -torch.inf).softmax(-1))
@@ -113,7 +113,7 @@ def measure(batch: int, embedding: Tensor, bandwidth: float) -> None:
     logits, temperature, u = draw(batch * CANVAS)
     state = draw_state(batch)
     statistics = vocabulary_statistics(logits, temperature)
-    soft: Any = soft_probabilities(logits, statistics, temperature)
+    soft = soft_probabilities(logits, statistics, temperature).weights
     hidden = torch.randn(batch * CANVAS, HIDDEN, device="cuda", dtype=torch.bfloat16)
     num_bytes = logits.numel() * 2
     weight_bytes = embedding.numel() * 2 + num_bytes

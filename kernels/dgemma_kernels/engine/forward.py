@@ -87,18 +87,20 @@ class Forward:
             return multiply_row(hidden, head)
         return self._multiply(_as(head, hidden), head, out=out)
 
-    def soft_embedding(self, probabilities: Tensor | Quantized) -> Tensor:
-        """Return the mean embedding under these probabilities: (R, V) → (R, D)."""
-        if isinstance(probabilities, Tensor):
-            return self._multiply(probabilities, self.weights.embedding.T).mul_(self.embed_scale)
+    def soft_embedding(self, weights: Tensor, scale: Tensor | None = None) -> Tensor:
+        """Return the mean embedding under probabilities `weights` (R, V), times `scale` (R,) unless None: (R, D)."""
         table = self.weights.soft_table
-        assert table is not None
+        if table is None:
+            factor = self.embed_scale if scale is None else (scale * self.embed_scale)[:, None]
+            return self._multiply(weights, self.weights.embedding.T).mul_(factor)
+        assert scale is not None
+        probabilities = Quantized(values=weights, scale=scale, dtype=self.weights.embedding.dtype)
         if probabilities.shape[0] <= _DEEP and tensor_descriptors(table.scale.device) and not self.batch_invariant:
             return multiply_deep(probabilities, table).mul_(self.embed_scale)
         # For 256 rows, the library's product of this depth is much faster with float32 sums and without scales.
         sums = torch.empty(probabilities.shape[0], table.shape[0], device=table.scale.device)
         self._multiply_unscaled(probabilities, table, self._one, out=sums)
-        return (sums * (probabilities.scale * self.embed_scale)[:, None] * table.scale).to(probabilities.dtype)
+        return (sums * (scale * self.embed_scale)[:, None] * table.scale).to(probabilities.dtype)
 
     def _embed_canvas(self, canvas: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
         weights = self.weights

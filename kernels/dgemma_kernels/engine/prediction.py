@@ -17,7 +17,6 @@ from torch import Tensor
 from dgemma.diffusion.language import ClassBias, JointBias
 from dgemma.diffusion.prediction import JointLaw, Prediction, SoftCap, Transform, _Allow, _Statistics, _Temper
 from dgemma_kernels.engine.graphs import Turn, in_turn, use_here
-from dgemma_kernels.formats import Quantized
 from dgemma_kernels.ops.automaton import kernel as automaton
 from dgemma_kernels.ops.vocabulary import kernel as vocabulary
 
@@ -171,8 +170,8 @@ class FusedPrediction(Prediction):
         return swept
 
     @in_turn
-    def soft_probabilities(self, *, float8: bool) -> Tensor | Quantized | None:
-        """Return the self-conditioning distribution (B·C, V) in the logits' dtype or in float8.
+    def soft_probabilities(self, *, float8: bool) -> vocabulary.SoftProbabilities | None:
+        """Return the self-conditioning distribution (B·C, V), its weights in the logits' dtype or in float8.
 
         None if the kernels do not apply.
         """

@@ -11,7 +11,7 @@ from dgemma.model.config import Conventions, ModelConfig
 from dgemma_kernels.engine.forward import Forward
 from dgemma_kernels.engine.graphs import GraphMemory, Turn
 from dgemma_kernels.engine.prediction import FusedPrediction, LogitsBuffer
-from dgemma_kernels.formats.float8 import quantize
+from dgemma_kernels.formats.float8 import quantize, values_and_scale
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -59,16 +59,18 @@ class Workspace:
             probabilities = prediction.soft_probabilities(float8=float8)
         if probabilities is None:
             return self.soft_embedding_of(prediction.logits)
-        signal = self.forward.soft_embedding(probabilities)
+        signal = self.forward.soft_embedding(*probabilities)
         return signal.view(prediction.batch_size, prediction.canvas_len, -1)
 
     def soft_embedding_of(self, logits: Tensor) -> Tensor:
         """Return the mean embedding under the softmax of logits (B, C, V): (B, C, D)."""
         if self.conventions.self_cond_logits == "rounded":
             logits = logits.to(self.dtype)
-        probabilities = logits.softmax(-1, dtype=torch.float32).to(self.dtype).flatten(0, 1)
-        float8 = self.forward.weights.soft_table is not None
-        signal = self.forward.soft_embedding(quantize(probabilities) if float8 else probabilities)
+        weights = logits.softmax(-1, dtype=torch.float32).to(self.dtype).flatten(0, 1)
+        scale = None
+        if self.forward.weights.soft_table is not None:
+            weights, scale = values_and_scale(quantize(weights))
+        signal = self.forward.soft_embedding(weights, scale)
         return signal.view(*logits.shape[:2], -1)
 
     def causal_logits(self, hidden: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Statistics, samples and soft probabilities from the logits."""
 
 from dgemma_kernels.ops.vocabulary.kernel import (
+    SoftProbabilities,
     VocabularyStatistics,
     pack_allowed,
     sample,
@@ -8,4 +9,11 @@ from dgemma_kernels.ops.vocabulary.kernel import (
     vocabulary_statistics,
 )
 
-__all__ = ["VocabularyStatistics", "pack_allowed", "sample", "soft_probabilities", "vocabulary_statistics"]
+__all__ = [
+    "SoftProbabilities",
+    "VocabularyStatistics",
+    "pack_allowed",
+    "sample",
+    "soft_probabilities",
+    "vocabulary_statistics",
+]

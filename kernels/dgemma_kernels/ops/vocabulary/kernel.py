@@ -4,7 +4,7 @@ One sweep reads the logits, caps them and divides by the temperature. Per row an
 maximum m, z = Σ e^(l - m) and s = Σ (l - m) e^(l - m). Chunks merge with Δ = m - M: z = Σ z e^Δ, s = Σ (s + Δ z) e^Δ,
 entropy = log z - s/z. The best token lies in the chunk with the largest maximum; the second best lies there too, or is
 the maximum of another chunk. A sample lies in the chunk that its uniform selects. So each of these rereads one chunk
-and adds no work to the sweep. Reference: `reference.py`.
+and adds no work to the sweep. The sweep is bound by its special functions, three per logit. Reference: `reference.py`.
 """
 
 from typing import NamedTuple
@@ -13,8 +13,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from dgemma_kernels.formats.float8 import Quantized
 
 CHUNK = 4096
 
@@ -35,9 +33,15 @@ class VocabularyStatistics(NamedTuple):
     margin: Tensor  # (R,) confidence minus the probability of the second best token
     log_normalizer: Tensor  # (R,)
     best: Tensor  # (R,) largest processed logit
-    soft_normalizer: Tensor  # (R,) Σ e^(l - best) over logits rounded to their dtype
     chunk_best: Tensor  # (R, chunks)
     chunk_sum: Tensor  # (R, chunks) relative to chunk_best
+
+
+class SoftProbabilities(NamedTuple):
+    """Probabilities of R rows: weights (R, V), in the logits' dtype or float8, times scale (R,) float32."""
+
+    weights: Tensor
+    scale: Tensor
 
 
 def pack_allowed(allowed: Tensor) -> Tensor:
@@ -70,8 +74,8 @@ def vocabulary_statistics(
     """
     num_rows, vocab_size = _check("vocabulary_statistics", logits, temperature, allowed)
     num_chunks = triton.cdiv(vocab_size, CHUNK)
-    chunks = torch.empty((4, num_rows, num_chunks), dtype=torch.float32, device=logits.device)
-    rows = torch.empty((6, num_rows), dtype=torch.float32, device=logits.device)
+    chunks = torch.empty((3, num_rows, num_chunks), dtype=torch.float32, device=logits.device)
+    rows = torch.empty((5, num_rows), dtype=torch.float32, device=logits.device)
     argmax = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     shaping = _shaping(logits, temperature, softcap, allowed, bias)
     _sweep_kernel[(num_chunks, num_rows)](
@@ -92,10 +96,8 @@ def vocabulary_statistics(
         num_warps=4,
         **shaping,
     )
-    entropy, confidence, margin, log_normalizer, best, soft_normalizer = rows
-    return VocabularyStatistics(
-        entropy, argmax, confidence, margin, log_normalizer, best, soft_normalizer, chunks[0], chunks[1]
-    )
+    entropy, confidence, margin, log_normalizer, best = rows
+    return VocabularyStatistics(entropy, argmax, confidence, margin, log_normalizer, best, chunks[0], chunks[1])
 
 
 def sample(
@@ -147,32 +149,49 @@ def soft_probabilities(
     allowed: Tensor | None = None,
     bias: Bias | None = None,
     float8: bool = False,
-) -> Tensor | Quantized:
-    """Return the self-conditioning distribution (R, V) in the logits' dtype, for the product with the embedding.
+) -> SoftProbabilities:
+    """Return the self-conditioning distribution (R, V), for the product with the embedding.
 
-    As in the published model, the processed logits are rounded to their dtype before a float32 softmax. With `float8`
-    the probabilities are rounded to float8, with one scale per row.
+    As in the published model, the processed logits are rounded to their dtype before a float32 softmax. Its largest
+    weight is 1, or 448 in float8 if `float8`, because its sum is known only at the end.
 
-    Example: `soft = soft_probabilities(logits, statistics, temperature) @ embedding * hidden_size**0.5`.
+    Example: `weights, scale = soft_probabilities(logits, statistics, temperature)`.
     """
     num_rows, vocab_size = _check("soft_probabilities", logits, temperature, allowed)
-    out = torch.empty_like(logits, dtype=torch.float8_e4m3fn if float8 else None)
-    scale = torch.empty(num_rows, dtype=torch.float32, device=logits.device) if float8 else None
-    _soft_probabilities_kernel[(triton.cdiv(vocab_size, CHUNK), num_rows)](
+    weights = torch.empty_like(logits, dtype=torch.float8_e4m3fn if float8 else None)
+    num_chunks = triton.cdiv(vocab_size, CHUNK)
+    chunk_sum = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=logits.device)
+    scale = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    _soft_probabilities_kernel[(num_chunks, num_rows)](
         logits,
         temperature,
         allowed,
         *_pointers(bias),
         statistics.best,
-        statistics.soft_normalizer,
-        out,
-        scale,
+        weights,
+        chunk_sum,
         vocab_size,
         CHUNK=CHUNK,
-        num_warps=2,
+        FLOAT8=float8,
+        num_warps=4,
         **_shaping(logits, temperature, softcap, allowed, bias),
     )
-    return out if scale is None else Quantized(values=out, scale=scale, dtype=logits.dtype)
+    _soft_scale_kernel[(num_rows,)](
+        chunk_sum, scale, num_chunks, CHUNKS=triton.next_power_of_2(num_chunks), num_warps=1
+    )
+    return SoftProbabilities(weights, scale)
+
+
+@triton.jit
+def _below_cap(x: tl.tensor, softcap: tl.tensor, cap: tl.tensor) -> tl.tensor:
+    """Return cap - cap·tanh(x / softcap), where `cap` is the softcap over the temperature.
+
+    It is 2·cap / (e^(2x / softcap) + 1). 1 / y as rsqrt(y)² is one special-function instruction. The temperature
+    divides the constants instead of every logit.
+    """
+    half = 0.5 / cap
+    root = tl.rsqrt(tl.fma(tl.exp2(x * (2.8853900817779268 / softcap)), half, half))
+    return tl.fma(root, root, 0.0)  # not root * root: fused with a later sum, equal logits would differ by a rounding
 
 
 @triton.jit
@@ -195,38 +214,55 @@ def processed(
     RAGGED: tl.constexpr,
 ) -> tl.tensor:
     """Load one row's logits at `token`: capped, divided by the temperature, biased, float32; -inf if forbidden."""
-    at = logits_ptr + row * vocab_size + token
-    if RAGGED:
-        x = tl.load(at, mask=token < vocab_size, other=0.0).to(tl.float32)
-    else:
-        x = tl.load(at).to(tl.float32)
+    x = _load_allowed(logits_ptr, allowed_ptr, row, token, vocab_size, rows_per_mask, HAS_MASK, RAGGED)
     t = tl.load(temperature_ptr + row // rows_per_temperature)
     if HAS_CAP:
-        # c·tanh(x / c) = c - 2c / (e^(2x / c) + 1). 1 / y as rsqrt(y)² is one special-function instruction. The
-        # temperature divides the constants instead of every logit.
         cap = tl.math.div_rn(softcap, t)
-        root = tl.rsqrt(tl.exp2(x * (2.8853900817779268 / softcap)) + 1.0)
-        x = cap - (2.0 * cap * root) * root
+        capped = cap - _below_cap(x, softcap, cap)
+        if HAS_MASK or RAGGED:
+            capped = tl.where(x == float("-inf"), x, capped)
+        x = capped
     else:
         # x / t correctly rounded without a division: one Newton step on x · (1 / t) (Markstein, 1990).
         inverse = tl.math.div_rn(1.0, t)
         quotient = x * inverse
-        x = tl.fma(tl.fma(-quotient, t, x), inverse, quotient)
+        divided = tl.fma(tl.fma(-quotient, t, x), inverse, quotient)
+        if HAS_MASK or RAGGED:
+            divided = tl.where(x == float("-inf"), x, divided)
+        x = divided
     if HAS_BIAS:
         if RAGGED:
             group = tl.load(class_ptr + token, mask=token < vocab_size, other=0)
         else:
             group = tl.load(class_ptr + token)
-        x += tl.load(bias_ptr + row * num_bias + group)
+        x += tl.load(bias_ptr + row.to(tl.int64) * num_bias + group)
+    return x
+
+
+@triton.jit
+def _load_allowed(
+    logits_ptr: tl.tensor,
+    allowed_ptr: tl.tensor,
+    row: tl.tensor,
+    token: tl.tensor,
+    vocab_size: tl.tensor,
+    rows_per_mask: tl.tensor,
+    HAS_MASK: tl.constexpr,
+    RAGGED: tl.constexpr,
+) -> tl.tensor:
+    """Load one row's logits at `token` in float32; -inf if forbidden or beyond the vocabulary."""
+    at = logits_ptr + row.to(tl.int64) * vocab_size + token
+    if RAGGED:
+        x = tl.load(at, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+    else:
+        x = tl.load(at).to(tl.float32)
     if HAS_MASK:
-        words = allowed_ptr + row // rows_per_mask * tl.cdiv(vocab_size, 32)
+        words = allowed_ptr + (row // rows_per_mask).to(tl.int64) * tl.cdiv(vocab_size, 32)
         if RAGGED:
             word = tl.load(words + token // 32, mask=token < vocab_size, other=0)
         else:
             word = tl.load(words + token // 32)
         x = tl.where((word >> (token % 32)) & 1 == 1, x, float("-inf"))
-    elif RAGGED:
-        x = tl.where(token < vocab_size, x, float("-inf"))
     return x
 
 
@@ -243,10 +279,8 @@ def _rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _add(
-    a0: tl.tensor, a1: tl.tensor, a2: tl.tensor, b0: tl.tensor, b1: tl.tensor, b2: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    return a0 + b0, a1 + b1, a2 + b2
+def _add(a0: tl.tensor, a1: tl.tensor, b0: tl.tensor, b1: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    return a0 + b0, a1 + b1
 
 
 @triton.jit
@@ -259,7 +293,6 @@ def _sweep_kernel(
     chunk_best_ptr: tl.tensor,
     chunk_sum_ptr: tl.tensor,
     chunk_slope_ptr: tl.tensor,
-    chunk_soft_ptr: tl.tensor,
     vocab_size: tl.tensor,
     softcap: tl.tensor,
     rows_per_temperature: tl.tensor,
@@ -272,57 +305,47 @@ def _sweep_kernel(
     RAGGED: tl.constexpr,
 ) -> None:
     chunk = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = processed(
-        logits_ptr,
-        temperature_ptr,
-        allowed_ptr,
-        bias_ptr,
-        class_ptr,
-        row,
-        token,
-        vocab_size,
-        softcap,
-        rows_per_temperature,
-        rows_per_mask,
-        num_bias,
-        HAS_CAP,
-        HAS_MASK,
-        HAS_BIAS,
-        RAGGED,
-    )
-    dtype = logits_ptr.dtype.element_ty
-    best = tl.max(x, 0)
-    shift = best
-    if HAS_MASK or HAS_BIAS:  # a chunk without an allowed token
-        shift = tl.where(best == float("-inf"), 0.0, best)
-    soft_shift = _rounded(shift, dtype)
-    # Rounding moves a bfloat16 logit below 128 by d, at most 1/4. A cubic gives e^d with an error of 3e-5 instead of a
-    # fourth special function. Each branch below computes delta and weight itself, so that only x stays in registers.
-    CUBIC: tl.constexpr = HAS_CAP and not HAS_BIAS
-    if CUBIC and tl.math.div_rn(softcap, tl.load(temperature_ptr + row // rows_per_temperature)) <= 128.0:
-        delta = x - shift
-        moved = _rounded(x, dtype) - x
-        if HAS_MASK or HAS_BIAS or RAGGED:
-            outside = delta == float("-inf")
-            delta, moved = tl.where(outside, 0.0, delta), tl.where(outside, 0.0, moved)
-        weight = tl.exp2((x - shift) * 1.4426950408889634)
-        factor = 1.0 + moved * (1.0000535 + moved * (0.5021531 + moved * 0.16588574))
-        total, slope, soft = tl.reduce((weight, weight * delta, weight * factor), 0, _add)
-        soft *= tl.exp(shift - soft_shift)
+    if HAS_CAP and not HAS_BIAS:
+        # The largest logit has the largest processed logit. So `best` is known before any special function, and
+        # differences to it need no processed logits in registers.
+        x = _load_allowed(logits_ptr, allowed_ptr, row, token, vocab_size, rows_per_mask, HAS_MASK, RAGGED)
+        cap = tl.math.div_rn(softcap, tl.load(temperature_ptr + row // rows_per_temperature))
+        largest = tl.max(x, 0)
+        least_gap = _below_cap(largest, softcap, cap)
+        delta = least_gap - _below_cap(x, softcap, cap)
+        best = tl.where(largest == float("-inf"), float("-inf"), cap - least_gap)
     else:
-        delta = x - shift
-        if HAS_MASK or HAS_BIAS or RAGGED:
-            delta = tl.where(delta == float("-inf"), 0.0, delta)
-        weight = tl.exp2((x - shift) * 1.4426950408889634)
-        soft_weight = tl.exp2((_rounded(x, dtype) - soft_shift) * 1.4426950408889634)
-        total, slope, soft = tl.reduce((weight, weight * delta, soft_weight), 0, _add)
-    at = row * tl.num_programs(0) + chunk
+        x = processed(
+            logits_ptr,
+            temperature_ptr,
+            allowed_ptr,
+            bias_ptr,
+            class_ptr,
+            row,
+            token,
+            vocab_size,
+            softcap,
+            rows_per_temperature,
+            rows_per_mask,
+            num_bias,
+            HAS_CAP,
+            HAS_MASK,
+            HAS_BIAS,
+            RAGGED,
+        )
+        best = tl.max(x, 0)
+        delta = x - best
+    weight = tl.exp2(delta * 1.4426950408889634)
+    if HAS_MASK or HAS_BIAS or RAGGED:  # a chunk without an allowed token has a `best` of -inf
+        outside = x == float("-inf")
+        weight, delta = tl.where(outside, 0.0, weight), tl.where(outside, 0.0, delta)
+    total, slope = tl.reduce((weight, weight * delta), 0, _add)
+    at = row.to(tl.int64) * tl.num_programs(0) + chunk
     tl.store(chunk_best_ptr + at, best)
     tl.store(chunk_sum_ptr + at, total)
     tl.store(chunk_slope_ptr + at, slope)
-    tl.store(chunk_soft_ptr + at, soft)
 
 
 @triton.jit
@@ -335,13 +358,11 @@ def _merge_kernel(
     chunk_best_ptr: tl.tensor,
     chunk_sum_ptr: tl.tensor,
     chunk_slope_ptr: tl.tensor,
-    chunk_soft_ptr: tl.tensor,
     entropy_ptr: tl.tensor,
     confidence_ptr: tl.tensor,
     margin_ptr: tl.tensor,
     log_normalizer_ptr: tl.tensor,
     best_ptr: tl.tensor,
-    soft_normalizer_ptr: tl.tensor,
     argmax_ptr: tl.tensor,
     vocab_size: tl.tensor,
     num_chunks: tl.tensor,
@@ -363,16 +384,12 @@ def _merge_kernel(
     chunk_best = tl.load(chunk_best_ptr + at, mask=valid, other=float("-inf"))
     chunk_sum = tl.load(chunk_sum_ptr + at, mask=valid, other=0.0)
     chunk_slope = tl.load(chunk_slope_ptr + at, mask=valid, other=0.0)
-    chunk_soft = tl.load(chunk_soft_ptr + at, mask=valid, other=0.0)
 
     best = tl.max(chunk_best, 0)
     delta = tl.where(chunk_best == float("-inf"), 0.0, chunk_best - best)  # such chunks have zero sums
     decay = tl.exp(delta)
     normalizer = tl.sum(chunk_sum * decay, 0)
     slope = tl.sum((chunk_slope + delta * chunk_sum) * decay, 0)
-    dtype = logits_ptr.dtype.element_ty
-    soft_delta = _rounded(chunk_best, dtype) - _rounded(best, dtype)
-    soft_normalizer = tl.sum(chunk_soft * tl.exp(tl.where(chunk_best == float("-inf"), 0.0, soft_delta)), 0)
 
     winner = tl.min(tl.where(chunk_best == best, chunk, CHUNKS), 0)
     token = winner * CHUNK + tl.arange(0, CHUNK)
@@ -404,7 +421,6 @@ def _merge_kernel(
     tl.store(margin_ptr + row, (1.0 - tl.exp(second - best)) / normalizer)
     tl.store(log_normalizer_ptr + row, best + tl.log(normalizer))
     tl.store(best_ptr + row, best)
-    tl.store(soft_normalizer_ptr + row, soft_normalizer)
     tl.store(argmax_ptr + row, argmax.to(tl.int64))
 
 
@@ -478,9 +494,8 @@ def _soft_probabilities_kernel(
     bias_ptr: tl.tensor,
     class_ptr: tl.tensor,
     best_ptr: tl.tensor,
-    soft_normalizer_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    chunk_sum_ptr: tl.tensor,
     vocab_size: tl.tensor,
     softcap: tl.tensor,
     rows_per_temperature: tl.tensor,
@@ -491,9 +506,11 @@ def _soft_probabilities_kernel(
     HAS_MASK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     RAGGED: tl.constexpr,
+    FLOAT8: tl.constexpr,
 ) -> None:
-    row = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    chunk = tl.program_id(0)
+    row = tl.program_id(1)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
     x = processed(
         logits_ptr,
         temperature_ptr,
@@ -513,17 +530,26 @@ def _soft_probabilities_kernel(
         RAGGED,
     )
     dtype = logits_ptr.dtype.element_ty
-    best = _rounded(tl.load(best_ptr + row), dtype)
-    normalizer = tl.load(soft_normalizer_ptr + row)
-    if scale_ptr is not None:  # the largest probability becomes the largest float8
-        tl.store(scale_ptr + row, 1.0 / (448.0 * normalizer))
-        normalizer = 1.0 / 448.0
-    shift = best * 1.4426950408889634 + tl.log2(normalizer)
-    probability = tl.exp2(_rounded(x, dtype) * 1.4426950408889634 - shift).to(out_ptr.dtype.element_ty)
+    shift = _rounded(tl.load(best_ptr + row), dtype) * 1.4426950408889634
+    if FLOAT8:
+        shift -= 8.807354922057604  # log2 of 448, the largest float8
+    weight = tl.exp2(_rounded(x, dtype) * 1.4426950408889634 - shift)
+    target = weight_ptr + row.to(tl.int64) * vocab_size + token
     if RAGGED:
-        tl.store(out_ptr + row * vocab_size + token, probability, mask=token < vocab_size)
+        tl.store(target, weight.to(weight_ptr.dtype.element_ty), mask=token < vocab_size)
     else:
-        tl.store(out_ptr + row * vocab_size + token, probability)
+        tl.store(target, weight.to(weight_ptr.dtype.element_ty))
+    tl.store(chunk_sum_ptr + row.to(tl.int64) * tl.num_programs(0) + chunk, tl.sum(weight, 0))
+
+
+@triton.jit
+def _soft_scale_kernel(
+    chunk_sum_ptr: tl.tensor, scale_ptr: tl.tensor, num_chunks: tl.tensor, CHUNKS: tl.constexpr
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, CHUNKS)
+    total = tl.sum(tl.load(chunk_sum_ptr + row * num_chunks + chunk, mask=chunk < num_chunks, other=0.0), 0)
+    tl.store(scale_ptr + row, 1.0 / total)
 
 
 def arguments(

@@ -1,15 +1,13 @@
 """The vocabulary pass in plain PyTorch, the reference for `kernel`."""
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dgemma.diffusion.prediction import Prediction
-from dgemma_kernels.formats.float8 import Quantized, quantize
+from dgemma_kernels.formats.float8 import quantize
 from dgemma_kernels.ops.vocabulary import kernel
-from dgemma_kernels.ops.vocabulary.kernel import Bias, VocabularyStatistics
+from dgemma_kernels.ops.vocabulary.kernel import Bias, SoftProbabilities, VocabularyStatistics
 
 
 def vocabulary_statistics(
@@ -31,7 +29,6 @@ def vocabulary_statistics(
     log_probs = x - log_normalizer[:, None]
     probabilities = log_probs.exp()
     top = probabilities.topk(min(2, x.shape[1]), dim=-1).values
-    rounded = x.to(logits.dtype).to(x.dtype)
     return VocabularyStatistics(
         entropy=-(probabilities * log_probs.masked_fill(log_probs == -torch.inf, 0.0)).sum(-1),
         argmax=x.argmax(-1),
@@ -39,7 +36,6 @@ def vocabulary_statistics(
         margin=top[:, 0] - (top[:, 1] if x.shape[1] > 1 else 0.0),
         log_normalizer=log_normalizer,
         best=best,
-        soft_normalizer=(rounded - rounded.amax(-1, keepdim=True)).exp().sum(-1),
         chunk_best=chunk_best,
         chunk_sum=(padded - shift[..., None]).exp().sum(-1),
     )
@@ -69,11 +65,15 @@ def soft_probabilities(
     allowed: Tensor | None = None,
     bias: Bias | None = None,
     float8: bool = False,
-) -> Tensor | Quantized:
+) -> SoftProbabilities:
     """Return the softmax of the processed logits rounded to their dtype, (R, V) in that dtype or in float8."""
-    x = _processed(logits, temperature, softcap, allowed, bias)
-    probabilities = x.to(logits.dtype).softmax(-1, dtype=x.dtype)
-    return replace(quantize(probabilities), dtype=logits.dtype) if float8 else probabilities.to(logits.dtype)
+    x = _processed(logits, temperature, softcap, allowed, bias).to(logits.dtype)
+    probabilities = x.softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
+    if float8:
+        rounded = quantize(probabilities)
+        return SoftProbabilities(rounded.values, rounded.scale)
+    scale = probabilities.amax(-1)
+    return SoftProbabilities((probabilities / scale[:, None]).to(x.dtype), scale)
 
 
 def _processed(
