@@ -94,8 +94,8 @@ def count_active(model: FusedDenoiser, cache: FusedCache) -> float:
 
     counts, route = [], forward.route
 
-    def counted(*arguments: Any) -> Any:
-        weights, index, pairs = route(*arguments)
+    def counted(*arguments: Any, **options: Any) -> Any:
+        weights, index, pairs = route(*arguments, **options)
         counts.append(index.unique().numel())
         return weights, index, pairs
 

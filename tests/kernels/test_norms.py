@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from dgemma_kernels.formats import Quantized
+from dgemma_kernels.ops import blocks
 from dgemma_kernels.ops.mlp import kernel as mlp
 from dgemma_kernels.ops.mlp import reference as mlp_reference
 from dgemma_kernels.ops.norms import kernel as norms
@@ -73,6 +75,51 @@ def test_layer_tail_matches_float64(shape, dtype, num_active, scalars, device):
     got = norms.layer_tail(*arguments, EPS)
     want = norms_reference.layer_tail(*(t.double() for t in arguments), EPS)
     assert all(error(g, w) < LIMITS[dtype] for g, w in zip(got, want, strict=True))
+
+
+def assert_rounded(got: Quantized, want: Tensor) -> None:
+    """The largest value of a row becomes 448, and the others are off by at most half a step of float8."""
+    torch.testing.assert_close(got.scale.double(), want.abs().amax(-1) / 448, rtol=1e-6, atol=0)
+    exact = want / got.scale.double()[:, None]
+    # Half a step: 1/16 of a value, or half of the smallest value, 2**-9.
+    half = torch.maximum(exact.abs() / 16, torch.full_like(exact, 2.0**-10))
+    assert ((got.values.double() - exact).abs() <= half * 1.001).all()
+
+
+@SHAPES
+@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
+def test_round_rows_rounds_to_the_nearest_float8(shape, many, device, monkeypatch):
+    monkeypatch.setattr(blocks, "MANY_ROWS", 1 if many else 1000)
+    x = draw(*shape, dtype=torch.float16, device=device, seed=1)
+    assert_rounded(norms.round_rows(x), x.double())
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (3, 2 * 256), (5, 2 * 600)], ids=["one", "one-block", "ragged"])
+@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
+def test_geglu_float8_scales_its_inputs_and_rounds_its_outputs(shape, many, device, monkeypatch):
+    monkeypatch.setattr(blocks, "MANY_ROWS", 1 if many else 1000)
+    gate_up = draw(*shape, dtype=torch.float32, device=device, seed=1)
+    scales = (torch.linspace(0.5, 2, shape[0], device=device), torch.linspace(2, 0.5, shape[1], device=device))
+    want = mlp_reference.geglu(gate_up.double() * scales[0][:, None] * scales[1])
+    assert_rounded(mlp.geglu_float8(gate_up, *scales), want)
+
+
+def test_many_rows_have_the_bits_of_few(device, monkeypatch):
+    rows = [draw(9, 88, dtype=torch.float16, device=device, seed=seed) for seed in (1, 2)]
+    vectors = [draw(88, dtype=torch.float16, device=device, seed=seed) for seed in (3, 4, 5, 6)]
+    gate_up = draw(9, 2 * 600, dtype=torch.float16, device=device, seed=7)
+    scales = (torch.linspace(0.5, 2, 9, device=device), torch.linspace(0.5, 2, 2 * 600, device=device))
+
+    def results() -> list[Tensor]:
+        tensors = list(norms.attention_residual(*rows, *vectors, EPS))
+        for rounded in (norms.round_rows(rows[0]), mlp.geglu_float8(gate_up, *scales)):
+            tensors += [rounded.values.float(), rounded.scale]
+        return tensors
+
+    few = results()
+    for module in (norms, blocks):
+        monkeypatch.setattr(module, "MANY_ROWS", 8)
+    assert all(torch.equal(a, b) for a, b in zip(few, results(), strict=True))
 
 
 def test_layer_tail_gives_the_same_bits_every_time(device):

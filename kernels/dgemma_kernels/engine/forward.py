@@ -233,7 +233,9 @@ class Forward:
             side.wait_stream(here)
             with torch.cuda.stream(side):
                 dense_out, dense_scales = self._dense(layer, dense_in)
-        weights, chosen, counts = route(router_in, layer.router, layer.per_expert_scale, config.top_k_experts)
+        weights, chosen, counts = route(
+            router_in, layer.router, layer.per_expert_scale, config.top_k_experts, one_order=self.batch_invariant
+        )
         tiles = sort_by_expert(chosen, counts, tile.rows)
         if isinstance(expert_in, OrderedRows):
             assert isinstance(gate_up, FourBit)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dgemma_kernels.formats import format_of
 from dgemma_kernels.formats.float8 import Quantized
-from dgemma_kernels.ops.blocks import blocks_of, gelu_tanh_times, inside, load_row, store_rounded
+from dgemma_kernels.ops.blocks import gelu_tanh_times, inside, load_rows, rows_of, store_rows_rounded
 from dgemma_kernels.ops.configs import DenseConfig, dense_config
 
 
@@ -27,7 +27,9 @@ def geglu(gate_up: Tensor) -> Tensor:
         raise ValueError(f"geglu.gate_up must be contiguous (M, 2F), got {tuple(gate_up.shape)}.")
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_rows, width, dtype=gate_up.dtype, device=gate_up.device)
-    _geglu_kernel[(num_rows, triton.cdiv(width, 1024))](gate_up, out, width, BLOCK=1024, num_warps=4)
+    _geglu_kernel[(triton.cdiv(num_rows, 4), triton.cdiv(width, 256))](
+        gate_up, out, num_rows, width, ROWS=4, BLOCK=256, num_warps=4
+    )
     return out
 
 
@@ -46,7 +48,9 @@ def geglu_float8(gate_up: Tensor, row_scale: Tensor, col_scale: Tensor) -> Quant
         )
     values = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=gate_up.device)
     scale = torch.empty(num_rows, dtype=torch.float32, device=gate_up.device)
-    _geglu_float8_kernel[(num_rows,)](gate_up, row_scale, col_scale, values, scale, **blocks_of(width))
+    launch = rows_of(num_rows, width)
+    grid = (triton.cdiv(num_rows, launch["ROWS"]),)
+    _geglu_float8_kernel[grid](gate_up, row_scale, col_scale, values, scale, num_rows, **launch)
     return Quantized(values=values, scale=scale, dtype=gate_up.dtype)
 
 
@@ -121,34 +125,44 @@ def dense_mlp(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _geglu_float8_kernel(
     gate_up: tl.tensor,
     row_scale: tl.tensor,
     col_scale: tl.tensor,
     values: tl.tensor,
     scale: tl.tensor,
+    num_rows: tl.tensor,
+    ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    factor = tl.load(row_scale + row)
-    gate = load_row(gate_up + row * 2 * WIDTH, WIDTH, BLOCK)
-    up = load_row(gate_up + row * 2 * WIDTH + WIDTH, WIDTH, BLOCK)
-    gate_scale = load_row(col_scale, WIDTH, BLOCK)
-    up_scale = load_row(col_scale + WIDTH, WIDTH, BLOCK)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    factor = tl.load(row_scale + row, mask=row < num_rows, other=0.0)[:, None]
+    gate = load_rows(gate_up, row, num_rows, WIDTH, BLOCK, 2 * WIDTH)
+    up = load_rows(gate_up + WIDTH, row, num_rows, WIDTH, BLOCK, 2 * WIDTH)
+    # Each row loads all scales of columns: one load for all rows would have to be exchanged between threads.
+    gate_scale = load_rows(col_scale, row, num_rows, WIDTH, BLOCK, 0)
+    up_scale = load_rows(col_scale + WIDTH, row, num_rows, WIDTH, BLOCK, 0)
     hidden = ()
     for i in tl.static_range(len(gate)):
         each = (gate[i] * (factor * gate_scale[i]), up[i] * (factor * up_scale[i]))
         hidden += (gelu_tanh_times(*each, gate_up.dtype.element_ty).to(tl.float32),)  # type: ignore[assignment]
-    store_rounded(values, scale, hidden, WIDTH)
+    store_rows_rounded(values, scale, row, num_rows, hidden, WIDTH)
 
 
-@triton.jit
-def _geglu_kernel(gate_up: tl.tensor, out: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = cols < width
+@triton.jit(do_not_specialize=["num_rows"])
+def _geglu_kernel(
+    gate_up: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    width: tl.tensor,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = (row < num_rows) & (cols < width)
     gate = tl.load(gate_up + row * 2 * width + cols, mask=mask).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + cols, mask=mask).to(tl.float32)
     tl.store(out + row * width + cols, gelu_tanh_times(gate, up, out.dtype.element_ty), mask=mask)

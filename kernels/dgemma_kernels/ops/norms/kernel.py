@@ -14,17 +14,20 @@ from torch import Tensor
 from dgemma_kernels.formats.float8 import Quantized
 from dgemma_kernels.formats.fourbit import OrderedRows
 from dgemma_kernels.ops.blocks import (
+    MANY_ROWS,
     blocks_of,
     load_row,
+    load_rows,
     row_float8_scale,
+    rows_of,
     store_block,
     store_rounded,
+    store_rows_rounded,
     wait_for_launches_before,
 )
 from dgemma_kernels.ops.configs import dependent_launch
 
 _MAX_WIDTH = 16384
-_MANY = 1024  # rows from which `layer_tail` saves registers
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -48,7 +51,9 @@ def round_rows(x: Tensor) -> Quantized:
     _require_rows("round_rows", x=x)
     width = x.shape[-1]
     values, scale = _empty_rows(x, True)
-    _round_rows_kernel[(x.numel() // width,)](x, values, scale, **blocks_of(width))
+    num_rows = x.numel() // width
+    launch = rows_of(num_rows, width)
+    _round_rows_kernel[(triton.cdiv(num_rows, launch["ROWS"]),)](x, values, scale, num_rows, **launch)
     assert scale is not None
     return Quantized(values=values, scale=scale, dtype=x.dtype)
 
@@ -90,7 +95,8 @@ def attention_residual(
             raise ValueError(f"attention_residual ordered rows must have 64, 128, ... or 4096 columns, got {width}.")
         expert_sums = torch.empty(residual.numel() // width, 2, 64, dtype=torch.bfloat16, device=residual.device)
     row_scale, col_scale = scales or (None, None)
-    _attention_residual_kernel[(residual.numel() // width,)](
+    num_rows = residual.numel() // width
+    _attention_residual_kernel[(num_rows,)](
         attention,
         residual,
         post_weight,
@@ -108,6 +114,7 @@ def attention_residual(
         router,
         eps,
         width**-0.5,
+        MANY=num_rows >= MANY_ROWS,
         **blocks_of(width),
         **dependent_launch(residual.device),
     )
@@ -176,7 +183,7 @@ def layer_tail(
         eps,
         SCALAR_PER_ROW=layer_scalar.numel() > 1,
         NUM_ACTIVE=num_active,
-        MANY=num_rows >= _MANY,
+        MANY=num_rows >= MANY_ROWS,
         **blocks_of(width),
         **dependent_launch(residual.device),
     )
@@ -237,12 +244,18 @@ def _rms_norm_kernel(
         store_block(out + row, normed, i, WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _round_rows_kernel(
-    x: tl.tensor, values: tl.tensor, scale: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    x: tl.tensor,
+    values: tl.tensor,
+    scale: tl.tensor,
+    num_rows: tl.tensor,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
-    row = load_row(x + tl.program_id(0).to(tl.int64) * WIDTH, WIDTH, BLOCK)
-    store_rounded(values, scale, row, WIDTH)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    store_rows_rounded(values, scale, row, num_rows, load_rows(x, row, num_rows, WIDTH, BLOCK, WIDTH), WIDTH)
 
 
 @triton.jit
@@ -265,21 +278,26 @@ def _attention_residual_kernel(
     eps: tl.tensor,
     root: tl.tensor,
     WIDTH: tl.constexpr,
+    MANY: tl.constexpr,
     DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     dtype = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * WIDTH
-    # All loads come first: a load after a reduction would wait for memory again, about a microsecond.
-    post = load_row(post_weight, WIDTH, BLOCK)
-    dense_w = load_row(dense_weight, WIDTH, BLOCK)
-    expert_w = load_row(expert_weight, WIDTH, BLOCK)
-    router_w = load_row(router_scale, WIDTH, BLOCK)
+    # For few rows all loads come first: a load after a reduction would wait for memory again, about a microsecond. For
+    # many, registers are worth more: more programs run at once.
+    if not MANY:
+        post = load_row(post_weight, WIDTH, BLOCK)
+        dense_w = load_row(dense_weight, WIDTH, BLOCK)
+        expert_w = load_row(expert_weight, WIDTH, BLOCK)
+        router_w = load_row(router_scale, WIDTH, BLOCK)
     wait_for_launches_before(DEPENDENT)
     update = _load_scaled(attention, row_scale, col_scale, WIDTH, BLOCK)
     before = load_row(residual + row, WIDTH, BLOCK)
 
     scale = _inverse_rms(update, WIDTH, eps)
+    if MANY:
+        post = load_row(post_weight, WIDTH, BLOCK)
     after = ()
     for i in tl.static_range(len(update)):
         change = (update[i] * scale * post[i]).to(dtype).to(tl.float32)
@@ -288,6 +306,10 @@ def _attention_residual_kernel(
         after += (sums.to(tl.float32),)  # type: ignore[assignment]
 
     scale = _inverse_rms(after, WIDTH, eps)
+    if MANY:
+        dense_w = load_row(dense_weight, WIDTH, BLOCK)
+        expert_w = load_row(expert_weight, WIDTH, BLOCK)
+        router_w = load_row(router_scale, WIDTH, BLOCK)
     dense_in = ()
     expert_in = ()
     for i in tl.static_range(len(after)):
@@ -332,8 +354,7 @@ def _layer_tail_kernel(
     row = number * WIDTH
     if SCALAR_PER_ROW:
         layer_scalar += number
-    # For few rows all loads come first, as above. For many, registers are worth more: more programs run at once.
-    if not MANY:
+    if not MANY:  # as above
         expert_w = load_row(expert_weight, WIDTH, BLOCK)
         dense_w = load_row(dense_weight, WIDTH, BLOCK)
         post = load_row(post_weight, WIDTH, BLOCK)

@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma_kernels.ops.blocks import inside, wait_for_launches_before
+from dgemma_kernels.ops.blocks import MANY_ROWS, inside, wait_for_launches_before
 from dgemma_kernels.ops.configs import dependent_launch
 
+_SPLITS_OF_MANY = 4  # parts of the depth, from MANY_ROWS tokens on
 # Rows of `counts` that a program of the sort loads together.
 _COUNT_ROWS_PER_LOAD = 8
 
@@ -46,14 +47,14 @@ def tokens_per_count(num_tokens: int) -> int:
 
 
 def route(
-    router_input: Tensor, proj: Tensor, per_expert_scale: Tensor, num_active: int
+    router_input: Tensor, proj: Tensor, per_expert_scale: Tensor, num_active: int, *, one_order: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choose each token's experts and weights: product, float32 softmax, top `num_active`, renormalised, scaled.
 
     Scores round to the input's dtype before the softmax, as in a linear layer. In a tie the lower expert wins.
     router_input: (M, D), proj: (E, D), per_expert_scale: (E,) → weights (M, A) float32; index (M, A) int32, largest
     probability first; counts (N, E) int32, pairs per expert for every `tokens_per_count(M)` tokens, for
-    `sort_by_expert`.
+    `sort_by_expert`. With `one_order` scores are added in the same order for any number of tokens.
 
     Example: `weights, index, counts = route(router_in, router.proj.weight, router.per_expert_scale, 8)`.
     """
@@ -68,9 +69,12 @@ def route(
     if not (router_input.is_contiguous() and proj.is_contiguous() and per_expert_scale.is_contiguous()):
         raise ValueError("route must get contiguous tensors. Call .contiguous() on them first.")
     experts = max(triton.next_power_of_2(num_experts), 16)
-    depth = _split_depth(experts, proj.dtype)
-    splits = triton.cdiv(width, depth)
+    depth, steps = _split_depth(experts, proj.dtype), 1
     rows = 16 if num_tokens <= 16 else 32 if num_tokens <= 512 else 64
+    many = num_tokens >= MANY_ROWS and proj.dtype.itemsize <= 2 and not one_order
+    if many:  # partial scores would be most of the bytes
+        depth, steps = 64, triton.cdiv(width, 64 * _SPLITS_OF_MANY)
+    splits = triton.cdiv(width, depth * steps)
     partial = torch.empty(splits, num_tokens, num_experts, dtype=torch.float32, device=router_input.device)
     weights = torch.empty(num_tokens, num_active, dtype=torch.float32, device=router_input.device)
     index = torch.empty(num_tokens, num_active, dtype=torch.int32, device=router_input.device)
@@ -88,7 +92,9 @@ def route(
         EXPERTS=experts,
         ROWS=rows,
         DEPTH=depth,
-        num_warps=8,
+        STEPS=steps,
+        num_warps=4 if many else 8,
+        num_stages=3,
         **dependent_launch(router_input.device),
     )
     _choose_experts_kernel[(num_tokens,)](
@@ -178,22 +184,36 @@ def _partial_scores_kernel(
     EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
+    STEPS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """Compute all experts' scores of ROWS tokens over one block of the depth: one load and one product.
+    """Compute all experts' scores of ROWS tokens over STEPS blocks of the depth; a single block is one load.
 
     One program sets the counts to zero. The next launch adds to them.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     experts = tl.arange(0, EXPERTS)
-    depth = tl.program_id(1) * DEPTH + tl.arange(0, DEPTH)
+    depth = tl.program_id(1) * (DEPTH * STEPS) + tl.arange(0, DEPTH)
     row_inside = (rows < num_tokens)[:, None]
     expert_inside = inside(experts, NUM_EXPERTS, NUM_EXPERTS == EXPERTS)
-    left = inside(depth, WIDTH, WIDTH % DEPTH == 0)[None, :]
-    w = tl.load(proj + experts[:, None] * WIDTH + depth[None, :], mask=expert_inside[:, None] & left, other=0.0)
-    wait_for_launches_before(DEPENDENT)
-    x = tl.load(router_input + rows[:, None].to(tl.int64) * WIDTH + depth[None, :], mask=row_inside & left, other=0.0)
-    scores = tl.dot(w, x.T, input_precision="ieee").T
+    weights = proj + experts[:, None] * WIDTH + depth[None, :]
+    inputs = router_input + rows[:, None].to(tl.int64) * WIDTH + depth[None, :]
+    EXACT: tl.constexpr = WIDTH % (DEPTH * STEPS) == 0
+    if STEPS == 1:
+        left = inside(depth, WIDTH, EXACT)[None, :]
+        w = tl.load(weights, mask=expert_inside[:, None] & left, other=0.0)
+        wait_for_launches_before(DEPENDENT)
+        x = tl.load(inputs, mask=row_inside & left, other=0.0)
+        scores = tl.dot(w, x.T, input_precision="ieee").T
+    else:
+        wait_for_launches_before(DEPENDENT)
+        sums = tl.zeros([EXPERTS, ROWS], tl.float32)
+        for step in range(STEPS):
+            left = inside(depth + step * DEPTH, WIDTH, EXACT)[None, :]
+            w = tl.load(weights + step * DEPTH, mask=expert_inside[:, None] & left, other=0.0)
+            x = tl.load(inputs + step * DEPTH, mask=row_inside & left, other=0.0)
+            sums = tl.dot(w, x.T, sums, input_precision="ieee")
+        scores = sums.T
     at = (tl.program_id(1) * num_tokens + rows)[:, None].to(tl.int64) * NUM_EXPERTS + experts[None, :]
     tl.store(partial + at, scores, mask=row_inside & expert_inside[None, :])
     if tl.program_id(0) + tl.program_id(1) == 0:

@@ -79,7 +79,7 @@ def vocabulary_statistics(
     argmax = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     shaping = _shaping(logits, temperature, softcap, allowed, bias)
     _sweep_kernel[(num_chunks, num_rows)](
-        logits, temperature, allowed, *_pointers(bias), *chunks, vocab_size, CHUNK=CHUNK, num_warps=4, **shaping
+        logits, temperature, allowed, *_pointers(bias), *chunks, vocab_size, CHUNK=CHUNK, num_warps=2, **shaping
     )
     _merge_kernel[(num_rows,)](
         logits,
@@ -173,7 +173,7 @@ def soft_probabilities(
         vocab_size,
         CHUNK=CHUNK,
         FLOAT8=float8,
-        num_warps=4,
+        num_warps=2,
         **_shaping(logits, temperature, softcap, allowed, bias),
     )
     _soft_scale_kernel[(num_rows,)](
