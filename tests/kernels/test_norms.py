@@ -77,6 +77,19 @@ def test_layer_tail_matches_float64(shape, dtype, num_active, scalars, device):
     assert all(error(g, w) < LIMITS[dtype] for g, w in zip(got, want, strict=True))
 
 
+@DTYPES
+@SHAPES
+@pytest.mark.parametrize("columns", [False, True], ids=["rows", "rows-and-columns"])
+def test_scale_rows_matches_float64(shape, dtype, columns, device):
+    x = draw(*shape, dtype=dtype, device=device, seed=1)
+    scales = [draw(size, dtype=torch.float32, device=device, seed=size) for size in shape[: 2 if columns else 1]]
+    got = norms.scale_rows(x, *scales, factor=3.0, dtype=torch.float32)
+    assert got.dtype == torch.float32
+    want = norms_reference.scale_rows(x.double(), *(scale.double() for scale in scales), factor=3.0)
+    assert error(got, want) < LIMITS[torch.float32]
+    assert error(norms.scale_rows(x, *scales, factor=3.0), want) < LIMITS[dtype]
+
+
 def assert_rounded(got: Quantized, want: Tensor) -> None:
     """The largest value of a row becomes 448, and the others are off by at most half a step of float8."""
     torch.testing.assert_close(got.scale.double(), want.abs().amax(-1) / 448, rtol=1e-6, atol=0)

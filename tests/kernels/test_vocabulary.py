@@ -145,18 +145,17 @@ def test_soft_probabilities_are_the_softmax_of_rounded_logits(twin, vocab_size, 
     logits, temperature = draw(vocab_size, dtype, device)
     statistics = twin.vocabulary_statistics(logits, temperature)
     weights, scale = twin.soft_probabilities(logits, statistics, temperature)
-    # As in transformers: processed in float32, rounded to the embedding's dtype, softmax in float32, rounded.
+    # As in transformers: processed in float32, rounded to the embedding's dtype, softmax in float32. The weights are
+    # rounded as its probabilities would be: in bfloat16 by at most 2e-3.
     processed = torch.tanh(logits.float() / 30.0) * 30.0 / temperature.repeat_interleave(2)[:, None]
-    want = processed.to(dtype).softmax(-1, dtype=torch.float32).to(dtype)
+    want = processed.to(dtype).softmax(-1, dtype=torch.float32)
     assert weights.dtype == dtype
-    # A logit between two 16-bit values may round differently; that is rare and hardly changes the norm. Weights and
-    # probabilities of bfloat16 each round by up to 2e-3, at different places.
-    error = ((weights.double() * scale[:, None] - want.double()).norm() / want.double().norm()).item()
-    assert error < (4e-3 if dtype == torch.bfloat16 else 2e-3)
+    # A logit between two 16-bit values may round differently; that is rare and hardly changes the norm.
+    assert ((weights.double() * scale[:, None] - want.double()).norm() / want.double().norm()).item() < 2e-3
     # Without the first rounding, bfloat16 would be off by several per cent.
     if dtype == torch.bfloat16 and vocab_size > CHUNK:
         plain = processed.softmax(-1)
-        assert ((plain.double() - want.double()).norm() / want.double().norm()).item() > 4e-3
+        assert ((plain.double() - want.double()).norm() / want.double().norm()).item() > 2e-3
 
 
 def test_one_row_does_not_depend_on_the_others(device):

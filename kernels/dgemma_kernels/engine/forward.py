@@ -19,7 +19,7 @@ from dgemma_kernels.ops.configs import dense_config, expert_config, tensor_descr
 from dgemma_kernels.ops.embedding import embed
 from dgemma_kernels.ops.experts import expert_down, expert_gate_up, multiply_experts
 from dgemma_kernels.ops.mlp import dense_mlp, geglu, geglu_float8
-from dgemma_kernels.ops.norms import attention_residual, layer_tail, rms_norm, round_rows
+from dgemma_kernels.ops.norms import attention_residual, layer_tail, rms_norm, round_rows, scale_rows
 from dgemma_kernels.ops.product import multiply_deep, multiply_row
 from dgemma_kernels.ops.qkv import prepare_qkv
 from dgemma_kernels.ops.router import route, sort_by_expert
@@ -87,20 +87,18 @@ class Forward:
             return multiply_row(hidden, head)
         return self._multiply(_as(head, hidden), head, out=out)
 
-    def soft_embedding(self, weights: Tensor, scale: Tensor | None = None) -> Tensor:
-        """Return the mean embedding under probabilities `weights` (R, V), times `scale` (R,) unless None: (R, D)."""
+    def soft_embedding(self, weights: Tensor, scale: Tensor) -> Tensor:
+        """Return the mean embedding under the probabilities weights * scale: (R, V), (R,) → (R, D)."""
         table = self.weights.soft_table
         if table is None:
-            factor = self.embed_scale if scale is None else (scale * self.embed_scale)[:, None]
-            return self._multiply(weights, self.weights.embedding.T).mul_(factor)
-        assert scale is not None
+            return scale_rows(self._multiply(weights, self.weights.embedding.T), scale, factor=self.embed_scale)
         probabilities = Quantized(values=weights, scale=scale, dtype=self.weights.embedding.dtype)
         if probabilities.shape[0] <= _DEEP and tensor_descriptors(table.scale.device) and not self.batch_invariant:
             return multiply_deep(probabilities, table).mul_(self.embed_scale)
         # For 256 rows, the library's product of this depth is much faster with float32 sums and without scales.
         sums = torch.empty(probabilities.shape[0], table.shape[0], device=table.scale.device)
         self._multiply_unscaled(probabilities, table, self._one, out=sums)
-        return (sums * (scale * self.embed_scale)[:, None] * table.scale).to(probabilities.dtype)
+        return scale_rows(sums, scale, table.scale, factor=self.embed_scale, dtype=probabilities.dtype)
 
     def _embed_canvas(self, canvas: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
         weights = self.weights

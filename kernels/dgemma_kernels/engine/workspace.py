@@ -11,7 +11,7 @@ from dgemma.model.config import Conventions, ModelConfig
 from dgemma_kernels.engine.forward import Forward
 from dgemma_kernels.engine.graphs import GraphMemory, Turn
 from dgemma_kernels.engine.prediction import FusedPrediction, LogitsBuffer
-from dgemma_kernels.formats.float8 import quantize, values_and_scale
+from dgemma_kernels.formats.float8 import quantize
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -67,9 +67,10 @@ class Workspace:
         if self.conventions.self_cond_logits == "rounded":
             logits = logits.to(self.dtype)
         weights = logits.softmax(-1, dtype=torch.float32).to(self.dtype).flatten(0, 1)
-        scale = None
+        scale = torch.ones(weights.shape[0], device=weights.device)
         if self.forward.weights.soft_table is not None:
-            weights, scale = values_and_scale(quantize(weights))
+            rounded = quantize(weights)
+            weights, scale = rounded.values, rounded.scale
         signal = self.forward.soft_embedding(weights, scale)
         return signal.view(*logits.shape[:2], -1)
 

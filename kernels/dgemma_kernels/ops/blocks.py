@@ -21,11 +21,11 @@ def blocks_of(width: int) -> dict[str, int]:
 def rows_of(num_rows: int, width: int) -> dict[str, int]:
     """Return the launch arguments of a kernel whose programs have ROWS rows each: one of many rows has a warp per row.
 
-    Example: `rows_of(4096, 704)` has 4 rows in blocks of 256 values on four warps.
+    Example: `rows_of(4096, 704)` has 8 rows in blocks of 256 values on eight warps.
     """
     if num_rows < MANY_ROWS:
         return {"ROWS": 1, **blocks_of(width)}
-    return {"ROWS": 4, "WIDTH": width, "BLOCK": min(triton.next_power_of_2(width), _PER_WARP), "num_warps": 4}
+    return {"ROWS": 8, "WIDTH": width, "BLOCK": min(triton.next_power_of_2(width), _PER_WARP), "num_warps": 8}
 
 
 @triton.jit

@@ -58,6 +58,31 @@ def round_rows(x: Tensor) -> Quantized:
     return Quantized(values=values, scale=scale, dtype=x.dtype)
 
 
+def scale_rows(
+    x: Tensor,
+    row_scale: Tensor,
+    col_scale: Tensor | None = None,
+    *,
+    factor: float = 1.0,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return x (M, D) times `factor`, the scales of its rows (M,), and unless None those of its columns (D,).
+
+    Scales are float32. The result is in `dtype`, by default that of x.
+
+    Example: `scale_rows(product, rows.scale, weight.scale, dtype=torch.bfloat16)`.
+    """
+    _require_rows("scale_rows", x=x)
+    num_rows, width = x.shape
+    _require_vectors("scale_rows", num_rows, row_scale=row_scale)
+    _require_vectors("scale_rows", width, col_scale=col_scale)
+    out = torch.empty_like(x, dtype=dtype)
+    _scale_rows_kernel[(triton.cdiv(num_rows, 4), triton.cdiv(width, 256))](
+        x, row_scale, col_scale, out, num_rows, width, factor, ROWS=4, BLOCK=256, num_warps=4
+    )
+    return out
+
+
 def attention_residual(
     attention: Tensor,
     residual: Tensor,
@@ -256,6 +281,28 @@ def _round_rows_kernel(
 ) -> None:
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     store_rows_rounded(values, scale, row, num_rows, load_rows(x, row, num_rows, WIDTH, BLOCK, WIDTH), WIDTH)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _scale_rows_kernel(
+    x: tl.tensor,
+    row_scale: tl.tensor,
+    col_scale: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    width: tl.tensor,
+    factor: tl.tensor,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = (row < num_rows) & (cols < width)
+    values = tl.load(x + row * width + cols, mask=mask, other=0.0).to(tl.float32)
+    values *= tl.load(row_scale + row, mask=row < num_rows, other=0.0) * factor
+    if col_scale is not None:
+        values *= tl.load(col_scale + cols, mask=cols < width, other=0.0)
+    tl.store(out + row * width + cols, values.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

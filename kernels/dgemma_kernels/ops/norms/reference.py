@@ -21,6 +21,19 @@ def round_rows(x: Tensor) -> Quantized:
     return quantize(x)
 
 
+def scale_rows(
+    x: Tensor,
+    row_scale: Tensor,
+    col_scale: Tensor | None = None,
+    *,
+    factor: float = 1.0,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return x (M, D) times `factor`, the scales of its rows (M,), and unless None those of its columns (D,)."""
+    scaled = x * (row_scale * factor)[:, None]
+    return (scaled if col_scale is None else scaled * col_scale).to(dtype or x.dtype)
+
+
 def attention_residual(
     attention: Tensor,
     residual: Tensor,

@@ -214,10 +214,11 @@ def processed(
     RAGGED: tl.constexpr,
 ) -> tl.tensor:
     """Load one row's logits at `token`: capped, divided by the temperature, biased, float32; -inf if forbidden."""
-    x = _load_allowed(logits_ptr, allowed_ptr, row, token, vocab_size, rows_per_mask, HAS_MASK, RAGGED)
+    # Logits are loaded after the division: it has a branch, across which they would occupy registers.
     t = tl.load(temperature_ptr + row // rows_per_temperature)
     if HAS_CAP:
         cap = tl.math.div_rn(softcap, t)
+        x = _load_allowed(logits_ptr, allowed_ptr, row, token, vocab_size, rows_per_mask, HAS_MASK, RAGGED)
         capped = cap - _below_cap(x, softcap, cap)
         if HAS_MASK or RAGGED:
             capped = tl.where(x == float("-inf"), x, capped)
@@ -225,6 +226,7 @@ def processed(
     else:
         # x / t correctly rounded without a division: one Newton step on x · (1 / t) (Markstein, 1990).
         inverse = tl.math.div_rn(1.0, t)
+        x = _load_allowed(logits_ptr, allowed_ptr, row, token, vocab_size, rows_per_mask, HAS_MASK, RAGGED)
         quotient = x * inverse
         divided = tl.fma(tl.fma(-quotient, t, x), inverse, quotient)
         if HAS_MASK or RAGGED:
@@ -310,8 +312,8 @@ def _sweep_kernel(
     if HAS_CAP and not HAS_BIAS:
         # The largest logit has the largest processed logit. So `best` is known before any special function, and
         # differences to it need no processed logits in registers.
-        x = _load_allowed(logits_ptr, allowed_ptr, row, token, vocab_size, rows_per_mask, HAS_MASK, RAGGED)
         cap = tl.math.div_rn(softcap, tl.load(temperature_ptr + row // rows_per_temperature))
+        x = _load_allowed(logits_ptr, allowed_ptr, row, token, vocab_size, rows_per_mask, HAS_MASK, RAGGED)
         largest = tl.max(x, 0)
         least_gap = _below_cap(largest, softcap, cap)
         delta = least_gap - _below_cap(x, softcap, cap)
@@ -511,6 +513,10 @@ def _soft_probabilities_kernel(
     chunk = tl.program_id(0)
     row = tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
+    dtype = logits_ptr.dtype.element_ty
+    shift = _rounded(tl.load(best_ptr + row), dtype) * 1.4426950408889634
+    if FLOAT8:
+        shift -= 8.807354922057604  # log2 of 448, the largest float8
     x = processed(
         logits_ptr,
         temperature_ptr,
@@ -529,10 +535,6 @@ def _soft_probabilities_kernel(
         HAS_BIAS,
         RAGGED,
     )
-    dtype = logits_ptr.dtype.element_ty
-    shift = _rounded(tl.load(best_ptr + row), dtype) * 1.4426950408889634
-    if FLOAT8:
-        shift -= 8.807354922057604  # log2 of 448, the largest float8
     weight = tl.exp2(_rounded(x, dtype) * 1.4426950408889634 - shift)
     target = weight_ptr + row.to(tl.int64) * vocab_size + token
     if RAGGED:
