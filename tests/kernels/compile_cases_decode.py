@@ -38,7 +38,8 @@ def run_vocabulary(vocab_size: int, allowed: torch.Tensor | None) -> None:
     logits, temperature = empty(2, vocab_size), empty(1, dtype=torch.float32)
     statistics = vocabulary_statistics(logits, temperature, allowed=allowed)
     sample(logits, statistics, empty(2, dtype=torch.float64), temperature, allowed=allowed)
-    soft_probabilities(logits, statistics, temperature, allowed=allowed)
+    for float8 in (False, True):
+        soft_probabilities(logits, statistics, temperature, allowed=allowed, float8=float8)
 
 
 def run_accept(stability: int | None) -> None:

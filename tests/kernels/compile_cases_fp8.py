@@ -9,13 +9,14 @@ from dgemma_kernels.formats.float8 import Quantized
 from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.attention.parts import combine_parts
 from dgemma_kernels.ops.experts import kernel as experts
+from dgemma_kernels.ops.mlp import kernel as mlp
 from dgemma_kernels.ops.norms import kernel as norms
 from dgemma_kernels.ops.product.kernel import multiply_deep
 from dgemma_kernels.ops.qkv.kernel import prepare_qkv
 from dgemma_kernels.ops.router import kernel as router
 from dgemma_kernels.ops.router import reference
 
-E, A, D, F = 128, 8, 2816, 704
+E, A, D, F, DENSE = 128, 8, 2816, 704, 2112
 HEADS = 16
 WGMMA = {"_expert_gate_up_kernel", "_expert_down_kernel", "_multiply_deep_kernel"}
 
@@ -35,8 +36,18 @@ def run_experts(gpu: str, tokens: int) -> None:
 
 
 def run_norms() -> None:
-    row, vector = torch.empty(256, D, dtype=torch.bfloat16), torch.empty(D, dtype=torch.bfloat16)
-    norms.attention_residual(row, row, *[vector] * 4, 1e-6, float8=True)
+    vector = torch.empty(D, dtype=torch.bfloat16)
+    for num_rows in (256, 1024):
+        row, scales = torch.empty(num_rows, D, dtype=torch.bfloat16), (torch.empty(num_rows), torch.empty(D))
+        norms.attention_residual(row, row, *[vector] * 4, 1e-6, float8=True)
+        norms.attention_residual(row, row, *[vector] * 4, 1e-6, scales=scales, float8=True, float8_dense=True)
+        expert_rows = torch.empty(num_rows, A, D, dtype=torch.bfloat16)
+        last = (*[vector] * 3, vector[:1], vector, 1e-6)
+        norms.layer_tail(row, row, expert_rows, *last, scales=scales, float8=True)
+        norms.round_rows(row)
+        norms.round_rows(torch.empty(num_rows, F, dtype=torch.bfloat16))
+        mlp.geglu_float8(torch.empty(num_rows, 2 * DENSE, dtype=torch.bfloat16), scales[0], torch.empty(2 * DENSE))
+        norms.scale_rows(row.float(), *scales, factor=53.0, dtype=torch.bfloat16)
 
 
 def run_attention(kv_heads: int, head_dim: int, projections: int) -> None:

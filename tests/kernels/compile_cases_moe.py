@@ -45,8 +45,9 @@ def run_norms() -> None:
     row, vector = empty(256, D), empty(D)
     norms.rms_norm(row, vector, 1e-6)
     norms.rms_norm(row, None, 1e-6)
-    norms.attention_residual(row, row, *[vector] * 4, 1e-6)
+    norms.scale_rows(row, empty(256, dtype=torch.float32), factor=53.0)
     for rows in (row, empty(1024, D)):
+        norms.attention_residual(rows, rows, *[vector] * 4, 1e-6)
         norms.layer_tail(rows, rows, empty(len(rows), A, D), *[vector] * 3, empty(1), vector, 1e-6)
     mlp.geglu(empty(256, 2 * DENSE))
 
