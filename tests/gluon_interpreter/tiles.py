@@ -208,7 +208,7 @@ class Pointer:
         self.memory.view(-1)[at] += value
         return Value(before)
 
-    def store(self, value: Value, mask: Value) -> None:
+    def store(self, value: Value, mask: Value, eviction_policy: str = "") -> None:
         if not self.offset.layout == value.layout == mask.layout:
             raise ValueError(f"tiles must have one layout, got {[self.offset.layout, value.layout, mask.layout]}")
         inside = mask.data.expand(value.data.shape)

@@ -313,6 +313,9 @@ DENSE: dict[str, tuple[DenseConfig, ...]] = {
     ),
 }
 
+# Bytes of the experts' output that stay in L2 for `norms.layer_tail`, while weights stream through it.
+KEPT_OUTPUT = 16 << 20
+
 # GPUs with programmatic dependent launch (Hopper and later): a kernel starts while the last programs of the previous
 # kernel still run, and waits for them itself.
 DEPENDENT_LAUNCH: set[str] = {"NVIDIA H200"}

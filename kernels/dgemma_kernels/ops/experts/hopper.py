@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
 from dgemma_kernels.formats.fourbit import FourBit, OrderedRows
-from dgemma_kernels.ops.configs import dependent_launch, num_multiprocessors
+from dgemma_kernels.ops.configs import KEPT_OUTPUT, dependent_launch, num_multiprocessors
 from dgemma_kernels.ops.router.kernel import ExpertTiles
 
 _PROGRAMS = 4  # per multiprocessor; each may have 128 registers per thread and 56 KiB of shared memory
@@ -93,6 +93,7 @@ class _Product(NamedTuple):
     UP_BLOCKS: int  # those of gate_up
     ROWS: int  # per tile
     NUM_ACTIVE: int
+    KEEP: str  # eviction policy of the output
 
 
 def multiply_experts(
@@ -128,6 +129,7 @@ def multiply_experts(
         HIDDEN=hidden_width,
         NUM_ACTIVE=tiles.num_active,
         ROWS=tiles.rows_per_tile,
+        KEEP="evict_last" if out.nbytes <= KEPT_OUTPUT else "",
         num_warps=4,
         maxnreg=128,
         **dependent_launch(device),
@@ -155,6 +157,7 @@ def _experts_hopper_kernel(
     HIDDEN: gl.constexpr,
     NUM_ACTIVE: gl.constexpr,
     ROWS: gl.constexpr,
+    KEEP: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ) -> None:
     if DEPENDENT:
@@ -163,8 +166,8 @@ def _experts_hopper_kernel(
     num_tiles = gl.load(queue + 1)
     tables = (pairs, tiles, finished, queue)
     UP_BLOCKS: gl.constexpr = HIDDEN // 64
-    UP: gl.constexpr = _Product(True, WIDTH, HIDDEN, UP_BLOCKS, UP_BLOCKS, ROWS, NUM_ACTIVE)
-    DOWN: gl.constexpr = _Product(False, HIDDEN, WIDTH, WIDTH // 128, UP_BLOCKS, ROWS, NUM_ACTIVE)
+    UP: gl.constexpr = _Product(True, WIDTH, HIDDEN, UP_BLOCKS, UP_BLOCKS, ROWS, NUM_ACTIVE, "")
+    DOWN: gl.constexpr = _Product(False, HIDDEN, WIDTH, WIDTH // 128, UP_BLOCKS, ROWS, NUM_ACTIVE, KEEP)
     block = gl.atomic_add(queue, 1, sem="relaxed")
     block = _multiply_blocks((x, up_codes, up_scale), (x_scale, x_sums), hidden, tables, block, num_tiles, UP)
     _multiply_blocks((hidden, down_codes, down_scale), (weights,), out, tables, block, num_tiles, DOWN)
@@ -574,6 +577,6 @@ def _store_out(
     weight = gl.expand_dims(weight, 1)
     at = out + (gl.expand_dims(pair * SIZE.OUT, 1) + (block % SIZE.BLOCKS * 128 + each))
     low_out = gl.convert_layout((low * 65536.0).to(dtype).permute((1, 0)), _ROWS16).to(gl.float32) * weight
-    gl.store(at, low_out.to(dtype), mask=inside)
+    gl.store(at, low_out.to(dtype), mask=inside, eviction_policy=SIZE.KEEP)
     high_out = gl.convert_layout((high * 65536.0).to(dtype).permute((1, 0)), _ROWS16).to(gl.float32) * weight
-    gl.store(at + 64, high_out.to(dtype), mask=inside)
+    gl.store(at + 64, high_out.to(dtype), mask=inside, eviction_policy=SIZE.KEEP)

@@ -25,6 +25,7 @@ from dgemma_kernels.formats.packed import DEPTH, HALF, ROWS, Weights
 from dgemma_kernels.ops.blocks import wait_for_launches_before
 from dgemma_kernels.ops.configs import (
     GLUON_RAN_WITH,
+    KEPT_OUTPUT,
     ExpertConfig,
     TileShape,
     dependent_launch,
@@ -48,7 +49,6 @@ from dgemma_kernels.ops.norms import round_rows
 from dgemma_kernels.ops.router.kernel import ExpertTiles
 
 _FIRST_PROGRAMS = 264  # of gate_up with float8 weights, which start together: two per multiprocessor
-_KEPT = 16 << 20  # bytes of the output that stay in L2 for `layer_tail`, while weights stream through it
 
 
 def expert_gate_up(
@@ -178,7 +178,7 @@ def expert_down(
         BLOCK=block,
         GROUPS=COLS // down_proj.group if isinstance(down_proj, FourBit) else None,
         ONE_SCALE=one_scale,
-        KEEP="evict_last" if out.nbytes <= _KEPT else "",
+        KEEP="evict_last" if out.nbytes <= KEPT_OUTPUT else "",
         DESCRIBED=isinstance(proj[0], TensorDescriptor),
         num_warps=tile.warps,
         num_stages=_stages(tile, rows, down_proj),
