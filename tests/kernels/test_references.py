@@ -17,6 +17,7 @@ TUNING = {
     "expert_down": {"config"},
     "multiply_deep": {"parts"},
     "multiply_row": {"early"},
+    "route": {"one_order"},
 }
 
 
