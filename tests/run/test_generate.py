@@ -37,7 +37,10 @@ def test_row_i_of_a_batch_equals_row_i_alone_bit_for_bit():
     assert len(lengths) > 1, "the case is meant to have rows that end at different places"
 
 
-def test_the_host_waits_for_the_device_once_per_step_and_once_per_block(monkeypatch):
+@pytest.mark.parametrize(
+    ("stop_tokens", "waits_per_block"), [([64], 1), ([], 0)], ids=["a stop token that no row writes", "no stop token"]
+)
+def test_the_host_waits_for_the_device_once_per_step_and_once_per_block(monkeypatch, stop_tokens, waits_per_block):
     # On a GPU each of these blocks the host until all earlier kernels have finished.
     waits = []
 
@@ -46,11 +49,12 @@ def test_the_host_waits_for_the_device_once_per_step_and_once_per_block(monkeypa
 
     for name in ("tolist", "item", "nonzero", "__bool__", "__int__"):
         monkeypatch.setattr(Tensor, name, counted(getattr(Tensor, name)))
-    events = dgemma.stream(RowwiseDenoiser(), torch.randint(5, 64, (2, 7)), **options(stop=None), eos_token_ids=[])
+    prompt, model = torch.randint(5, 64, (2, 7)), RowwiseDenoiser()
+    events = dgemma.stream(model, prompt, **options(stop=None), eos_token_ids=stop_tokens)
     next(events)  # reads the arguments too
     waits.clear()
     assert sum(isinstance(event, StepRecord) for event in events) == 3 * 6 - 1
-    assert len(waits) == 3 * (6 + 1)
+    assert len(waits) == 3 * (6 + waits_per_block)
 
 
 def test_row_i_of_a_batch_writes_the_tokens_of_row_i_alone_with_the_real_model():
@@ -442,11 +446,56 @@ def test_an_engine_reads_ahead_only_if_another_step_is_certain():
 
     prompt, knobs = torch.full((2, 3), 5), {"max_new_tokens": 16, "eos_token_ids": []}
     want, got = (dgemma.generate(model, prompt, steps=5, stop=None, **knobs) for model in (RowwiseDenoiser(), Ahead()))
-    # The first step does not read ahead, because the steps left are unknown. Nor does the last: no step follows it.
-    assert answers == [[[left, left], [0, 0], [0, 0]] for left in (3, 2, 1)]
+    # The last step does not read ahead: no step follows it.
+    assert answers == [[[left, left], [0, 0], [0, 0]] for left in (4, 3, 2, 1)]
     assert torch.equal(got.new_tokens, want.new_tokens)
     dgemma.generate(Ahead(), prompt, steps=5, stop=dgemma.StepCap(4), **knobs)
-    assert len(answers) == 3
+    dgemma.generate(Ahead(), prompt, steps=1, stop=None, **knobs)
+    assert len(answers) == 4
+
+
+def test_the_next_canvas_is_started_during_the_first_step_of_a_canvas():
+    calls = []
+
+    class Listed(RowwiseDenoiser):
+        def uniform(self, seeds, block, step, num_positions, purpose):
+            calls.append(("start", int(block[0])))
+            return super().uniform(seeds, block, step, num_positions, purpose)
+
+        def step(self, state, *, cache, knobs):
+            calls.append(("step", int(state.block[0])))
+            return super().step(state, cache=cache, knobs=knobs)
+
+        def read_ahead(self, values):
+            calls.append("wait")
+            return super().read_ahead(values)
+
+    prompt, knobs = torch.full((1, 3), 5), {"max_new_tokens": 48, "eos_token_ids": [], "stop": None, "steps": 2}
+    dgemma.generate(Listed(), prompt, **knobs)
+    early = [("step", 0), ("start", 1), "wait", ("step", 0), ("step", 1), ("start", 2), "wait", ("step", 1)]
+    assert calls == [("start", 0), *early, ("step", 2), "wait", ("step", 2)]
+
+
+def test_a_canvas_that_was_started_early_has_the_knobs_and_rows_of_its_block():
+    prompt = torch.tensor([[5, 6, 7], [9, 2, 4], [3, 3, 8]])
+    temperatures = {}
+
+    def cool(record):
+        temperatures.setdefault(int(record.block[0]), float(record.temperature[0]))
+        return {"temperature": 0.25} if int(record.block[0]) == 0 and int(record.step[0]) == 1 else None
+
+    options = {"max_new_tokens": 64, "steps": 3, "stop": None, "temperature": 0.5}
+    dgemma.generate(RowwiseDenoiser(), prompt, **options, eos_token_ids=[], on_step=cool)
+    assert temperatures == {0: 0.5, 1: 0.25, 2: 0.25, 3: 0.25}
+    plain = dgemma.generate(RowwiseDenoiser(), prompt, **options, eos_token_ids=[]).new_tokens
+    # A token of row 1 in block 1 ends rows. The others then start their next canvas without it.
+    stop_token = int(plain[1, 20])
+    together = dgemma.generate(RowwiseDenoiser(), prompt, **options, eos_token_ids=[stop_token])
+    for row in range(3):
+        alone = dgemma.generate(
+            RowwiseDenoiser(), prompt[row : row + 1], **options, eos_token_ids=[stop_token], seed=row
+        )
+        assert torch.equal(together.new_tokens[row, : alone.new_tokens.shape[1]], alone.new_tokens[0])
 
 
 def test_the_end_of_a_canvas_follows_from_the_state_that_on_step_returns():

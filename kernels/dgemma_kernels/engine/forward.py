@@ -128,8 +128,10 @@ class Forward:
         last: bool = True,
     ) -> Tensor:
         layers, num_tokens = self.weights.layers, x.shape[0] // buffers.lengths.shape[0]
-        if canvas_len:
+        scalars = [layer.causal_scalar if causal else layer.scalar for layer in layers]
+        if canvas_len:  # those of both kinds of tokens, (layers, M), in a few launches for all layers
             of_canvas = torch.arange(x.shape[0], device=x.device) % num_tokens >= num_tokens - canvas_len
+            scalars = [*torch.where(of_canvas, torch.stack([layer.scalar for layer in layers]), torch.stack(scalars))]
         # A canvas alone needs no mask, except in tiles at fixed positions, which may begin before its first key.
         masked = causal or self.batch_invariant
         following = [*((after.input_norm, after.qkv) for after in layers[1:]), (self.weights.norm, None)]
@@ -168,11 +170,8 @@ class Forward:
                 float8=isinstance(layer.o, Quantized) and not self._is_row(x),
             )
             attended, scales = self._unscaled(seen.view(x.shape[0], -1) if isinstance(seen, Tensor) else seen, layer.o)
-            scalar = layer.causal_scalar if causal else layer.scalar
-            if canvas_len:
-                scalar = torch.where(of_canvas, layer.scalar, layer.causal_scalar)
             float8 = isinstance(next_product, Quantized)
-            x, inputs = self._feed_forward(layer, attended, scales, x, next_norm, scalar, float8)
+            x, inputs = self._feed_forward(layer, attended, scales, x, next_norm, scalars[index], float8)
         assert isinstance(inputs, Tensor)  # the last layer's
         return inputs
 
@@ -213,6 +212,7 @@ class Forward:
         config, eps = self.config, self.config.rms_norm_eps
         gate_up, down = layer.expert_gate_up, layer.expert_down
         tile = expert_config(x.shape[0], x.device, format_of(gate_up), one_order=self.batch_invariant)
+        one_launch = tile.one_launch if isinstance(gate_up, FourBit) and gate_up.float8_rows else 0
         x, dense_in, expert_in, router_in = attention_residual(
             attended,
             x,
@@ -221,7 +221,7 @@ class Forward:
             scales=scales,
             float8=isinstance(gate_up, Quantized),
             float8_dense=isinstance(layer.gate_up, Quantized),
-            ordered=isinstance(gate_up, FourBit) and gate_up.float8_rows and tile.one_launch,
+            ordered=one_launch > 0,
         )
         here = torch.cuda.current_stream(x.device) if self.sides else None
         side = next((stream for stream in self.sides if stream != here), None)
@@ -234,7 +234,7 @@ class Forward:
         weights, chosen, counts = route(
             router_in, layer.router, layer.per_expert_scale, config.top_k_experts, one_order=self.batch_invariant
         )
-        tiles = sort_by_expert(chosen, counts, tile.rows)
+        tiles = sort_by_expert(chosen, counts, one_launch or tile.rows)
         if isinstance(expert_in, OrderedRows):
             assert isinstance(gate_up, FourBit)
             assert isinstance(down, FourBit)

@@ -34,7 +34,7 @@ class ExpertConfig:
 
     `rows` is a power of two or the sum of two. A sum is two blocks over the same weights: 96 rows are 64 and 32. With
     `one_scale` float8 hidden values have one scale per row, and tensor cores add all products (in at least 14 bits).
-    With `one_launch`, int4 weights with `float8_rows` run in `experts.multiply_experts`.
+    Int4 weights with `float8_rows` run in `experts.multiply_experts`, with `one_launch` rows per tile, unless it is 0.
     """
 
     max_tokens: int
@@ -42,7 +42,7 @@ class ExpertConfig:
     gate_up: TileShape
     down: TileShape
     one_scale: bool = False
-    one_launch: bool = False
+    one_launch: int = 0
 
     def __post_init__(self) -> None:
         if self.rows < 16 or self.rows % 16 or self.rows.bit_count() > 2:
@@ -272,7 +272,14 @@ _FOUR_BIT = {
             rows=32,
             gate_up=TileShape(cols=64, depth=128, warps=4, stages=3, registers=128),
             down=TileShape(cols=128, depth=64, warps=4, stages=4),
-            one_launch=True,
+            one_launch=32,
+        ),
+        ExpertConfig(
+            max_tokens=512,
+            rows=64,
+            gate_up=TileShape(cols=64, depth=64, warps=4, stages=4),
+            down=TileShape(cols=128, depth=64, warps=4, stages=4),
+            one_launch=32,
         ),
         ExpertConfig(
             max_tokens=1536,

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -41,14 +42,25 @@ def run_plan(
     blocks: list[Tensor] = []
     forwards: list[Tensor] = []
     states = None if plan.language is None else plan.language.start  # of the unfinished rows
+    started: dict[int, DenoiseState] = {}  # canvases that were started early
+
+    def start_early(block: int, rows: Tensor, knobs: Knobs) -> None:
+        if block < plan.num_blocks and plan.language is None:  # a language's state is known only after the last block
+            started[block] = start_block(model, plan, block, rows, knobs)
+
     for block in range(plan.num_blocks):
         if block < len(past):
             tokens, num_forwards = past[block].tokens.to(device)[rows], past[block].steps.to(device)
         else:
-            state = start_block(model, plan, block, rows, knobs, states)
+            state = started.pop(block, None) or start_block(model, plan, block, rows, knobs, states)
             if on_start is not None:
                 state, knobs = apply_changes(on_start(Moment(state, cache, knobs)), state, knobs)
-            tokens, taken, knobs = yield from denoise_canvas(model, state, cache, knobs)
+            before, start_next = knobs, partial(start_early, block + 1, rows, knobs)
+            tokens, taken, knobs = yield from denoise_canvas(
+                model, state, cache, knobs, num_steps=plan.num_steps, meanwhile=start_next
+            )
+            if knobs is not before:
+                started.clear()
             num_forwards = _spread(taken, rows, batch_size, 0)
 
         if plan.language is not None and states is not None:
@@ -59,6 +71,7 @@ def run_plan(
         blocks.append(written)
         forwards.append(num_forwards)
         if any(ended):
+            started.clear()
             ends, goes_on = _where(ended, device), _where([not end for end in ended], device)
             retired.append((rows[ends], cache.select(ends)))
             rows, cache = rows[goes_on], cache.select(goes_on)
@@ -101,11 +114,18 @@ def start_block(
 
 @torch.no_grad()
 def denoise_canvas(
-    model: Denoiser, state: DenoiseState, cache: Cache, knobs: Knobs
+    model: Denoiser,
+    state: DenoiseState,
+    cache: Cache,
+    knobs: Knobs,
+    *,
+    num_steps: int = 1,
+    meanwhile: Callable[[], object] | None = None,
 ) -> Generator[StepRecord, Changes, Denoised]:
     """Step a canvas until every row is done or out of steps. Finished rows are removed from the batch.
 
-    It yields each `StepRecord`, and takes changes like `stream`.
+    It yields each `StepRecord`, and takes changes like `stream`. `num_steps` is the number of steps to expect, if you
+    know it. `meanwhile` is called while the device takes the first step.
 
     Example: `for record in denoise_canvas(model, state, cache, knobs): print(record.state.draft)`.
     """
@@ -114,9 +134,11 @@ def denoise_canvas(
     drafts, num_forwards = list(state.draft), [0] * state.batch_size
     # True if another step is likely: there is no stop rule, and every row has at least two steps left. Rows may still
     # finish early, when nothing is open.
-    goes_on = False
+    goes_on = knobs.stop is None and num_steps > 1
     for num_taken in itertools.count(1):
         state, record = model.step(state, cache=cache, knobs=knobs)  # before any host work, because the device is idle
+        if num_taken == 1 and meanwhile is not None:
+            meanwhile()
         written = watch(state.done, state.step, state.num_steps, state.canvas)
         changes = yield record
         verdict = record.verdict if changes is None and not written() else None

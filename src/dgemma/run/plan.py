@@ -68,6 +68,8 @@ class Plan:
 
         Example: `tokens, real, ended = plan.end_rows(drafts, 0, torch.arange(2))`.
         """
+        if not self.eos_token_ids:  # no row ends, so the host need not wait
+            return *self.cut_text(tokens), [False] * len(tokens)
         eos = torch.tensor(self.eos_token_ids, dtype=torch.int64, device=tokens.device)
         ends_row = torch.isin(tokens, eos)
         if self.span.frozen is not None:
