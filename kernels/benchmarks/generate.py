@@ -205,6 +205,7 @@ def main() -> None:
     for format in options.weights:
         rows += measure(format, float8_of(format, options.float8), options.batches, options.prompt)
         gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()  # those of this model's streams
         torch.cuda.empty_cache()
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps({"run": describe_run(), "memory_cap_gb": options.memory, "rows": rows}, indent=1))

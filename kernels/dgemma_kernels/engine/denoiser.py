@@ -81,7 +81,7 @@ def accelerate(
     A model with quantised experts keeps its own format; its codes are reordered and never decoded. `float8` names other
     products to compute in float8: "attention" (q, k, v and o), "dense" (the dense MLP), "head" and "soft_embedding".
     The last one stores the embedding a second time, in 8 bits. For int4 on Hopper, "experts" rounds the experts' input
-    to float8 in batches of 65 to 320 tokens, such as one canvas.
+    to float8 in forwards of 65 to 1,152 tokens, such as one canvas.
 
     Converted weights are new tensors; the model's own are freed with the model. `release` removes them from the model
     as soon as they are converted, so that at most one layer exists twice. `attention` names the attention kernel:
