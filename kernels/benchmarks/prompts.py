@@ -89,21 +89,24 @@ def check_parity(results: Results, weights: str) -> None:
     fast = accelerate(model, weights)
     if weights not in ("bf16", "packed"):
         round_experts(model, wide, weights)
-    cases: list[tuple[str, Any, Any]] = [("9,000 tokens", draw_tokens(1, 9000), None)]
+    cases: list[tuple[str, Any, Any, int]] = [("9,000 tokens", draw_tokens(1, 9000), None, 64)]
     for _ in range(3):  # the third one in a row is captured
         fast.encode(draw_tokens(1, 8192))
-    cases.append(("8,192 tokens, captured", draw_tokens(1, 8192), None))
+    cases.append(("8,192 tokens, captured", draw_tokens(1, 8192), None, 64))
+    cases.append(("1,000 tokens, then one by one", draw_tokens(1, 1000), None, 1))  # the 25th leaves the window
     ragged, real = draw_tokens(3, 900), torch.ones(3, 900, dtype=torch.int64, device=GPU)
     real[0, :200], real[2, :899] = 0, 0  # padded on the left; the last row has one token
-    cases += [("rows of 700, 900 and 1, launched", ragged, real), ("the same, captured", ragged, real)]
+    cases += [("rows of 700, 900 and 1, launched", ragged, real, 64), ("the same, captured", ragged, real, 64)]
     after = draw_tokens(3, 64)
-    for name, tokens, mask in cases:
+
+    def read(engine: Any, tokens: torch.Tensor, mask: torch.Tensor | None, at_once: int) -> torch.Tensor:
+        cache = engine.encode(tokens, attention_mask=mask)
+        parts = after[: len(tokens)].split(at_once, dim=1)
+        return torch.cat([engine.causal_logits(part, cache) for part in parts], dim=1)
+
+    for name, tokens, mask, at_once in cases:
         with torch.no_grad():
-            engines: list[Any] = [wide, model, fast]
-            want, *got = (
-                engine.causal_logits(after[: len(tokens)], engine.encode(tokens, attention_mask=mask))
-                for engine in engines
-            )
+            want, *got = (read(engine, tokens, mask, at_once) for engine in (wide, model, fast))
         errors = [typical_error(logits, want) for logits in got]
         results.add("parity", what=name, reference_error=errors[0], engine_error=errors[1])
         if not errors[1] <= 1.25 * errors[0]:

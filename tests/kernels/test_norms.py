@@ -72,9 +72,10 @@ def test_layer_tail_matches_float64(shape, dtype, num_active, scalars, device):
     scalar = torch.linspace(0.37, 0.9, 1 if scalars == "one" else shape[0]).to(device, dtype)
     following = draw(shape[1], dtype=dtype, device=device, seed=7)
     arguments = [*rows, expert_rows, *vectors, scalar, following]
-    got = norms.layer_tail(*arguments, EPS)
     want = norms_reference.layer_tail(*(t.double() for t in arguments), EPS)
-    assert all(error(g, w) < LIMITS[dtype] for g, w in zip(got, want, strict=True))
+    for alone in (False, True):
+        got = norms.layer_tail(*arguments, EPS, alone=alone)
+        assert all(error(g, w) < LIMITS[dtype] for g, w in zip(got, want, strict=True))
 
 
 @DTYPES

@@ -15,6 +15,7 @@ TUNING = {
     "dense_mlp": {"config"},
     "expert_gate_up": {"config"},
     "expert_down": {"config"},
+    "layer_tail": {"alone"},
     "multiply_deep": {"parts"},
     "multiply_row": {"early"},
     "route": {"one_order"},

@@ -23,6 +23,7 @@ from dgemma_kernels.ops.norms import attention_residual, layer_tail, rms_norm, r
 from dgemma_kernels.ops.product import multiply_deep, multiply_row
 from dgemma_kernels.ops.qkv import prepare_qkv
 from dgemma_kernels.ops.router import route, sort_by_expert
+from dgemma_kernels.ops.token import choose_token, score_token
 
 _Scales = tuple[Tensor, Tensor] | None  # of rows and columns
 
@@ -213,16 +214,25 @@ class Forward:
         gate_up, down = layer.expert_gate_up, layer.expert_down
         tile = expert_config(x.shape[0], x.device, format_of(gate_up), one_order=self.batch_invariant)
         one_launch = tile.one_launch if isinstance(gate_up, FourBit) and gate_up.float8_rows else 0
-        x, dense_in, expert_in, router_in = attention_residual(
-            attended,
-            x,
-            *layer.residual_norms,
-            eps,
-            scales=scales,
-            float8=isinstance(gate_up, Quantized),
-            float8_dense=isinstance(layer.gate_up, Quantized),
-            ordered=one_launch > 0,
-        )
+        is_row = self._is_row(x)
+        dense_in: Tensor | Quantized
+        expert_in: Tensor | Quantized | OrderedRows
+        if is_row:
+            x, dense_in, expert_in, scores = score_token(
+                attended, x, *layer.residual_norms, layer.router, eps, float8=isinstance(gate_up, Quantized)
+            )
+            weights, tiles = choose_token(scores, layer.per_expert_scale, config.top_k_experts, tile.rows)
+        else:
+            x, dense_in, expert_in, router_in = attention_residual(
+                attended,
+                x,
+                *layer.residual_norms,
+                eps,
+                scales=scales,
+                float8=isinstance(gate_up, Quantized),
+                float8_dense=isinstance(layer.gate_up, Quantized),
+                ordered=one_launch > 0,
+            )
         here = torch.cuda.current_stream(x.device) if self.sides else None
         side = next((stream for stream in self.sides if stream != here), None)
         if here is None or side is None:
@@ -231,10 +241,11 @@ class Forward:
             side.wait_stream(here)
             with torch.cuda.stream(side):
                 dense_out, dense_scales = self._dense(layer, dense_in)
-        weights, chosen, counts = route(
-            router_in, layer.router, layer.per_expert_scale, config.top_k_experts, one_order=self.batch_invariant
-        )
-        tiles = sort_by_expert(chosen, counts, one_launch or tile.rows)
+        if not is_row:
+            weights, chosen, counts = route(
+                router_in, layer.router, layer.per_expert_scale, config.top_k_experts, one_order=self.batch_invariant
+            )
+            tiles = sort_by_expert(chosen, counts, one_launch or tile.rows)
         if isinstance(expert_in, OrderedRows):
             assert isinstance(gate_up, FourBit)
             assert isinstance(down, FourBit)
@@ -244,19 +255,18 @@ class Forward:
             rows = expert_down(hidden, down, weights, tiles, overlap=True, config=tile)
         if here is not None and side is not None:
             here.wait_stream(side)
-        return layer_tail(
-            x, dense_out, rows, *layer.tail_norms, scalar, next_norm, eps, scales=dense_scales, float8=float8
-        )
+        ends = (*layer.tail_norms, scalar, next_norm)
+        return layer_tail(x, dense_out, rows, *ends, eps, scales=dense_scales, float8=float8, alone=is_row)
 
     def _dense(self, layer: LayerWeights, dense_in: Tensor | Quantized) -> tuple[Tensor, _Scales]:
         """Return the dense MLP, and the scales that it still lacks if it is float8."""
         if isinstance(dense_in, Tensor):
-            assert isinstance(layer.gate_up, Tensor)
-            assert isinstance(layer.down, Tensor)
             if self._is_row(dense_in):
                 # Not early, so that the router's few programs find a free multiprocessor first.
                 hidden_row = geglu(multiply_row(dense_in, layer.gate_up, early=False))
                 return multiply_row(hidden_row, layer.down, early=False), None
+            assert isinstance(layer.gate_up, Tensor)
+            assert isinstance(layer.down, Tensor)
             tiles = dense_config(
                 dense_in.shape[0], dense_in.device, format_of(dense_in), one_order=self.batch_invariant
             )

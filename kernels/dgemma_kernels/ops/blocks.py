@@ -9,13 +9,15 @@ _PER_WARP = 256  # values of a block
 MANY_ROWS = 1024  # from which programs on all multiprocessors hide each other's waits, so that registers matter more
 
 
-def blocks_of(width: int) -> dict[str, int]:
-    """Return the launch arguments of a kernel whose programs have a row each, in blocks of 8 values per thread.
+def blocks_of(width: int, per_thread: int = 8) -> dict[str, int]:
+    """Return the launch arguments of a kernel whose programs have a row each, in blocks.
+
+    A thread has `per_thread` values of each block.
 
     Example: `blocks_of(2816)` has blocks of 1,024 values and four warps.
     """
     block = max(triton.next_power_of_2(width) // _BLOCKS, 64)
-    return {"WIDTH": width, "BLOCK": block, "num_warps": min(max(block // _PER_WARP, 1), 16)}
+    return {"WIDTH": width, "BLOCK": block, "num_warps": min(max(block // (32 * per_thread), 1), 16)}
 
 
 def rows_of(num_rows: int, width: int) -> dict[str, int]:

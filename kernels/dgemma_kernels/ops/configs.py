@@ -160,6 +160,13 @@ EXPERTS: dict[str, dict[str, tuple[ExpertConfig, ...]]] = {
             ),
         ),
         "NVIDIA H200": (
+            # One token: the few programs of down are all resident, and each has its whole depth in flight.
+            ExpertConfig(
+                max_tokens=1,
+                rows=16,
+                gate_up=TileShape(cols=64, depth=256, warps=4, stages=4),
+                down=TileShape(cols=64, depth=64, warps=4, stages=10),
+            ),
             ExpertConfig(
                 max_tokens=64,
                 rows=16,

@@ -18,6 +18,7 @@ from dgemma_kernels.ops.configs import dependent_launch
 _MAX_SPLITS = 128
 _FEW_PARTS = 8
 _ROWS = 4  # of one program that adds few parts, one per warp
+_ONE_WARP = 16  # parts, up to which one warp adds 32 columns and exchanges nothing with other warps
 _COMBINE_ELEMENTS = 8192  # float32 values of partial results in the registers of a program that adds many parts
 
 
@@ -154,7 +155,7 @@ def combine_parts(
         )
         return
     splits = triton.next_power_of_2(num_splits)
-    columns = min(head_dim, max(32, _COMBINE_ELEMENTS // splits))
+    columns = min(head_dim, 32 if splits <= _ONE_WARP else max(32, _COMBINE_ELEMENTS // splits))
     _combine_kernel[(num_rows, head_dim // columns)](
         partial,
         log_weight,

@@ -50,7 +50,7 @@ def round_rows(x: Tensor) -> Quantized:
     """
     _require_rows("round_rows", x=x)
     width = x.shape[-1]
-    values, scale = _empty_rows(x, True)
+    values, scale = empty_rows(x, True)
     num_rows = x.numel() // width
     launch = rows_of(num_rows, width)
     _round_rows_kernel[(triton.cdiv(num_rows, launch["ROWS"]),)](x, values, scale, num_rows, **launch)
@@ -112,8 +112,8 @@ def attention_residual(
     vectors = {"post_weight": post_weight, "dense_weight": dense_weight, "expert_weight": expert_weight}
     _require_vectors("attention_residual", width, **vectors, router_scale=router_scale)
     x, router = torch.empty_like(residual), torch.empty_like(residual)
-    dense, dense_scale = _empty_rows(residual, float8_dense)
-    expert, expert_scale = _empty_rows(residual, float8 or ordered)
+    dense, dense_scale = empty_rows(residual, float8_dense)
+    expert, expert_scale = empty_rows(residual, float8 or ordered)
     expert_sums = None
     if ordered:
         if width % 64 or width > 4096:
@@ -146,8 +146,8 @@ def attention_residual(
     if expert_scale is not None and expert_sums is not None:
         rows: Any = OrderedRows(values=expert, scale=expert_scale, sums=expert_sums, dtype=x.dtype)
     else:
-        rows = _as_rows(expert, expert_scale, x)
-    return x, _as_rows(dense, dense_scale, x), rows, router
+        rows = as_rows(expert, expert_scale, x)
+    return x, as_rows(dense, dense_scale, x), rows, router
 
 
 def layer_tail(
@@ -163,6 +163,7 @@ def layer_tail(
     *,
     scales: tuple[Tensor, Tensor] | None = None,
     float8: bool = False,
+    alone: bool = False,
 ) -> tuple[Tensor, Tensor | Quantized]:
     """Return the end of a layer and the first norm of the next, from the dense output and the weighted expert rows.
 
@@ -170,7 +171,8 @@ def layer_tail(
     x = (residual + norm(norm(dense) * dense_weight + norm(moe) * expert_weight) * post_weight) * layer_scalar;
     returns (x, norm(x) * next_weight). residual, dense: (M, D), expert_rows: (M, A, D), layer_scalar: (1,) or (M,),
     the other weights (D,). `scales` (M,) and (D,) multiply the rows and columns of `dense` first. With `float8` the
-    second result is rounded to float8, with one scale per row.
+    second result is rounded to float8, with one scale per row. With `alone`, twice as many threads share a row. This is
+    faster for a single row, and adds in another order.
 
     Example: `x, normed = layer_tail(x, dense, rows, *weights, layer.layer_scalar, next_input_layernorm.weight, 1e-6)`.
     """
@@ -188,7 +190,7 @@ def layer_tail(
             f"{tuple(expert_rows.shape)}."
         )
     x = torch.empty_like(residual)
-    normed, normed_scale = _empty_rows(residual, float8)
+    normed, normed_scale = empty_rows(residual, float8)
     row_scale, col_scale = scales or (None, None)
     num_rows = residual.numel() // width
     _layer_tail_kernel[(num_rows,)](
@@ -209,31 +211,60 @@ def layer_tail(
         SCALAR_PER_ROW=layer_scalar.numel() > 1,
         NUM_ACTIVE=num_active,
         MANY=num_rows >= MANY_ROWS,
-        **blocks_of(width),
+        **blocks_of(width, per_thread=4 if alone else 8),
         **dependent_launch(residual.device),
     )
-    return x, _as_rows(normed, normed_scale, x)
+    return x, as_rows(normed, normed_scale, x)
 
 
-def _empty_rows(like: Tensor, float8: bool) -> tuple[Tensor, Tensor | None]:
-    """Return new rows, and their scales if they are float8."""
+def empty_rows(like: Tensor, float8: bool) -> tuple[Tensor, Tensor | None]:
+    """Return new rows, and their scales if they are float8.
+
+    Example: `values, scale = empty_rows(x, float8=True)`.
+    """
     if not float8:
         return torch.empty_like(like), None
     scale = torch.empty(like.shape[:-1], dtype=torch.float32, device=like.device)
     return torch.empty_like(like, dtype=torch.float8_e4m3fn), scale
 
 
-def _as_rows(rows: Tensor, scale: Tensor | None, like: Tensor) -> Tensor | Quantized:
+def as_rows(rows: Tensor, scale: Tensor | None, like: Tensor) -> Tensor | Quantized:
+    """Return the rows of `empty_rows` as one value.
+
+    Example: `as_rows(*empty_rows(x, True), x).shape == x.shape`.
+    """
     return rows if scale is None else Quantized(values=rows, scale=scale, dtype=like.dtype)
 
 
 @triton.jit
-def _inverse_rms(row: tl.tuple, WIDTH: tl.constexpr, eps: tl.tensor) -> tl.tensor:
+def inverse_rms(row: tl.tuple, WIDTH: tl.constexpr, eps: tl.tensor) -> tl.tensor:
     # Explicit fma: otherwise the compiler chooses which product it fuses, and may choose differently in each variant.
     squares = row[0] * row[0]
     for i in tl.static_range(1, len(row)):
         squares = tl.fma(row[i], row[i], squares)
     return 1.0 / tl.sqrt(tl.sum(squares, 0) / WIDTH + eps)
+
+
+@triton.jit
+def add_attention(
+    update: tl.tuple, scale: tl.tensor, before: tl.tuple, post: tl.tuple, dtype: tl.constexpr
+) -> tl.tuple:
+    """Return the residual stream after attention, rounded to `dtype` and then float32."""
+    after = ()
+    for i in tl.static_range(len(update)):
+        change = (update[i] * scale * post[i]).to(dtype).to(tl.float32)
+        after += ((before[i] + change).to(dtype).to(tl.float32),)  # type: ignore[assignment]
+    return after
+
+
+@triton.jit
+def router_input(normed: tl.tensor, router_scale: tl.tensor, root: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Return a block of the router's input, rounded to `dtype`.
+
+    The published model rounds after the norm, the scale and D**-0.5. One rounding less can swap two experts.
+    """
+    scaled = (normed.to(dtype).to(tl.float32) * router_scale).to(dtype)
+    return (scaled.to(tl.float32) * root).to(dtype)
 
 
 @triton.jit
@@ -259,7 +290,7 @@ def _rms_norm_kernel(
 ) -> None:
     row = tl.program_id(0).to(tl.int64) * WIDTH
     values = load_row(x + row, WIDTH, BLOCK)
-    scale = _inverse_rms(values, WIDTH, eps)
+    scale = inverse_rms(values, WIDTH, eps)
     if weight is not None:
         weights = load_row(weight, WIDTH, BLOCK)
     for i in tl.static_range(len(values)):
@@ -342,17 +373,13 @@ def _attention_residual_kernel(
     update = _load_scaled(attention, row_scale, col_scale, WIDTH, BLOCK)
     before = load_row(residual + row, WIDTH, BLOCK)
 
-    scale = _inverse_rms(update, WIDTH, eps)
+    scale = inverse_rms(update, WIDTH, eps)
     if MANY:
         post = load_row(post_weight, WIDTH, BLOCK)
-    after = ()
-    for i in tl.static_range(len(update)):
-        change = (update[i] * scale * post[i]).to(dtype).to(tl.float32)
-        sums = (before[i] + change).to(dtype)
-        store_block(x + row, sums, i, WIDTH)
-        after += (sums.to(tl.float32),)  # type: ignore[assignment]
-
-    scale = _inverse_rms(after, WIDTH, eps)
+    after = add_attention(update, scale, before, post, dtype)
+    for i in tl.static_range(len(after)):
+        store_block(x + row, after[i], i, WIDTH)
+    scale = inverse_rms(after, WIDTH, eps)
     if MANY:
         dense_w = load_row(dense_weight, WIDTH, BLOCK)
         expert_w = load_row(expert_weight, WIDTH, BLOCK)
@@ -363,9 +390,7 @@ def _attention_residual_kernel(
         normed = after[i] * scale
         dense_in += (normed * dense_w[i],)  # type: ignore[assignment]
         expert_in += (normed * expert_w[i],)  # type: ignore[assignment]
-        # The published model rounds after the norm, the scale and D**-0.5. One rounding less can swap two experts.
-        scaled = (normed.to(dtype).to(tl.float32) * router_w[i]).to(dtype)
-        store_block(router + row, scaled.to(tl.float32) * root, i, WIDTH)
+        store_block(router + row, router_input(normed, router_w[i], root, dtype), i, WIDTH)
     store_rounded(dense, dense_scale, dense_in, WIDTH)
     if expert_sums is None:
         store_rounded(expert, expert_scale, expert_in, WIDTH)
@@ -421,8 +446,8 @@ def _layer_tail_kernel(
     moe = ()
     for i in tl.static_range(len(experts)):
         moe += (experts[i].to(dtype).to(tl.float32),)  # type: ignore[assignment]
-    moe_scale = _inverse_rms(moe, WIDTH, eps)
-    dense_rms = _inverse_rms(dense_out, WIDTH, eps)
+    moe_scale = inverse_rms(moe, WIDTH, eps)
+    dense_rms = inverse_rms(dense_out, WIDTH, eps)
     if MANY:
         expert_w = load_row(expert_weight, WIDTH, BLOCK)
         dense_w = load_row(dense_weight, WIDTH, BLOCK)
@@ -434,7 +459,7 @@ def _layer_tail_kernel(
         normed_dense = (dense_out[i] * dense_rms * dense_w[i]).to(dtype).to(tl.float32)
         both += ((normed_dense + normed_moe).to(dtype).to(tl.float32),)  # type: ignore[assignment]
 
-    scale = _inverse_rms(both, WIDTH, eps)
+    scale = inverse_rms(both, WIDTH, eps)
     after = ()
     for i in tl.static_range(len(both)):
         change = (both[i] * scale * post[i]).to(dtype).to(tl.float32)
@@ -443,7 +468,7 @@ def _layer_tail_kernel(
         store_block(x + row, out, i, WIDTH)
         after += (out.to(tl.float32),)  # type: ignore[assignment]
 
-    scale = _inverse_rms(after, WIDTH, eps)
+    scale = inverse_rms(after, WIDTH, eps)
     result = ()
     for i in tl.static_range(len(after)):
         result += (after[i] * scale * following[i],)  # type: ignore[assignment]

@@ -16,6 +16,7 @@ from dgemma_kernels.ops.blocks import inside, wait_for_launches_before
 from dgemma_kernels.ops.configs import dependent_launch, num_multiprocessors
 
 _DEPTH = 1024  # columns per load
+_MANY = 16_384  # rows of a float8 weight from which programs have two warps, so that a thread loads 16 bytes at once
 _DEEP_ROWS, _DEEP_COLS, _DEEP_DEPTH = 128, 256, 128  # of a tile
 
 
@@ -48,7 +49,7 @@ def multiply_row(x: Tensor | Quantized, weight: Tensor | Quantized, *, early: bo
         COLS=cols,
         DEPTH=_DEPTH,
         EXACT=num_cols % cols == 0,
-        num_warps=4,
+        num_warps=2 if scale is not None and num_cols >= _MANY else 4,
         maxnreg=128,
         **(dependent_launch(row.device) if early else {"DEPENDENT": False}),
     )

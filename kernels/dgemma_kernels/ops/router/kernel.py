@@ -222,6 +222,37 @@ def _partial_scores_kernel(
             tl.store(counts + count, tl.zeros([1024], tl.int32), mask=count < num_counts)
 
 
+@triton.jit
+def choose_experts(
+    scores: tl.tensor, scales: tl.tensor, expert_inside: tl.tensor, NUM_ACTIVE: tl.constexpr, ACTIVE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return weights and numbers of the experts with the largest scores, largest first: (ACTIVE,) each.
+
+    Probabilities are not negative, so their bits as integers have the same order. A warp finds the largest integer in
+    one instruction.
+    """
+    EXPERTS: tl.constexpr = scores.shape[0]
+    TAKEN: tl.constexpr = -(2**31)
+    experts = tl.arange(0, EXPERTS)
+    scores = tl.where(expert_inside, scores, float("-inf"))
+    probabilities = tl.exp(scores - tl.max(scores, 0))
+    probabilities /= tl.sum(probabilities, 0)
+
+    slots = tl.arange(0, ACTIVE)
+    top = tl.zeros([ACTIVE], tl.float32)
+    chosen = tl.zeros([ACTIVE], tl.int32)
+    keys = tl.where(expert_inside, probabilities.to(tl.int32, bitcast=True), TAKEN)
+    for k in tl.static_range(NUM_ACTIVE):
+        largest = tl.max(keys, 0)
+        first = tl.min(tl.where(keys == largest, experts, EXPERTS), 0)
+        top = tl.where(slots == k, largest.to(tl.float32, bitcast=True), top)
+        chosen = tl.where(slots == k, first, chosen)
+        keys = tl.where(experts == first, TAKEN, keys)
+    top /= tl.sum(top, 0)
+    top *= tl.gather(scales, chosen, 0)  # a load here would wait for memory again
+    return top, chosen
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _choose_experts_kernel(
     partial: tl.tensor,
@@ -239,12 +270,7 @@ def _choose_experts_kernel(
     CHUNK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """Choose the experts of one token in one warp, so that reductions over the experts stay in registers.
-
-    Probabilities are not negative, so their bits as integers have the same order. A warp finds the largest integer in
-    one instruction.
-    """
-    TAKEN: tl.constexpr = -(2**31)
+    """Choose the experts of one token in one warp, so that reductions over the experts stay in registers."""
     token = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, EXPERTS)
     expert_inside = inside(experts, NUM_EXPERTS, NUM_EXPERTS == EXPERTS)
@@ -254,22 +280,8 @@ def _choose_experts_kernel(
     for split in tl.static_range(SPLITS):
         scores += tl.load(partial + (split * num_tokens + token) * NUM_EXPERTS + experts, mask=expert_inside, other=0.0)
     scores = scores.to(router_input.dtype.element_ty).to(tl.float32)
-    scores = tl.where(expert_inside, scores, float("-inf"))
-    probabilities = tl.exp(scores - tl.max(scores, 0))
-    probabilities /= tl.sum(probabilities, 0)
-
+    top, chosen = choose_experts(scores, scales, expert_inside, NUM_ACTIVE, ACTIVE)
     slots = tl.arange(0, ACTIVE)
-    top = tl.zeros([ACTIVE], tl.float32)
-    chosen = tl.zeros([ACTIVE], tl.int32)
-    keys = tl.where(expert_inside, probabilities.to(tl.int32, bitcast=True), TAKEN)
-    for k in tl.static_range(NUM_ACTIVE):
-        largest = tl.max(keys, 0)
-        first = tl.min(tl.where(keys == largest, experts, EXPERTS), 0)
-        top = tl.where(slots == k, largest.to(tl.float32, bitcast=True), top)
-        chosen = tl.where(slots == k, first, chosen)
-        keys = tl.where(experts == first, TAKEN, keys)
-    top /= tl.sum(top, 0)
-    top *= tl.gather(scales, chosen, 0)  # a load here would wait for memory again
     pair = token * NUM_ACTIVE + slots
     tl.store(weights + pair, top, mask=slots < NUM_ACTIVE)
     tl.store(index + pair, chosen, mask=slots < NUM_ACTIVE)

@@ -1,0 +1,263 @@
+"""Launches of a single token that replace several of those for many tokens. Reference: `reference.py`.
+
+In a forward of one token nearly every launch waits for the previous one, so fewer launches are faster. Work on one row
+is cheap: every program that scores an expert computes the residual stream and its norm again, instead of waiting for a
+launch that computes them once.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dgemma_kernels.formats.float8 import Quantized
+from dgemma_kernels.ops.blocks import blocks_of, inside, load_row, store_block, store_rounded, wait_for_launches_before
+from dgemma_kernels.ops.configs import dependent_launch
+from dgemma_kernels.ops.norms.kernel import add_attention, as_rows, empty_rows, inverse_rms, router_input
+from dgemma_kernels.ops.router.kernel import ExpertTiles, choose_experts
+
+_ROWS = 128  # of a batch per program of `settle_token`
+
+
+def score_token(
+    attention: Tensor,
+    residual: Tensor,
+    post_weight: Tensor,
+    dense_weight: Tensor,
+    expert_weight: Tensor,
+    router_scale: Tensor,
+    proj: Tensor,
+    eps: float,
+    *,
+    float8: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | Quantized, Tensor]:
+    """Return the residual stream after attention, the inputs of dense MLP and experts, and the experts' scores.
+
+    The results are those of `norms.attention_residual` for one row, with the product of `router.route` instead of the
+    router's input. attention, residual: (1, D), proj: (E, D), the other weights (D,) → (1, D) three times, (E,). With
+    `float8` the experts' input is rounded to float8.
+
+    Example: `x, dense_in, expert_in, scores = score_token(attended, x, *layer.residual_norms, layer.router, 1e-6)`.
+    """
+    num_experts, width = proj.shape
+    for name, row in (("attention", attention), ("residual", residual)):
+        if row.shape != (1, width) or row.dtype != proj.dtype or not row.is_contiguous():
+            raise ValueError(
+                f"score_token.{name} must be contiguous (1, {width}) {proj.dtype}, got {tuple(row.shape)} {row.dtype}."
+            )
+    weights = {"post_weight": post_weight, "dense_weight": dense_weight, "expert_weight": expert_weight}
+    for name, weight in {**weights, "router_scale": router_scale}.items():
+        if weight.shape != (width,) or not weight.is_contiguous():
+            raise ValueError(f"score_token.{name} must be contiguous ({width},), got {tuple(weight.shape)}.")
+    if not proj.is_contiguous():
+        raise ValueError("score_token.proj must be contiguous. Call .contiguous() on it first.")
+    x, dense = torch.empty_like(residual), torch.empty_like(residual)
+    expert, expert_scale = empty_rows(residual, float8)
+    scores = torch.empty(num_experts, dtype=proj.dtype, device=proj.device)
+    _score_token_kernel[(1 + num_experts,)](
+        attention,
+        residual,
+        post_weight,
+        dense_weight,
+        expert_weight,
+        router_scale,
+        proj,
+        x,
+        dense,
+        expert,
+        expert_scale,
+        scores,
+        eps,
+        width**-0.5,
+        **blocks_of(width, per_thread=4),
+        **dependent_launch(proj.device),
+    )
+    return x, dense, as_rows(expert, expert_scale, x), scores
+
+
+def choose_token(
+    scores: Tensor, per_expert_scale: Tensor, num_active: int, rows_per_tile: int
+) -> tuple[Tensor, ExpertTiles]:
+    """Choose a token's experts as `router.route` does, in tiles of one row: weights (1, A) float32, and the tiles.
+
+    scores, per_expert_scale: (E,). Unlike those of `router.sort_by_expert`, the tiles are in the order of the choice,
+    largest score first.
+
+    Example: `weights, tiles = choose_token(scores, layer.per_expert_scale, 8, expert_config(1, device).rows)`.
+    """
+    num_experts, device = scores.shape[0], scores.device
+    if scores.shape != per_expert_scale.shape or not 1 <= num_active <= num_experts <= 256:
+        raise ValueError(
+            f"choose_token must get scores and scales (E,) with A <= E <= 256, got {tuple(scores.shape)}, "
+            f"{tuple(per_expert_scale.shape)} and A = {num_active}."
+        )
+    weights = torch.empty(1, num_active, dtype=torch.float32, device=device)
+    pairs, finished = (torch.empty(num_active, dtype=torch.int32, device=device) for _ in range(2))
+    tiles = torch.empty(num_active, 3, dtype=torch.int32, device=device)
+    queue = torch.empty(2, dtype=torch.int32, device=device)
+    _choose_token_kernel[(1,)](
+        scores,
+        per_expert_scale,
+        weights,
+        pairs,
+        tiles,
+        finished,
+        queue,
+        NUM_EXPERTS=num_experts,
+        NUM_ACTIVE=num_active,
+        EXPERTS=max(triton.next_power_of_2(num_experts), 16),
+        ACTIVE=triton.next_power_of_2(num_active),
+        num_warps=1,
+        **dependent_launch(device),
+    )
+    return weights, ExpertTiles(pairs, tiles, finished, queue, num_experts, num_active, rows_per_tile)
+
+
+def settle_token(drawn: Tensor, entropy: Tensor, state: Tensor, stops: Tensor, pad_token_id: int) -> Tensor:
+    """Return the state after a token: padding and stop test as in `dgemma.tasks.autoregressive.CausalRule.choose`.
+
+    drawn: (B, 1) int64, entropy: (B,). state: (5, B) int64, the rows token, number, done, broken and seed. stops: (n,)
+    int64.
+
+    Example: `settle_token(drawn, entropy, state, torch.tensor([1, 106], device="cuda"), 0)`.
+    """
+    batch = state.shape[1]
+    if state.shape[0] != 5 or drawn.shape != (batch, 1) or entropy.shape != (batch,) or not state.is_contiguous():
+        raise ValueError(
+            f"settle_token must get (B, 1), (B,) and contiguous (5, B), got {tuple(drawn.shape)}, "
+            f"{tuple(entropy.shape)} and {tuple(state.shape)}."
+        )
+    out = torch.empty_like(state)
+    _settle_token_kernel[(triton.cdiv(batch, _ROWS),)](
+        drawn,
+        entropy,
+        state,
+        stops,
+        out,
+        batch,
+        pad_token_id,
+        stops.numel(),
+        drawn.stride(0),
+        entropy.stride(0),
+        ROWS=_ROWS,
+        num_warps=1,
+    )
+    return out
+
+
+@triton.jit
+def _score_token_kernel(
+    attention: tl.tensor,
+    residual: tl.tensor,
+    post_weight: tl.tensor,
+    dense_weight: tl.tensor,
+    expert_weight: tl.tensor,
+    router_scale: tl.tensor,
+    proj: tl.tensor,
+    x: tl.tensor,
+    dense: tl.tensor,
+    expert: tl.tensor,
+    expert_scale: tl.tensor,
+    scores: tl.tensor,
+    eps: tl.tensor,
+    root: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> None:
+    """Compute residual stream and inputs in program 0, and the score of one expert in every other program."""
+    dtype = x.dtype.element_ty
+    post = load_row(post_weight, WIDTH, BLOCK)
+    if tl.program_id(0) == 0:
+        dense_w = load_row(dense_weight, WIDTH, BLOCK)
+        expert_w = load_row(expert_weight, WIDTH, BLOCK)
+        wait_for_launches_before(DEPENDENT)
+        update = load_row(attention, WIDTH, BLOCK)
+        before = load_row(residual, WIDTH, BLOCK)
+        after = add_attention(update, inverse_rms(update, WIDTH, eps), before, post, dtype)
+        scale = inverse_rms(after, WIDTH, eps)
+        expert_in = ()
+        for i in tl.static_range(len(after)):
+            store_block(x, after[i], i, WIDTH)
+            store_block(dense, after[i] * scale * dense_w[i], i, WIDTH)
+            expert_in += (after[i] * scale * expert_w[i],)  # type: ignore[assignment]
+        store_rounded(expert, expert_scale, expert_in, WIDTH)
+    else:
+        number = tl.program_id(0) - 1
+        router_w = load_row(router_scale, WIDTH, BLOCK)
+        row = load_row(proj + number * WIDTH, WIDTH, BLOCK)
+        wait_for_launches_before(DEPENDENT)
+        update = load_row(attention, WIDTH, BLOCK)
+        before = load_row(residual, WIDTH, BLOCK)
+        after = add_attention(update, inverse_rms(update, WIDTH, eps), before, post, dtype)
+        scale = inverse_rms(after, WIDTH, eps)
+        sums = tl.zeros([BLOCK], tl.float32)
+        for i in tl.static_range(len(after)):
+            sums += router_input(after[i] * scale, router_w[i], root, dtype).to(tl.float32) * row[i]
+        tl.store(scores + number, tl.sum(sums, 0).to(scores.dtype.element_ty))
+
+
+@triton.jit
+def _choose_token_kernel(
+    scores: tl.tensor,
+    per_expert_scale: tl.tensor,
+    weights: tl.tensor,
+    pairs: tl.tensor,
+    tiles: tl.tensor,
+    finished: tl.tensor,
+    queue: tl.tensor,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_ACTIVE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ACTIVE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+) -> None:
+    experts = tl.arange(0, EXPERTS)
+    expert_inside = inside(experts, NUM_EXPERTS, NUM_EXPERTS == EXPERTS)
+    scales = tl.load(per_expert_scale + experts, mask=expert_inside, other=0.0).to(tl.float32)
+    slots = tl.arange(0, ACTIVE)
+    active = slots < NUM_ACTIVE
+    wait_for_launches_before(DEPENDENT)
+    score = tl.load(scores + experts, mask=expert_inside, other=0.0).to(tl.float32)
+    top, chosen = choose_experts(score, scales, expert_inside, NUM_ACTIVE, ACTIVE)
+    tl.store(weights + slots, top, mask=active)
+    tl.store(pairs + slots, slots, mask=active)
+    tl.store(finished + slots, 0, mask=active)
+    tl.store(tiles + slots * 3, chosen, mask=active)
+    tl.store(tiles + slots * 3 + 1, slots, mask=active)
+    tl.store(tiles + slots * 3 + 2, 1, mask=active)
+    tl.store(queue, 0)
+    tl.store(queue + 1, NUM_ACTIVE)
+
+
+@triton.jit(do_not_specialize=["batch", "pad_token", "num_stops", "drawn_stride", "entropy_stride"])
+def _settle_token_kernel(
+    drawn: tl.tensor,
+    entropy: tl.tensor,
+    state: tl.tensor,
+    stops: tl.tensor,
+    out: tl.tensor,
+    batch: tl.tensor,
+    pad_token: tl.tensor,
+    num_stops: tl.tensor,
+    drawn_stride: tl.tensor,
+    entropy_stride: tl.tensor,
+    ROWS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = row < batch
+    was_done = tl.load(state + 2 * batch + row, mask=there, other=0)
+    token = tl.load(drawn + row * drawn_stride, mask=there, other=0)
+    value = tl.load(entropy + row * entropy_stride, mask=there, other=0.0)
+    number = tl.load(state + batch + row, mask=there, other=0)
+    seed = tl.load(state + 4 * batch + row, mask=there, other=0)
+    token = tl.where(was_done != 0, pad_token, token)
+    done = was_done
+    for at in range(num_stops):
+        done = done | (token == tl.load(stops + at)).to(tl.int64)
+    broken = (value != value).to(tl.int64) & (1 - was_done)
+    tl.store(out + row, token, mask=there)
+    tl.store(out + batch + row, number + 1, mask=there)
+    tl.store(out + 2 * batch + row, done, mask=there)
+    tl.store(out + 3 * batch + row, broken, mask=there)
+    tl.store(out + 4 * batch + row, seed, mask=there)

@@ -1,0 +1,50 @@
+"""The launches of a single token in plain PyTorch, the reference for `kernel`."""
+
+import torch
+from torch import Tensor
+
+from dgemma_kernels.formats.float8 import Quantized, quantize
+from dgemma_kernels.ops.norms.reference import attention_residual
+from dgemma_kernels.ops.router.kernel import ExpertTiles
+from dgemma_kernels.ops.router.reference import route
+
+
+def score_token(
+    attention: Tensor,
+    residual: Tensor,
+    post_weight: Tensor,
+    dense_weight: Tensor,
+    expert_weight: Tensor,
+    router_scale: Tensor,
+    proj: Tensor,
+    eps: float,
+    *,
+    float8: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | Quantized, Tensor]:
+    """Return (x, dense input, expert input), (1, D) each, and the scores (E,)."""
+    norms = (post_weight, dense_weight, expert_weight, router_scale)
+    x, dense, expert, router = attention_residual(attention, residual, *norms, eps)
+    assert isinstance(dense, Tensor)
+    assert isinstance(expert, Tensor)
+    return x, dense, quantize(expert) if float8 else expert, (router @ proj.T)[0]
+
+
+def choose_token(
+    scores: Tensor, per_expert_scale: Tensor, num_active: int, rows_per_tile: int
+) -> tuple[Tensor, ExpertTiles]:
+    """Return the weights (1, A), and a tile of one row for each chosen expert, largest score first."""
+    num_experts = len(scores)
+    weights, index, _ = route(scores[None], torch.eye(num_experts).to(scores), per_expert_scale, num_active)
+    slots = torch.arange(num_active, dtype=torch.int32, device=scores.device)
+    tiles = torch.stack([index[0], slots, torch.ones_like(slots)], dim=1)
+    queue = torch.tensor([0, num_active], dtype=torch.int32, device=scores.device)
+    return weights, ExpertTiles(slots, tiles, torch.zeros_like(slots), queue, num_experts, num_active, rows_per_tile)
+
+
+def settle_token(drawn: Tensor, entropy: Tensor, state: Tensor, stops: Tensor, pad_token_id: int) -> Tensor:
+    """Return the state after a token. (B, 1), (B,), (5, B), (n,) → (5, B)."""
+    _, number, done, _, seed = state
+    token = torch.where(done.bool(), pad_token_id, drawn[:, 0])
+    stopped = (token[:, None] == stops).any(dim=1)
+    broken = entropy.isnan() & ~done.bool()
+    return torch.stack([token, number + 1, done | stopped.long(), broken.long(), seed])

@@ -1,0 +1,95 @@
+"""Launches of a single token against float64."""
+
+import pytest
+import torch
+
+from dgemma_kernels.formats.float8 import Quantized
+from dgemma_kernels.ops.experts import expert_down, expert_gate_up
+from dgemma_kernels.ops.token import kernel, reference
+
+DTYPES = [(torch.float32, 1e-5), (torch.float16, 4e-3)]  # float16 has 11 bits, and a norm follows a norm
+
+
+def error(got, want):
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+def draw_inputs(device, dtype, width, num_experts):
+    """Return attention, residual, four norms, the router's weight, and the experts' scales."""
+    generator = torch.Generator().manual_seed(width)
+    rows = [torch.randn(1, width, generator=generator) for _ in range(2)]
+    norms = [1 + 0.1 * torch.randn(width, generator=generator) for _ in range(4)]
+    router = torch.randn(num_experts, width, generator=generator)
+    scales = 1 + 0.1 * torch.randn(num_experts, generator=generator)
+    return [tensor.to(device, dtype) for tensor in (*rows, *norms, router, scales)]
+
+
+@pytest.mark.parametrize(("width", "num_experts"), [(300, 16), (1100, 10), (64, 128)])
+@pytest.mark.parametrize(("dtype", "limit"), DTYPES)
+def test_inputs_and_scores_of_a_token_match_float64(device, width, num_experts, dtype, limit):
+    *given, _ = draw_inputs(device, dtype, width, num_experts)
+    got = kernel.score_token(*given, 1e-6)
+    want = reference.score_token(*(tensor.double() for tensor in given), 1e-6)
+    for result, expected in zip(got, want, strict=True):
+        assert error(result, expected) < limit
+
+
+def test_the_experts_input_of_a_token_may_be_float8(device):
+    *given, _ = draw_inputs(device, torch.float32, 300, 16)
+    rounded, plain = (kernel.score_token(*given, 1e-6, float8=float8)[2] for float8 in (True, False))
+    assert isinstance(rounded, Quantized)
+    assert error(rounded.decode(), plain.double()) < 0.04  # three bits after the leading one
+
+
+@pytest.mark.parametrize(("num_experts", "num_active"), [(16, 4), (10, 3), (128, 8)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_experts_of_a_token_match_float64(device, num_experts, num_active, dtype):
+    generator = torch.Generator().manual_seed(num_experts)
+    scores, scales = (torch.randn(num_experts, generator=generator).to(device, dtype) for _ in range(2))
+    weights, tiles = kernel.choose_token(scores, scales, num_active, 16)
+    wanted, order = reference.choose_token(scores.double(), scales.double(), num_active, 16)
+    assert error(weights, wanted) < 1e-6
+    for got, want in zip(tiles, order, strict=True):
+        assert got.tolist() == want.tolist() if isinstance(want, torch.Tensor) else got == want
+
+
+def test_equal_scores_choose_the_lower_experts(device):
+    weights, tiles = kernel.choose_token(torch.zeros(12, device=device), torch.ones(12, device=device), 4, 16)
+    assert tiles.tiles[:, 0].tolist() == [0, 1, 2, 3]
+    assert weights.tolist() == [[0.25] * 4]
+
+
+def test_the_experts_multiply_the_tiles_of_a_token(device):
+    """The tiles of a single token are in the order of the choice, not of the experts."""
+    generator = torch.Generator().manual_seed(5)
+    scores, x = torch.randn(10, generator=generator).to(device), torch.randn(1, 96, generator=generator).to(device)
+    gate_up, down = (torch.randn(10, *shape, generator=generator).to(device) / 8 for shape in ((96, 96), (96, 48)))
+    weights, tiles = kernel.choose_token(scores, torch.ones_like(scores), 3, 16)
+    out = expert_down(expert_gate_up(x, gate_up, tiles), down, weights, tiles, overlap=True)
+    top = scores.double().softmax(0).topk(3)
+    for at, expert in enumerate(top.indices.tolist()):
+        gate, up = (x.double() @ gate_up[expert].double().T).chunk(2, -1)
+        row = torch.nn.functional.gelu(gate, approximate="tanh") * up @ down[expert].double().T
+        assert error(out[:, at], row * top.values[at] / top.values.sum()) < 1e-5
+
+
+def test_a_settled_token_pads_done_rows_stops_and_reports_nan(device):
+    nan = float("nan")
+    drawn = torch.tensor([[7], [9], [5], [5], [9]], device=device)
+    entropy = torch.tensor([[1.0], [0.0], [nan], [nan], [1.0]], device=device)[:, 0]
+    done = [0, 0, 0, 1, 1]
+    state = torch.tensor([[1] * 5, [4] * 5, done, [0] * 5, [11, 12, 13, 14, 15]], device=device)
+    for settle in (kernel.settle_token, reference.settle_token):
+        after = settle(drawn, entropy, state, torch.tensor([9, 3], device=device), 2)
+        assert after.tolist() == [[7, 9, 5, 2, 2], [5] * 5, [0, 1, 0, 1, 1], [0, 0, 1, 0, 0], [11, 12, 13, 14, 15]]
+        assert settle(drawn, entropy, state, state.new_empty(0), 2)[2].tolist() == done
+
+
+def test_other_shapes_are_refused(device):
+    one, row = torch.zeros(1, 1, dtype=torch.int64, device=device), torch.zeros(2, 8, device=device)
+    with pytest.raises(ValueError, match=r"contiguous \(5, B\)"):
+        kernel.settle_token(one, one[0].float(), one, one[0], 0)
+    with pytest.raises(ValueError, match=r"attention must be contiguous \(1, 8\)"):
+        kernel.score_token(row, row, *[row[0]] * 4, row, 1e-6)
+    with pytest.raises(ValueError, match="A <= E <= 256"):
+        kernel.choose_token(row[0], row[0], 9, 16)
