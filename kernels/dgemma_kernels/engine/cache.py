@@ -50,8 +50,8 @@ class CacheBuffers:
                 self.keys[layer], self.values[layer] = both[:, at, ..., :slots, :]
             if shape.window is not None:
                 self.sliding = both
-        self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=where["device"])  # tokens of each row
-        self.held = torch.zeros_like(self.lengths)  # tokens of each row that a sliding layer still has
+        self.counters = torch.zeros(2, batch_size, dtype=torch.int64, device=where["device"])
+        self.lengths, self.held = self.counters  # tokens of each row; those that a sliding layer still has
         self.graphs: OrderedDict[Any, Any] = OrderedDict()
         self._last_read: Any = None
         self._times_read = 0
@@ -108,7 +108,7 @@ class BufferPool:
             for at in reversed(range(len(self._free))):
                 if self._free[at].size == size:
                     buffers = self._free.pop(at)
-                    use_here(*buffers.keys, *buffers.values, buffers.lengths, buffers.held)
+                    use_here(*buffers.keys, *buffers.values, buffers.counters)
                     return buffers
         return CacheBuffers(self.config, *size, self.keep, self._where)
 
@@ -142,7 +142,8 @@ class FusedCache:
     def __init__(self, pool: BufferPool, batch_size: int) -> None:
         self._pool = pool
         self._buffers: CacheBuffers | None = None
-        self._lengths = torch.zeros(batch_size, dtype=torch.int64, device=pool.device)
+        self._known_lengths = torch.zeros(batch_size, dtype=torch.int64, device=pool.device)
+        self._num_since = 0  # tokens of every row since `_known_lengths`
         self._num_slots = 0
         self._num_seen = 0
         self.postponed: Tensor | None = None  # (B, C) tokens
@@ -183,12 +184,23 @@ class FusedCache:
         return self._lengths if self.postponed is None else self._lengths + self._num_postponed
 
     @property
+    def _lengths(self) -> Tensor:
+        """Tokens of each row without postponed ones. Added up only when read, to save a launch per token."""
+        if self._num_since:
+            self._known_lengths, self._num_since = self._known_lengths + self._num_since, 0
+        return self._known_lengths
+
+    @_lengths.setter
+    def _lengths(self, lengths: Tensor) -> None:
+        self._known_lengths, self._num_since = lengths, 0
+
+    @property
     def turn(self) -> Turn:
         return self._pool.turn
 
     @property
     def batch_size(self) -> int:
-        return self._lengths.shape[0]
+        return self._known_lengths.shape[0]
 
     @property
     def num_bytes(self) -> int:
@@ -260,13 +272,18 @@ class FusedCache:
     @in_turn
     def extend(self, num_new: int, counts: Tensor | None) -> None:
         """Commit tokens that a forward wrote to the tail: all `num_new`, or the first counts (B,) of each row."""
-        grown = self._lengths + (num_new if counts is None else counts)
-        self.buffers.held.add_(num_new if counts is None else counts)
-        self._num_slots = self._num_slots + num_new if counts is None else int(grown.max())
+        if counts is None:
+            self.buffers.counters.add_(num_new)
+            self._num_since += num_new
+            self._num_slots += num_new
+        else:
+            grown = self._lengths + counts
+            self.buffers.held.add_(counts)
+            self._set_lengths(grown)
+            self._num_slots = int(grown.max())
         self.num_held += num_new
         self._num_seen += num_new
         self.ragged = self.ragged or counts is not None
-        self._set_lengths(grown)
 
     @in_turn
     def settle(self) -> None:

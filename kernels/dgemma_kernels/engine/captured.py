@@ -4,7 +4,7 @@ A captured step runs the library's own `predict`, `decide` and `settle` once ove
 sampler one launch (`published.py`) replaces the last two. Each draw is one launch.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from dgemma_kernels.engine.graphs import CaptureError, Replay, as_bytes, beside,
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits
 from dgemma_kernels.engine.workspace import Workspace, fill
 from dgemma_kernels.ops.draws import kernel as draws
+from dgemma_kernels.ops.token import settle_token
 
 _NO_CACHE: Any = None  # a static denoiser reads its buffers
 
@@ -61,31 +62,54 @@ class CapturedRead:
         return self._replay.result.clone()
 
 
+@dataclass(frozen=True, kw_only=True)
+class _PackedState(CausalState):
+    """A state whose tensors are views of one, so that one launch copies them."""
+
+    packed: Tensor  # (5, B) int64: token, number, done, broken, seeds
+
+
+def _unpack(packed: Tensor) -> _PackedState:
+    token, number, _, _, seeds = packed
+    done, broken = packed[2:4].view(torch.bool)[:, ::8]  # the first byte of each number
+    return _PackedState(token=token[:, None], number=number, done=done, broken=broken, seeds=seeds, packed=packed)
+
+
+def _pack(state: CausalState) -> Tensor:
+    if isinstance(state, _PackedState):
+        return state.packed
+    columns = (state.token[:, 0], state.number, state.done, state.broken, state.seeds)
+    return torch.stack([column.long() for column in columns])
+
+
 class CapturedCausalStep:
     """One autoregressive token over static tensors: forward, head, draw and stop test."""
 
     def __init__(self, workspace: Workspace, state: CausalState, rule: CausalRule, buffers: CacheBuffers) -> None:
-        self._inputs = {name: getattr(state, name).clone() for name in ("token", "number", "done", "broken", "seeds")}
-        static, forward = CausalState(**self._inputs), workspace.forward
+        self._packed = _pack(state).clone()
+        static, forward = _unpack(self._packed), workspace.forward
+        no_block = torch.zeros_like(static.seeds)
+        stops = torch.tensor(rule.eos_token_ids, dtype=torch.int64, device=no_block.device)
 
         def predict() -> FusedPrediction:
             logits = forward.head(forward.read(static.token, buffers, last=True))
             return FusedPrediction(Logits(logits.unflatten(0, static.token.shape)), (workspace.softcap,))
 
-        def run() -> dict[str, Tensor]:
-            uniform = draws.uniform(static.seeds, torch.zeros_like(static.seeds), static.number, 1, "token")
-            after = rule.choose(predict(), static, uniform)
-            return {name: getattr(after, name) for name in ("token", "number", "done", "broken")}
+        def run() -> Tensor:
+            with beside(no_block.device) as join:
+                uniform = draws.uniform(static.seeds, no_block, static.number, 1, "token")
+            prediction = predict()
+            join()
+            drawn, entropy = rule.draw(prediction, uniform)
+            return settle_token(drawn, entropy, self._packed, stops, rule.pad_token_id)
 
         launches = run if rule.top_k in (None, 1) and rule.top_p is None else predict  # as in `CapturedStep`
         self._replay = Replay(run, workspace.device, workspace.graph_memory, launches)
 
     def __call__(self, state: CausalState) -> CausalState:
-        copy_all(list(self._inputs.values()), [getattr(state, name) for name in self._inputs])
+        self._packed.copy_(_pack(state))
         self._replay.replay()
-        fresh = {name: torch.empty_like(value) for name, value in self._replay.result.items()}
-        copy_all(list(fresh.values()), list(self._replay.result.values()))
-        return replace(state, **fresh)
+        return _unpack(self._replay.result.clone())
 
 
 class CapturedDenoise:

@@ -115,16 +115,19 @@ class CausalRule:
     eos_token_ids: tuple[int, ...]
     pad_token_id: int
 
-    def choose(self, prediction: Prediction, state: "CausalState", uniform: Tensor) -> "CausalState":
-        """Draw the next token from a prediction of one position, by uniforms (B, 1). Nothing waits for the device."""
+    def draw(self, prediction: Prediction, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw the next token (B, 1) of each row by uniforms (B, 1). Also return the entropies (B,)."""
         if self.top_k == 1:
             shaped = prediction.shaped(temperature=self.temperature)
-            drawn = shaped.argmax  # the same without a sort of the vocabulary
-        else:
-            shaped = prediction.shaped(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
-            drawn = shaped.sample(uniform)
+            return shaped.argmax, shaped.entropy[:, 0]  # the same without a sort of the vocabulary
+        shaped = prediction.shaped(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+        return shaped.sample(uniform), shaped.entropy[:, 0]
+
+    def choose(self, prediction: Prediction, state: "CausalState", uniform: Tensor) -> "CausalState":
+        """Draw the next token from a prediction of one position, by uniforms (B, 1). Nothing waits for the device."""
+        drawn, entropy = self.draw(prediction, uniform)
         token = torch.where(state.done[:, None], self.pad_token_id, drawn)
-        broken, done = shaped.entropy[:, 0].isnan() & ~state.done, state.done
+        broken, done = entropy.isnan() & ~state.done, state.done
         for stop in self.eos_token_ids:
             done = done | (token[:, 0] == stop)
         return replace(state, token=token, number=state.number + 1, done=done, broken=broken)
