@@ -190,6 +190,7 @@ class SharedTile:
     layout: NVMMASharedLayout
     shape = property(lambda self: list(self.data.shape))
     dtype = property(lambda self: self.data.dtype)
+    chunks = property(lambda self: [self.chunk])
 
     def reshape(self, shape: tuple[int, ...]) -> "SharedTile":
         return SharedTile(self.chunk, self.data.view(shape), replace(self.layout, rank=len(shape)))
@@ -215,6 +216,21 @@ class SharedTile:
         self.chunk.fenced = False
         block.current.unfenced.append(self.chunk)
         self.data.copy_(value.data)
+
+
+@dataclass
+class JoinedTile:
+    """A view of the columns of several tiles, one after the other."""
+
+    tiles: list[SharedTile]
+    layout: NVMMASharedLayout
+    data = property(lambda self: torch.cat([tile.data for tile in self.tiles], dim=-1))
+    chunks = property(lambda self: [tile.chunk for tile in self.tiles])
+
+    def store(self, value: Value) -> None:
+        widths = [tile.shape[-1] for tile in self.tiles]
+        for tile, columns in zip(self.tiles, value.data.split(widths, dim=-1), strict=True):
+            tile.store(Value(columns, value.layout))
 
 
 @dataclass(eq=False)
@@ -277,7 +293,7 @@ class Allocation:
         block.shared_bytes += torch.Size(shape).numel() * dtype.itemsize
         if block.shared_bytes > SHARED_BYTES:
             raise Hazard(f"allocates {block.shared_bytes} bytes of shared memory, but a block has {SHARED_BYTES}")
-        self.dtype, self.shape = dtype, shape
+        self.dtype, self.shape, self.layout = dtype, shape, layout
         self.parts: list[Any]
         if isinstance(layout, NVMMASharedLayout | SwizzledSharedLayout):
             empty = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
@@ -287,13 +303,30 @@ class Allocation:
             self.parts = [Barrier(f"barrier {i} of {shape[0]}") for i in range(shape[0])]
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> "Allocation":
-        """Return the same memory by rows."""
-        rows = Allocation.__new__(Allocation)
-        rows.dtype, rows.shape = dtype, shape
-        rows.parts = [
-            SharedTile(part.chunk, row, layout) for part in self.parts for row in part.data.view(-1, shape[1])
+        """Return the same memory by rows, or with other numbers of columns per part.
+
+        The copy engine's layout stores a tile in blocks of 128 bytes of columns. So parts are split, and joined, along
+        their columns.
+        """
+        view = Allocation.__new__(Allocation)
+        view.dtype, view.shape, view.layout = dtype, shape, layout
+        if layout.rank == 1:
+            view.parts = [
+                SharedTile(part.chunk, row, layout) for part in self.parts for row in part.data.view(-1, shape[1])
+            ]
+            return view
+        _, rows, width = shape
+        tiles = [
+            SharedTile(part.chunk, columns, layout)
+            for part in self.parts
+            for columns in part.data.view(rows, -1).view(dtype).split(width, dim=-1)
         ]
-        return rows
+        joined = width // tiles[0].shape[-1]
+        groups = [tiles[i : i + joined] for i in range(0, len(tiles), joined)]
+        view.parts = tiles if joined == 1 else [JoinedTile(group, layout) for group in groups]
+        if len(view.parts) != shape[0]:
+            raise ValueError(f"shared memory of {self.shape} {self.dtype} does not have {shape} {dtype}")
+        return view
 
     def index(self, i: Any) -> Any:
         if not 0 <= number(i) < len(self.parts):
@@ -387,7 +420,7 @@ class Product:
     """acc + a·b in flight: it reads its operands and has a value only after a wait."""
 
     a: Value | SharedTile
-    b: SharedTile
+    b: SharedTile | JoinedTile
     acc: "Value | Product"
     use_acc: bool
     result: Value | None = None
@@ -396,7 +429,7 @@ class Product:
         raise Hazard("uses the result of a product that it has not waited for")
 
     def shared(self) -> list[Chunk]:
-        return [x.chunk for x in (self.a, self.b) if isinstance(x, SharedTile)]
+        return [chunk for x in (self.a, self.b) if not isinstance(x, Value) for chunk in x.chunks]
 
     def finish(self) -> None:
         acc = self.acc.result if isinstance(self.acc, Product) else self.acc
@@ -407,7 +440,7 @@ class Product:
 
 
 def warpgroup_mma(
-    a: Value | SharedTile, b: SharedTile, acc: Value | Product, *, use_acc: bool = True, is_async: bool
+    a: Value | SharedTile, b: SharedTile | JoinedTile, acc: Value | Product, *, use_acc: bool = True, is_async: bool
 ) -> Product:
     sums = acc
     while isinstance(sums, Product):

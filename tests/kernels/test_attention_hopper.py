@@ -12,49 +12,22 @@ import torch
 import triton
 from torch import Tensor
 
-from dgemma_kernels.ops.attention import AttentionTile, attention, choose_kernel, reference
+from attention_cases import (
+    FULL,
+    HANGS,
+    LIMITS,
+    SLIDING,
+    TAKEN,
+    UNSEEN,
+    draw,
+    error,
+    exact,
+    native,
+    pretend_hopper,
+)
+from dgemma_kernels.ops.attention import AttentionTile, attention, choose_kernel
 from dgemma_kernels.ops.attention import kernel as module
 from gluon_interpreter import Hazard, load
-
-HEADS = 16
-SLIDING, FULL = (8, 256), (2, 512)  # key heads, head_dim
-# Limits of the relative error's norm. Softmax weights, parts and the output are rounded, each by at most 2**-8 in
-# bfloat16 and 2**-11 in float16. The norm of one rounding error is 0.42 of that. Three independent errors give 0.74 of
-# it: 2.9e-3 and 3.6e-4. We measured 2.8e-3 for bfloat16 in parts.
-LIMITS = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
-
-
-def draw(
-    lengths: list[int],
-    num_tokens: int,
-    layer: tuple[int, int],
-    *,
-    heads: int = HEADS,
-    dtype: torch.dtype = torch.bfloat16,
-    device: torch.device | str = "cuda",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Draw queries, keys, values and lengths; keys and values are part of larger buffers; free slots are NaN."""
-    generator = torch.Generator(device).manual_seed(sum(lengths) + num_tokens)
-    (kv_heads, head_dim), batch = layer, len(lengths)
-    capacity = max(lengths) + num_tokens + 7
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device)
-
-    queries = (normal(batch, num_tokens, heads, head_dim) / head_dim**0.5).to(dtype)
-    keys, values = (normal(batch + 1, kv_heads, capacity + 9, head_dim).to(dtype)[1:, :, :capacity] for _ in range(2))
-    for row, length in enumerate(lengths):
-        for cache in (keys, values):
-            cache[row, :, length + num_tokens :] = torch.nan
-    return queries, keys, values, torch.tensor(lengths, device=device)
-
-
-def exact(queries: Tensor, keys: Tensor, values: Tensor, length: Tensor, **mode: int | bool) -> Tensor:
-    return reference.attention(queries.double(), keys.double(), values.double(), length, **mode)
-
-
-def error(got: Tensor, want: Tensor) -> float:
-    return ((got.double() - want).norm() / want.norm()).item()
 
 
 @pytest.fixture
@@ -73,11 +46,6 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     monkeypatch.setattr(module, "_hopper", lambda: Substitute)
     pretend_hopper(monkeypatch)
     return calls
-
-
-def pretend_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_is_hopper", lambda device: True)
-    monkeypatch.setattr(module, "_HOPPER_RAN_WITH", (triton.__version__,))
 
 
 @pytest.mark.parametrize(
@@ -275,8 +243,6 @@ def test_bits_do_not_depend_on_the_order_of_copies_and_warps(head_dim):
 
 
 # A passage of the kernel, its replacement, and the error that this must raise, or None if the result must be wrong.
-UNSEEN, TAKEN = "reads shared memory without having waited", "overwrites shared memory"
-HANGS = r"deadlock: .* waits for barrier \d of \d, which is in phase \d"
 MISTAKES = {
     "values-not-awaited": ("        mbarrier.wait(v_full.index(at + 1), phase)\n", "", UNSEEN),
     "keys-awaited-in-one-phase": ("k_full.index(at), j // BUFFERS & 1", "k_full.index(at), 0", f"{TAKEN}|{HANGS}"),
@@ -292,6 +258,7 @@ MISTAKES = {
     "layouts-mixed": ("gl.convert_layout(decay, SUM_ROW)", "decay", "must have one layout"),
     "token-too-many": ("mask=token < num_tokens", "mask=token <= num_tokens", "reaches elements"),
     "values-not-cleaned": ("if begin + num_tiles * _KEYS > end:", "if num_tiles < 0:", None),
+    "tile-not-masked": ("if at < clear_begin or at + _KEYS > clear_end:", "if at < clear_begin:", None),
     "values-of-another-tile": ("value_slot + i * _KEYS", "value_slot + j * _KEYS", None),
 }  # fmt: skip
 
@@ -309,8 +276,6 @@ def test_every_mistake_in_the_kernel_is_detected_in_every_order(old, new, found)
             assert not error(got, exact(*case)) < 10 * LIMITS[torch.float16]
 
 
-is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-native = pytest.mark.skipif(not is_hopper, reason="compiled Gluon needs a Hopper GPU")
 LAYERS = pytest.mark.parametrize("layer", [SLIDING, FULL], ids=["sliding", "full"])
 
 

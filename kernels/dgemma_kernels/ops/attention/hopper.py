@@ -93,18 +93,18 @@ def attend(
     )
 
 
-def _slots(cache: Tensor) -> TensorDescriptor:
+def _slots(cache: Tensor, columns: int = _CHUNK.value) -> TensorDescriptor:
     """Describe keys or values (B, K, capacity, H) as slots of H: one index selects batch row, head and slot."""
     batch, heads, capacity, head_dim = cache.shape
     num_slots = ((batch - 1) * cache.stride(0) + (heads - 1) * cache.stride(1)) // head_dim + capacity
-    return _descriptor(cache.as_strided((num_slots, head_dim), (head_dim, 1)), _KEYS.value)
+    return _descriptor(cache.as_strided((num_slots, head_dim), (head_dim, 1)), _KEYS.value, columns=columns)
 
 
-def _descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
-    """Describe blocks of these sizes along each dimension but the last, where a block is one chunk."""
+def _descriptor(tensor: Tensor, *block: int, columns: int = _CHUNK.value) -> TensorDescriptor:
+    """Describe blocks of these sizes along each dimension but the last, where a block has `columns`."""
     bits = 8 * tensor.element_size()
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=tensor.dim())
-    return TensorDescriptor.from_tensor(tensor, [*block, _CHUNK.value], layout)
+    return TensorDescriptor.from_tensor(tensor, [*block, columns], layout)
 
 
 # Not specialised: Triton would compile another variant for multiples of 16, which takes seconds.
@@ -171,7 +171,10 @@ def _attention_hopper_kernel(
     outs = (out_desc, log_weight_ptr, scale_ptr, num_query_heads)
     smem = (q_smem, k_smem, v_smem)
     barriers = (q_full, k_full, k_free, v_full, v_free, v_clean)
-    span = (prefix_len, num_tokens, begin, end, num_tiles)
+    clear_begin, clear_end = _clear_slots(
+        row_tile, prefix_len, num_tokens, end, 2 * _ROWS, GROUP, CAUSAL, WINDOW, CANVAS, KEEP
+    )
+    span = (prefix_len, num_tokens, begin, end, num_tiles, clear_begin, clear_end)
     MODE: gl.constexpr = (CAUSAL, WINDOW, CANVAS, KEEP)
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
@@ -211,7 +214,7 @@ def _copy(
     key_batch_slots, key_head_slots, value_batch_slots, value_head_slots = strides
     q_smem, k_smem, v_smem = smem
     q_full, k_full, k_free, v_full, v_free, _ = barriers
-    _, num_tokens, begin, _, num_tiles = span
+    _, num_tokens, begin, _, num_tiles, _, _ = span
     K_CHUNKS: gl.constexpr = q_smem.shape[0] // 2
     BUFFERS: gl.constexpr = v_smem.shape[0] // 2
     TOKENS: gl.constexpr = q_smem.shape[1]
@@ -266,7 +269,7 @@ def _attend(
     out_desc, log_weight_ptr, scale_ptr, num_query_heads = outs
     q_smem, _, v_smem = smem
     q_full, _, k_free, v_full, v_free, v_clean = barriers
-    _, num_tokens, begin, end, num_tiles = span
+    _, num_tokens, begin, end, num_tiles, _, _ = span
     K_CHUNKS: gl.constexpr = q_smem.shape[0] // 2
     BUFFERS: gl.constexpr = v_smem.shape[0] // 2
     GROUP: gl.constexpr = q_smem.shape[2]
@@ -288,7 +291,7 @@ def _attend(
     s = _scores(smem, barriers, 0, WG, True)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(k_free.index(K_CHUNKS - 1))
-    weight, decay, top, total = _softmax(s, top, total, 0, token, span, MODE)
+    weight, decay, top, total = _softmax(_mask(s, 0, token, span, MODE), top, total)
     p = gl.convert_layout(weight.to(dtype), WEIGHTS)
     for j in range(1, num_tiles):
         s = _scores(smem, barriers, j, WG, False)
@@ -300,7 +303,7 @@ def _attend(
         acc1 = warpgroup_mma(p, v_smem.index(at + 1), acc1, is_async=True)
         s = warpgroup_mma_wait(2, deps=(s,))
         mbarrier.arrive(k_free.index(j % BUFFERS * K_CHUNKS + K_CHUNKS - 1))
-        weight, decay, top, total = _softmax(s, top, total, j, token, span, MODE)
+        weight, decay, top, total = _softmax(_mask(s, j, token, span, MODE), top, total)
         next_p = gl.convert_layout(weight.to(dtype), WEIGHTS)
         # This barrier is always complete; only its branch matters. The assembler moves the next wait up to the last
         # branch. Without this branch, the wait would come before the softmax.
@@ -391,30 +394,59 @@ def _scores(smem: gl.tuple, barriers: gl.tuple, j: gl.tensor, WG: gl.constexpr, 
 
 
 @gluon.jit
-def _softmax(
-    s: gl.tensor,
-    top: gl.tensor,
-    total: gl.tensor,
-    j: gl.tensor,
-    token: gl.tensor,
-    span: gl.tuple,
-    MODE: gl.constexpr,
-) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
-    """Return the weights of tile j's keys, the decay of earlier sums, the new maximum (base 2) and sum of weights."""
-    prefix_len, num_tokens, begin, end, _ = span
+def _clear_slots(
+    row_tile: gl.tensor,
+    prefix_len: gl.tensor,
+    num_tokens: gl.tensor,
+    end: gl.tensor,
+    ROWS: gl.constexpr,
+    GROUP: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    CANVAS: gl.constexpr,
+    KEEP: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor]:
+    """Return bounds of the slots before `end` that all rows of a tile see."""
+    clear_begin = end * 0 - 1073741824  # without a window, no slot is too early
+    clear_end = end
+    if CAUSAL:
+        last_token = gl.minimum((row_tile * ROWS + ROWS - 1) // GROUP, num_tokens - 1)
+        first_seen, _ = seen_slots(last_token, num_tokens, WINDOW, CANVAS, KEEP)
+        _, last_seen = seen_slots(row_tile * ROWS // GROUP, num_tokens, WINDOW, CANVAS, KEEP)
+        clear_end = gl.minimum(end, prefix_len + last_seen + 1)
+        if WINDOW > 0:
+            clear_begin = prefix_len + first_seen
+            if CANVAS > 0:  # the last token before the canvas may see less than the canvas does
+                before = gl.minimum(last_token, num_tokens - CANVAS - 1)
+                clear_begin = gl.maximum(clear_begin, prefix_len + before - WINDOW + 1)
+    return clear_begin, clear_end
+
+
+@gluon.jit
+def _mask(s: gl.tensor, j: gl.tensor, token: gl.tensor, span: gl.tuple, MODE: gl.constexpr) -> gl.tensor:
+    """Return the scores of tile j, -inf where a row does not see the key."""
+    prefix_len, num_tokens, begin, end, _, clear_begin, clear_end = span
     CAUSAL: gl.constexpr = MODE[0]
     WINDOW: gl.constexpr = MODE[1]
     CANVAS: gl.constexpr = MODE[2]
     KEEP: gl.constexpr = MODE[3]
-    slot = begin + j * _KEYS + gl.arange(0, _KEYS, gl.SliceLayout(0, s.type.layout))
-    slot = gl.expand_dims(slot, 0)
-    seen = slot < end
-    if CAUSAL:
-        first_seen, last_seen = seen_slots(token, num_tokens, WINDOW, CANVAS, KEEP)
-        seen = seen & (slot <= prefix_len + gl.expand_dims(last_seen, 1))
-        if WINDOW > 0:
-            seen = seen & (slot >= prefix_len + gl.expand_dims(first_seen, 1))
-    s = gl.where(seen, s, float("-inf"))
+    at = begin + j * _KEYS
+    if at < clear_begin or at + _KEYS > clear_end:  # few tiles; a mask is a third of a softmax
+        slot = at + gl.arange(0, _KEYS, gl.SliceLayout(0, s.type.layout))
+        slot = gl.expand_dims(slot, 0)
+        seen = slot < end
+        if CAUSAL:
+            first_seen, last_seen = seen_slots(token, num_tokens, WINDOW, CANVAS, KEEP)
+            seen = seen & (slot <= prefix_len + gl.expand_dims(last_seen, 1))
+            if WINDOW > 0:
+                seen = seen & (slot >= prefix_len + gl.expand_dims(first_seen, 1))
+        s = gl.where(seen, s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def _softmax(s: gl.tensor, top: gl.tensor, total: gl.tensor) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
+    """Return the weights of a tile's keys, the decay of earlier sums, the new maximum (base 2) and sum of weights."""
     new_top = gl.maximum(top, gl.max(s, 1) * 1.4426950408889634)
     shift = gl.where(new_top == float("-inf"), 0.0, new_top)  # a row without a visible key so far
     weight = gl.exp2(s * 1.4426950408889634 - gl.expand_dims(shift, 1))
