@@ -24,6 +24,7 @@ from dgemma_kernels.ops.qkv import reference as qkv_reference
 
 HEADS = 16
 LAYERS = {"sliding": (8, 256), "full": (2, 512)}  # key heads, head_dim
+ROTARY_PAIRS = {"sliding": None, "full": 64}  # in full layers, keys equal values in the other columns
 LIMIT = 8e-3  # bfloat16 rounds softmax weights and output by up to 2**-8 each; keys and values have unit size
 MATRIX_RATE = 816e12  # bf16 FLOP/s measured on one H200
 COLD_BYTES = 512 << 20
@@ -73,6 +74,10 @@ def draw(
         keys, values = (
             torch.randn(batch, kv_heads, capacity, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2)
         )
+        pairs = ROTARY_PAIRS[layer]
+        if pairs is not None:
+            equal = torch.arange(head_dim, device="cuda") % (head_dim // 2) >= pairs
+            keys = torch.where(equal, values, keys)
         keys[:, :, prefix + num_tokens :] = torch.nan
         values[:, :, prefix + num_tokens :] = torch.nan
         sets.append((queries, keys, values, torch.full((batch,), prefix, device="cuda")))
@@ -110,6 +115,7 @@ def check(layer: str, batch: int, num_tokens: int, prefix: int, **options: Any) 
         keys[1, :, prefix // 3 + num_tokens :] = torch.nan
         values[1, :, prefix // 3 + num_tokens :] = torch.nan
     mode = {name: option for name, option in options.items() if name in ("causal", "window")}
+    options["rotary_pairs"] = ROTARY_PAIRS[layer]
     got: Any = attention(queries, keys, values, length, **options)
     again: Any = attention(queries, keys, values, length, **options)
     if not torch.equal(got, again):
@@ -124,7 +130,8 @@ def measure(layer: str, batch: int, num_tokens: int, prefix: int, **options: Any
     num_bytes = 4 * batch * kv_heads * (prefix + num_tokens) * head_dim
     copies = min(48, max(2, COLD_BYTES // num_bytes))
     sets = draw(layer, batch, num_tokens, prefix, copies)
-    median, spread = time_graph(lambda: [attention(*tensors, **options) for tensors in sets])
+    pairs = ROTARY_PAIRS[layer]
+    median, spread = time_graph(lambda: [attention(*tensors, **options, rotary_pairs=pairs) for tensors in sets])
     return 1e3 * median / copies, 1e3 * spread / copies
 
 

@@ -6,8 +6,9 @@ import triton
 from dgemma_kernels.ops.attention import attention
 from dgemma_kernels.ops.attention import kernel as module
 
-WGMMA = {"_attention_kernel", "_attention_hopper_kernel"}
+WGMMA = {"_attention_kernel", "_attention_hopper_kernel", "_attention_hopper_shared_kernel"}
 HEADS, SLIDING, FULL = 16, (8, 256), (2, 512)  # query heads; key heads and head_dim of the two kinds of layer
+SHARED = {"rotary_pairs": 64}  # keys equal values in the other columns
 
 module._is_hopper = lambda device: True
 
@@ -45,6 +46,10 @@ SHAPES = {
     "prompt, full": (4096, FULL, 1, {"causal": True}),
     "prompt, sliding, float8": (4096, SLIDING, 1, {"causal": True, "window": 1024, "float8": True}),
     "canvas, full, float8": (4096, FULL, 1, {"float8": True}),
+    "canvas, shared, parts": (256, FULL, 2, SHARED),
+    "commit and canvas, shared": (512, FULL, 1, {"causal": True, "canvas_len": 256} | SHARED),
+    "prompt, shared": (4096, FULL, 1, {"causal": True} | SHARED),
+    "prompt, shared, float8": (4096, FULL, 1, {"causal": True, "float8": True} | SHARED),
 }
 # Triton 3.6 runs the Hopper kernel, and other versions run Triton's own. The other kernel is compiled for few shapes.
 FEW = ("canvas, sliding, parts", "commit and canvas, full")

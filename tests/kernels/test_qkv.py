@@ -124,3 +124,30 @@ def test_prepare_qkv_refuses_a_projection_of_another_width(device):
     case = draw((4, 2, 32, True), torch.float32, device)
     with pytest.raises(ValueError, match="columns"):
         qkv.prepare_qkv(**case, num_heads=3, eps=EPS)
+
+
+@DTYPES
+@pytest.mark.parametrize("twin", [qkv, reference], ids=["kernel", "reference"])
+def test_with_rotary_pairs_keys_equal_values_where_they_do_not_rotate_and_scores_are_those_of_transformers(
+    dtype, twin, device
+):
+    layout, pairs = (8, 1, 64, False), 8  # a quarter of 32 pairs rotates
+    case = draw(layout, dtype, device)
+    query = twin.prepare_qkv(**case, num_heads=layout[0], eps=EPS, rotary_pairs=pairs)
+    want_query, want_key, want_value = published(case, layout[0])
+    still = torch.arange(64, device=device) % 32 >= pairs
+    for row, length in enumerate(LENGTH):
+        keys, values = (case[name][row, 0, length : length + TOKENS] for name in ("keys", "values"))
+        assert torch.equal(keys[:, still], values[:, still])
+        assert not torch.equal(keys[:, ~still], values[:, ~still])
+        torch.testing.assert_close(values, want_value[row, :, 0], atol=4e-3 if dtype == torch.float16 else 2e-6, rtol=0)
+        scores = query[row].double() @ keys.double().T  # (T, N, T)
+        want = want_query[row].double() @ want_key[row, :, 0].double().T
+        # Scores of 64 products: roundings of 2**-11 or 2**-24 of either operand, of size 1, add up to 8 times as much.
+        assert (scores - want).abs().max() < (2e-2 if dtype == torch.float16 else 2e-5)
+
+
+def test_rotary_pairs_need_a_layer_without_v_proj(device):
+    case = draw((4, 2, 32, True), torch.float32, device)
+    with pytest.raises(ValueError, match=r"rotary_pairs must be 0 to 16, for a layer without v_proj, got 4 and 256"):
+        qkv.prepare_qkv(**case, num_heads=4, eps=EPS, rotary_pairs=4)

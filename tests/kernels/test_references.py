@@ -11,7 +11,7 @@ from dgemma_kernels import ops
 FOLDERS = sorted(path.parent.name for path in Path(ops.__file__).parent.glob("*/__init__.py"))
 # parameters that change speed and rounding only
 TUNING = {
-    "attention": {"kernel", "tile", "num_splits", "part", "position"},
+    "attention": {"kernel", "tile", "num_splits", "part", "position", "rotary_pairs"},
     "dense_mlp": {"config"},
     "expert_gate_up": {"config"},
     "expert_down": {"config"},

@@ -7,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from dgemma.model.config import ModelConfig
+from dgemma.model.config import LayerShape, ModelConfig
 from dgemma_kernels.engine.cache import CacheBuffers
 from dgemma_kernels.engine.products import in_slices
 from dgemma_kernels.engine.weights import LayerWeights, Weights
@@ -141,6 +141,7 @@ class Forward:
             keys, values = buffers.keys[index], buffers.values[index]
             slot = buffers.lengths if layer.shape.window is None else buffers.held
             projected, scales = self._unscaled(inputs, layer.qkv)
+            rotary_pairs = self._shared_pairs(layer.shape)
             queries = prepare_qkv(
                 projected,
                 layer.query_norm,
@@ -153,6 +154,7 @@ class Forward:
                 num_heads=self.config.num_attention_heads,
                 eps=self.config.rms_norm_eps,
                 scales=scales,
+                rotary_pairs=rotary_pairs,
             )
             if not last and index == len(layers) - 1:
                 return x  # the caller needs only the keys and values
@@ -169,6 +171,7 @@ class Forward:
                 part=self._part(layer.shape.window),
                 position=buffers.lengths,
                 float8=isinstance(layer.o, Quantized) and not self._is_row(x),
+                rotary_pairs=rotary_pairs,
             )
             attended, scales = self._unscaled(seen.view(x.shape[0], -1) if isinstance(seen, Tensor) else seen, layer.o)
             float8 = isinstance(next_product, Quantized)
@@ -189,6 +192,14 @@ class Forward:
     def _is_row(self, x: Tensor | Quantized) -> bool:
         """Tell if `multiply_row` multiplies x; `batch_invariant` requires the library's order of sums."""
         return x.shape[0] == 1 and not self.batch_invariant
+
+    def _shared_pairs(self, shape: LayerShape) -> int | None:
+        """Return the number of rotated pairs of a layer whose other columns of keys equal its values, else None.
+
+        A full layer has no v_proj: without a rotation, keys and values differ only by the weight of the keys' norm,
+        which then multiplies the queries. `batch_invariant` does not use it, because attention has fixed parts there.
+        """
+        return None if shape.is_sliding or self.batch_invariant else shape.rotary_pairs
 
     def _part(self, window: int | None) -> int:
         """Return the number of keys per fixed part of attention, 0 without fixed parts.

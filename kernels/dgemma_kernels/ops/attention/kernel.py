@@ -84,6 +84,7 @@ def attention(
     part: int = 0,
     position: Tensor | None = None,
     float8: bool = False,
+    rotary_pairs: int | None = None,
 ) -> Tensor | Quantized:
     """Attend from T query tokens per row to the row's prefix and to each other, with scale 1.
 
@@ -94,6 +95,9 @@ def attention(
     each other and everything before them. In a windowed layer they see only the last `keep` slots before the canvas.
     Returns (B, T, N, H). With `float8` the result is rounded to float8, as rows (B·T, N·H) that have the same scale:
     values with a root mean square of at most 1 per head need no scale of their own (`parts.float8_unit`).
+
+    With `rotary_pairs`, keys must equal values, except in the first `rotary_pairs` columns of both halves of a head
+    (`prepare_qkv` writes such keys). On Hopper, heads of 512 then compute every score once instead of twice.
 
     `kernel` "triton" or "hopper" raises where that kernel cannot run; "auto" follows `choose_kernel`. `tile` (Triton
     kernel only) and `num_splits` are for tuning and change rounding.
@@ -115,7 +119,10 @@ def attention(
     # Fixed parts need one tile for any number of rows.
     tile = tile or default_tile(_FEW_ROWS + 1 if part else num_rows, head_dim, hopper=_is_hopper(queries.device))
     hopper = choice.kernel == "hopper"
-    rows, slots, columns = _hopper().TILE if hopper else (tile.rows, tile.keys, tile.value_dim or head_dim)
+    shared = hopper and _computes_scores_once(head_dim, rotary_pairs, window, part)
+    rows, slots, columns = tile.rows, tile.keys, tile.value_dim or head_dim
+    if hopper:
+        rows, slots, columns = (_hopper_shared() if shared else _hopper()).TILE
     if part:
         if part % slots or num_splits is not None:
             raise ValueError(
@@ -143,7 +150,9 @@ def attention(
     first = length if position is None else position
     outputs = (partial, log_weight, part_scale)
     arguments = (queries, keys, values, length, first, *outputs, causal, window or 0, canvas_len, keep, part)
-    if hopper:
+    if shared:
+        _hopper_shared().attend(queries, keys, values, length, *outputs, causal, canvas_len)
+    elif hopper:
         _hopper().attend(*arguments)
     else:
         _attend(*arguments, tile)
@@ -209,11 +218,24 @@ def _hopper_obstacle(queries: Tensor, keys: Tensor, values: Tensor) -> str | Non
     return None
 
 
+def _computes_scores_once(head_dim: int, rotary_pairs: int | None, window: int | None, part: int) -> bool:
+    """Tell if `hopper_shared` runs instead of `hopper`, whose order of sums fixed parts keep."""
+    if rotary_pairs is None or window is not None or part or not triton.__version__.startswith(_HOPPER_RAN_WITH):
+        return False
+    return head_dim == _hopper_shared().TILE[2] and rotary_pairs <= _hopper_shared().ROTARY_PAIRS
+
+
 def _hopper() -> ModuleType:
     """Import the Hopper kernel at its first use, because other versions of Triton may lack its Gluon functions."""
     from dgemma_kernels.ops.attention import hopper
 
     return hopper
+
+
+def _hopper_shared() -> ModuleType:
+    from dgemma_kernels.ops.attention import hopper_shared
+
+    return hopper_shared
 
 
 def _attend(

@@ -31,6 +31,7 @@ def prepare_qkv(
     num_heads: int,
     eps: float,
     scales: tuple[Tensor, Tensor] | None = None,
+    rotary_pairs: int | None = None,
 ) -> Tensor:
     """Norm queries, keys and values per head, rotate the first two, write keys and values into the cache.
 
@@ -40,9 +41,13 @@ def prepare_qkv(
     with length + T <= capacity. keys, values: (B, K, capacity, H), written in place. `scales`, float32, multiply the
     rows (B·T,) and columns of `projected` first. Returns the queries (B, T, N, H).
 
+    With `rotary_pairs`, for a layer without v_proj, only the first pairs rotate. In the other columns, key_weight
+    multiplies the queries instead of the keys. The products of both are the same, and keys equal values there, as
+    `attention(..., rotary_pairs=...)` needs.
+
     Example: `queries = prepare_qkv(x @ w.T, wq, wk, inv_freq, start, length, keys, values, num_heads=16, eps=1e-6)`.
     """
-    _check(projected, query_weight, key_weight, inv_freq, start, length, keys, values, num_heads, scales)
+    _check(projected, query_weight, key_weight, inv_freq, start, length, keys, values, num_heads, scales, rotary_pairs)
     batch, kv_heads, _, head_dim = keys.shape
     has_value = projected.shape[1] == (num_heads + 2 * kv_heads) * head_dim
     num_tokens = projected.shape[0] // batch
@@ -69,6 +74,7 @@ def prepare_qkv(
         HALF=head_dim // 2,
         HEADS=heads,
         HAS_VALUE=has_value,
+        OWN_PAIRS=head_dim // 2 if rotary_pairs is None else rotary_pairs,
         num_warps=max(1, heads * head_dim // 1024),
         **dependent_launch(keys.device),
     )
@@ -118,6 +124,7 @@ def _prepare_qkv_kernel(
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     HAS_VALUE: tl.constexpr,
+    OWN_PAIRS: tl.constexpr,  # from this pair on, keys equal values
     DEPENDENT: tl.constexpr,
 ) -> None:
     HEAD_DIM: tl.constexpr = 2 * HALF
@@ -142,6 +149,14 @@ def _prepare_qkv_kernel(
         weight_ptr = key_weight_ptr
     low_weight = tl.load(weight_ptr + pair)[None, :].to(tl.float32)
     high_weight = tl.load(weight_ptr + HALF + pair)[None, :].to(tl.float32)
+    if OWN_PAIRS < HALF:
+        own = (pair < OWN_PAIRS)[None, :]
+        if is_query:
+            low_weight *= tl.where(own, 1.0, tl.load(key_weight_ptr + pair)[None, :].to(tl.float32))
+            high_weight *= tl.where(own, 1.0, tl.load(key_weight_ptr + HALF + pair)[None, :].to(tl.float32))
+        else:
+            low_weight = tl.where(own, low_weight, 1.0)
+            high_weight = tl.where(own, high_weight, 1.0)
     if col_scale_ptr is not None:
         row_scale = tl.load(row_scale_ptr + row)
         low *= row_scale * tl.load(col_scale_ptr + column)
@@ -187,6 +202,7 @@ def _check(
     values: Tensor,
     num_heads: int,
     scales: tuple[Tensor, Tensor] | None,
+    rotary_pairs: int | None,
 ) -> None:
     if keys.dim() != 4 or keys.shape != values.shape:
         raise ValueError(
@@ -207,6 +223,11 @@ def _check(
         raise ValueError(
             f"prepare_qkv projected must have {widths[0]} columns (q, k, v) or {widths[1]} (q, k) for {num_heads} "
             f"query and {kv_heads} key heads of {head_dim}, got {projected.shape[1]}."
+        )
+    if rotary_pairs is not None and (projected.shape[1] == widths[0] or not 0 <= rotary_pairs <= head_dim // 2):
+        raise ValueError(
+            f"prepare_qkv rotary_pairs must be 0 to {head_dim // 2}, for a layer without v_proj, got {rotary_pairs} "
+            f"and {projected.shape[1]} columns. Omit it."
         )
     if projected.shape[0] // batch > capacity:
         raise ValueError(
