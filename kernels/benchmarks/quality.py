@@ -3,15 +3,22 @@
 Every format is applied to experts, attention and dense MLPs of the checkpoints in the package, but not to routers,
 self-conditioning or the embedding. A second part rounds random matrices whose statistics resemble those of large
 models. A third part also rounds the inputs of int4 experts, as `accelerate(float8=["experts"])` does. Results are added
-to a JSON file, so that an interrupted run continues.
+to a JSON file, so that an interrupted run continues. With `--corpus`, a larger model is trained on this text first, on
+a GPU, and measured like `dgemma/text`.
 
     python kernels/benchmarks/quality.py --out docs/results/quantized.json
+
+    python examples/text_corpus/prepare.py --stage 2 --out runs/corpus2
+    python kernels/benchmarks/quality.py --out docs/results/quantized.json --corpus runs/corpus2
 """
 
 import argparse
 import json
 import math
+import tempfile
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +27,14 @@ from torch import Tensor
 
 import dgemma
 from dgemma.data import sudoku
+from dgemma.data.corpus import prepare_corpus
+from dgemma.data.text import TextSource
 from dgemma.diffusion.noise import UniformNoise
 from dgemma.files import write_json
 from dgemma.model.gptq import calibration, quantize_with_calibration
 from dgemma.model.quantize import Quantization, quantize
 from dgemma.model.quantized import quantized_weights, set_weight
-from dgemma.train.likelihood import evaluate
+from dgemma.train import Objective, TrainConfig, balanced_routers, evaluate, muon, soften_attention, train
 from dgemma_kernels.formats.float8 import quantize as to_float8
 
 FORMATS: dict[str, dict[str, Any] | None] = {
@@ -41,9 +50,11 @@ FORMATS: dict[str, dict[str, Any] | None] = {
 }
 
 
-def load(checkpoint: str, settings: dict[str, Any] | None) -> tuple[dgemma.DiffusionGemma, float | None]:
+def load(
+    checkpoint: str, settings: dict[str, Any] | None, device: str = "cpu"
+) -> tuple[dgemma.DiffusionGemma, float | None]:
     """Return the model with rounded weights, as plain tensors for speed, and the relative error of the rounding."""
-    model = dgemma.DiffusionGemma.from_pretrained(checkpoint, dtype=torch.float32)
+    model = dgemma.DiffusionGemma.from_pretrained(checkpoint, dtype=torch.float32, device=device)
     model.requires_grad_(False)
     if settings is None:
         return model, None
@@ -56,7 +67,7 @@ def load(checkpoint: str, settings: dict[str, Any] | None) -> tuple[dgemma.Diffu
     for name, weight in list(quantized_weights(model)):
         rounded = weight.decode(torch.float32)
         difference, whole = (rounded - exact[name]).double(), exact[name].double()
-        squares += torch.stack([difference.square().sum(), whole.square().sum()])
+        squares += torch.stack([difference.square().sum(), whole.square().sum()]).cpu()
         set_weight(model, name, rounded)
     model.requires_grad_(False)
     return model, math.sqrt(squares[0] / squares[1])
@@ -96,7 +107,7 @@ def measure_text(model: dgemma.DiffusionGemma, rows: int, samples: int, stories:
     bound = evaluate(model, texts, noise, num_samples=samples, num_bytes=num_bytes, progress=False)
     assert bound.bits_per_byte is not None
     prompt = torch.tensor([tokenizer.encode("Once upon a time there was")] * stories)
-    out = dgemma.generate(model, prompt, max_new_tokens=64, eos_token_ids=(), seed=0, progress=False)
+    out = dgemma.generate(model, prompt.to(model.device), max_new_tokens=64, eos_token_ids=(), seed=0, progress=False)
     causal = bound.causal.value * bound.num_tokens / num_bytes / math.log(2)
     return {
         "bits_per_byte": bound.bits_per_byte.value,
@@ -133,6 +144,36 @@ def random_weights(kind: str) -> Tensor:
     return 0.02 * heavy * torch.where(large, 10.0, 1.0)
 
 
+def train_larger(corpus: Path, minutes: float, out: Path) -> dict[str, Any]:
+    """Train a text model of 0.4 billion weights for `minutes`, save it to `out` and return what was trained."""
+    shape = replace(
+        dgemma.presets.text(),
+        hidden_size=1024,
+        intermediate_size=1024,
+        num_hidden_layers=12,
+        layer_types=dgemma.presets.text().layer_types[:4] * 3,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        num_experts=16,
+        moe_intermediate_size=512,
+    )
+    text = prepare_corpus(corpus, shape.vocab_size)
+    torch.manual_seed(0)
+    model = dgemma.DiffusionGemma(shape, device="cuda")
+    soften_attention(model)
+    model.generation = dgemma.DiffusionGemma.from_pretrained("dgemma/text").generation
+    objective = Objective(
+        noise=UniformNoise(shape.vocab_size), canvas_len=shape.canvas_length, canvases="all", causal_weight=0.25
+    )
+    source = TextSource(file=text.train, canvas_len=shape.canvas_length, num_canvases=8, batch_size=64)
+    config = TrainConfig(minutes=minutes, batch_size=64, warmup=50, final_lr=0.05, ema_decay=0.98, compile=True)
+    with balanced_routers(model, 0.01), tempfile.TemporaryDirectory() as run:
+        result = train(model, objective, source, config, out=run, optimizer=partial(muon, lr=1e-3, momentum=0.9))
+    model.to(torch.bfloat16).save_pretrained(out)
+    passes = result.step * config.batch_size / source.num_rows
+    return {"weights": model.num_parameters(), "minutes": minutes, "steps": result.step, "passes": passes}
+
+
 KINDS = ("normal", "Student's t, 5 degrees of freedom", "Student's t, 1 % of columns ten times larger")
 
 
@@ -152,11 +193,25 @@ def main() -> None:
     parser.add_argument("--stories", type=int, default=16, help="stories of 64 tokens (%(default)s)")
     parser.add_argument("--puzzles", type=int, default=128, help="test puzzles (%(default)s)")
     parser.add_argument("--samples", type=int, default=4, help="noise levels per text and puzzle (%(default)s)")
+    parser.add_argument("--corpus", type=Path, help="train a larger model on this text and measure it, on a GPU")
+    parser.add_argument("--minutes", type=float, default=2.0, help="time to train the larger model (%(default)s)")
     options = parser.parse_args()
-    arguments = {name: value for name, value in vars(options).items() if name != "out"}
+    arguments = {name: value for name, value in vars(options).items() if name not in ("out", "corpus", "minutes")}
     results: dict[str, Any] = json.loads(options.out.read_text()) if options.out.is_file() else {}
     if results.setdefault("arguments", arguments) != arguments:
         parser.error(f"{options.out} was measured with {results['arguments']}")
+    if options.corpus:
+        with tempfile.TemporaryDirectory() as folder:
+            results["larger"] = train_larger(options.corpus, options.minutes, Path(folder))
+            print(results["larger"], flush=True)
+            for name, settings in FORMATS.items():
+                if settings is None or not settings.get("calibrate"):
+                    model, error = load(folder, settings, "cuda")
+                    found = measure_text(model, options.rows, options.samples, options.stories)
+                    results["formats"][name]["larger"] = {"relative_error": error, **found}
+                    print(name, "larger", results["formats"][name]["larger"], flush=True)
+                    write_json(options.out, results)
+        return
     measures: dict[str, Callable[[dgemma.DiffusionGemma], dict[str, Any]]] = {
         "dgemma/sudoku": lambda model: measure_sudoku(model, options.puzzles, options.samples),
         "dgemma/text": lambda model: measure_text(model, options.rows, options.samples, options.stories),
