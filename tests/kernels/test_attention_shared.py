@@ -137,10 +137,12 @@ MISTAKES = {
     "phase-not-flipped": ("(i & 1) ^ 1", "i & 1", f"{HANGS}|{TAKEN}"),
     "no-fence": ("    fence_async_shared()\n    mbarrier", "    mbarrier", "without fence_async_shared"),
     "half-freed-twice": ("free.index(3 * WG)", "free.index(0)", f"{TAKEN}|{HANGS}|no more arrivals"),
-    "scores-in-flight": ("mma_wait(1, deps=(s,))", "mma_wait(2, deps=(s,))", "that it has not waited for"),
-    "half-freed-in-flight": (
-        "mma_wait(0, deps=(acc, p))\n        mb", "mma_wait(1, deps=(acc, p))\n        mb", f"{TAKEN}|not waited"
+    "scores-in-flight": (
+        "(free.index(2 - WG))\n        s = warpgroup_mma_wait(0,",
+        "(free.index(2 - WG))\n        s = warpgroup_mma_wait(1,",
+        "that it has not waited for",
     ),
+    "half-freed-in-flight": ("mma_wait(4, deps=(acc,))", "mma_wait(5, deps=(acc,))", f"{TAKEN}|not waited"),
     "copy-too-many": ("(num_pairs):\n        for w", "(num_pairs + 1):\n        for w", f"{HANGS}|all its copies"),
     "values-not-cleaned": ("if begin + (j + 1) * _KEYS > end:", "if begin < 0:", None),
     "sums-not-rescaled": ("gl.exp2(top - gl.where", "gl.exp2(0.0 * gl.where", None),

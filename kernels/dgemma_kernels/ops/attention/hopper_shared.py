@@ -239,18 +239,22 @@ def _attend(
     mbarrier.wait(q_full.index(0), 0)
     first = num_pairs * 0
     if WG == 0:  # the first tile has no predecessor
-        s = _scores(smem, barriers, first, WG)
+        s = _first_scores(smem, barriers, first, WG)
+        s = _last_scores(s, smem, barriers, first, WG)
         s = warpgroup_mma_wait(0, deps=(s,))
         p, decay, top, total = _weights(s, top, total, token, smem, barriers, span, first, WG, MODE)
         acc = _add_own(acc, p, decay, smem, barriers, WG)
         first += 1
     for i in range(first, num_pairs):
-        s = _scores(smem, barriers, i, WG)
+        s = _first_scores(smem, barriers, i, WG)
+        # Products with the other warpgroup's weights come before the last scores, which may wait for copies, because
+        # other copies wait for these products.
         acc, top, total = _add_other(acc, top, total, smem, barriers, i - 1 + WG, WG)
-        s = warpgroup_mma_wait(1, deps=(s,))
-        p, decay, top, total = _weights(s, top, total, token, smem, barriers, span, i, WG, MODE)
-        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+        s = _last_scores(s, smem, barriers, i, WG)
+        acc = warpgroup_mma_wait(4, deps=(acc,))
         mbarrier.arrive(free.index(2 - WG))
+        s = warpgroup_mma_wait(0, deps=(s,))
+        p, decay, top, total = _weights(s, top, total, token, smem, barriers, span, i, WG, MODE)
         acc = _add_own(acc, p, decay, smem, barriers, WG)
     if WG == 0:  # the last tile has no successor
         acc, top, total = _add_other(acc, top, total, smem, barriers, num_pairs - 1, WG)
@@ -293,12 +297,17 @@ def _attend(
 
 
 @gluon.jit
-def _scores(smem: gl.tuple, barriers: gl.tuple, i: gl.tensor, WG: gl.constexpr) -> gl.tensor:
-    """Start q kᵀ of the warpgroup's tile of pair i. Columns come in the order of their copies."""
+def _first_scores(smem: gl.tuple, barriers: gl.tuple, i: gl.tensor, WG: gl.constexpr) -> gl.tensor:
+    """Start q kᵀ of the warpgroup's tile of pair i, with the half of the columns whose memory becomes free first."""
+    s = gl.zeros((_ROWS, _KEYS), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16]))
+    return _add_half(s, smem, barriers, i, WG, WG, False)
+
+
+@gluon.jit
+def _last_scores(s: gl.tensor, smem: gl.tuple, barriers: gl.tuple, i: gl.tensor, WG: gl.constexpr) -> gl.tensor:
+    """Start the rest of q kᵀ: the other half of the columns, and those that rotate."""
     q_smem, k_smem, v_smem, _, _ = smem
     k_full = barriers[1]
-    s = gl.zeros((_ROWS, _KEYS), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16]))
-    s = _add_half(s, smem, barriers, i, WG, WG, False)
     s = _add_half(s, smem, barriers, i, WG, 1 - WG, True)
     query_pairs = q_smem._reinterpret(q_smem.dtype, [8, _ROWS, _PAIRS], v_smem.layout)
     zero = i >> 28
