@@ -90,6 +90,7 @@ class CapturedCausalStep:
         static, forward = _unpack(self._packed), workspace.forward
         no_block = torch.zeros_like(static.seeds)
         stops = torch.tensor(rule.eos_token_ids, dtype=torch.int64, device=no_block.device)
+        self._constants = no_block, stops  # keeps them: the graph reads their memory, but holds no reference
 
         def predict() -> FusedPrediction:
             logits = forward.head(forward.read(static.token, buffers, last=True))
