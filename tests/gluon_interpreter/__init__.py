@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 from gluon_interpreter import machine, ptx, tiles
 from gluon_interpreter.tiles import Hazard, Value, elementwise, int32
@@ -61,6 +62,9 @@ def load(name: str, *, seed: int = 0, edits: dict[str, str] | None = None) -> An
     filename = f"{path}, interpreted {next(_loads)}"  # unique, so that errors show the edited lines
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     exec(compile(source, filename, "exec"), module.__dict__)
+    for key, value in vars(module).items():
+        if isinstance(value, JITFunction):  # of another package, on a machine with a GPU
+            setattr(module, key, value.fn)
     return module
 
 
