@@ -60,7 +60,7 @@ def load(name: str, *, seed: int = 0, edits: dict[str, str] | None = None) -> An
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     exec(compile(source, filename, "exec"), module.__dict__)
     for key, value in vars(module).items():
-        if isinstance(value, JITFunction):  # of another package, on a machine with a GPU
+        if isinstance(value, JITFunction):  # of another package: on a GPU, only a compiled kernel can call it
             setattr(module, key, value.fn)
     return module
 
