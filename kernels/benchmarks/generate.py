@@ -57,7 +57,8 @@ def draw_weight(shape: torch.Size, format: str, std: float) -> Weight:
 
 
 def float8_of(format: str, parts: list[str]) -> tuple[str, ...]:
-    """Return the parts that can be float8 next to experts of this format: none for bf16, "experts" only for int4."""
+    """Return those of `parts` that this format of the experts allows in float8. bf16 allows none; only int4 allows
+    "experts"."""
     return () if format == "bf16" else tuple(part for part in parts if part != "experts" or format == "int4")
 
 

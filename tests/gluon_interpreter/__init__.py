@@ -99,7 +99,7 @@ class Jitted:
 
 
 class _Constexpr(int):
-    """A number known at compile time; plain Python numbers and layouts are as well."""
+    """A number known at compile time; plain Python numbers and layouts also count as constants."""
 
     value = property(int)
 

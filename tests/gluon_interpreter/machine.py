@@ -368,7 +368,7 @@ def copy_to_shared(desc: TensorDescriptor, at: list[Any], barrier: Barrier, targ
 
 
 def copy_by_threads(target: SharedTile, source: Pointer, mask: Value | None = None) -> None:
-    """Start a copy by the threads of a partition, which complete at `wait_group`. Masked elements become zero."""
+    """Start a copy by the threads of a partition; it is complete after `wait_group`. Masked elements become zero."""
     if list(source.offset.data.shape) != target.shape or source.memory.dtype != target.dtype:
         raise ValueError(f"{tuple(source.offset.data.shape)} {source.memory.dtype} does not fit {target.shape}")
     event = target.chunk.write(asynchronous=False)

@@ -197,7 +197,7 @@ class Pointer:
     def load(self, mask: Value | None = None, other: float = 0) -> Value:
         at = self.offset.data
         inside = torch.ones_like(at, dtype=torch.bool) if mask is None else mask.data.expand(at.shape)
-        bits = {1: torch.uint8}.get(self.memory.element_size(), self.memory.dtype)  # torch indexes no float8
+        bits = {1: torch.uint8}.get(self.memory.element_size(), self.memory.dtype)  # torch cannot index float8 tensors
         values = torch.full(at.shape, other, dtype=bits)
         values[inside] = self.memory.view(bits).view(-1)[self._check(at[inside])]
         return Value(values.view(self.memory.dtype), self.offset.layout)

@@ -98,10 +98,10 @@ class FusedPrediction(Prediction):
         super().__init__(logits.read().new_empty(0), transforms, joint)
         self._source = logits
         self.signal: Tensor | None = None
-        self.soften: Callable[[], None] | None = None  # computes the signal of the last step
+        self.soften: Callable[[], None] | None = None  # computes `signal`, if this is the latest step of the denoiser
 
     def __getstate__(self) -> dict[str, Any]:
-        """The content of a copy or a pickle, which no denoiser softens."""
+        """The state of a copy or a pickle, for which no denoiser computes a soft embedding."""
         return {**vars(self), "soften": None}
 
     @property

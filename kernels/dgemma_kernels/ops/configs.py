@@ -32,9 +32,10 @@ class TileShape:
 class ExpertConfig:
     """Tiles of the experts for batches of up to `max_tokens` tokens: rows per tile, and one shape per product.
 
-    `rows` is a power of two or the sum of two. A sum is two blocks over the same weights: 96 rows are 64 and 32. With
-    `one_scale` float8 hidden values have one scale per row, and tensor cores add all products (in at least 14 bits).
-    Int4 weights with `float8_rows` run in `experts.multiply_experts`, with `one_launch` rows per tile, unless it is 0.
+    `rows` is a power of two or the sum of two powers of two. In the second case, a tile has two blocks that share the
+    weights: 96 rows are 64 + 32. With `one_scale` float8 hidden values have one scale per row, and tensor cores add all
+    products (in at least 14 bits). Int4 weights with `float8_rows` run in `experts.multiply_experts`, with `one_launch`
+    rows per tile, unless it is 0.
     """
 
     max_tokens: int

@@ -68,7 +68,7 @@ def attend_by_products(queries: Tensor, keys: Tensor, values: Tensor, *, causal:
 
 
 def words(*tensors: Tensor) -> list[Tensor]:
-    """Return the tensors as words of 8 bytes, or unchanged if their last dimension cannot be read so.
+    """Return the tensors as words of 8 bytes, or unchanged if their dtypes, sizes or strides do not allow it.
 
     A GPU copies slices of words several times faster than those of 16-bit values.
 

@@ -55,10 +55,11 @@ def attend(
 ) -> None:
     """Write attention by parts of the keys to `partial` (splits, B, T, N, H) and `log_weight` (splits, B, T, N).
 
-    With one split `partial` is the whole result, and the float32 `log_weight` is not written. With `scale` (B·T,) it is
-    float8 in units of `float8_unit`, which is written to `scale`. The other arguments are those of `attention`;
-    `window` 0 means none. `kernel.choose_kernel` must allow this kernel for them. Tensor descriptors contain the
-    tensors' addresses and are passed by value. So a captured graph is valid only while the tensors stay in place.
+    With one split `partial` is the whole result, and the float32 `log_weight` is not written. With `scale` (B·T,),
+    `partial` is float8 in units of `float8_unit`, and that unit is written to `scale`. The other arguments are those of
+    `attention`; `window` 0 means none. `kernel.choose_kernel` must allow this kernel for them. Tensor descriptors
+    contain the tensors' addresses and are passed by value. So a captured graph is valid only while the tensors stay in
+    place.
 
     Example: `attend(queries, keys, values, length, length, out.unsqueeze(0), out, None, False, 0, 0, 0, 0)`.
     """

@@ -17,7 +17,7 @@ from dgemma_kernels.ops.configs import dependent_launch
 
 _MAX_SPLITS = 128
 _FEW_PARTS = 8
-_ROWS = 4  # of one program that adds few parts, one per warp
+_ROWS = 4  # rows per program, one per warp, if there are few parts
 _ONE_WARP = 16  # parts, up to which one warp adds 32 columns and exchanges nothing with other warps
 _COMBINE_ELEMENTS = 8192  # float32 values of partial results in the registers of a program that adds many parts
 
@@ -128,7 +128,7 @@ def float8_unit(head_dim: int) -> float:
 def combine_parts(
     partial: Tensor, log_weight: Tensor, out: Tensor, scale: Tensor | None = None, *, in_order: bool = False
 ) -> None:
-    """Write the sum of the parts of `partial`, each times 2^log_weight, normalised, to `out`.
+    """Write to `out` the mean of the parts of `partial`, weighted by 2^log_weight.
 
     partial: (splits, B, T, N, H), log_weight: (splits, B, T, N), out: (B, T, N, H). Values of a part with log-weight
     -inf are ignored; they may be NaN. With `in_order` parts are added one by one, so that empty parts change no bits.
@@ -206,8 +206,9 @@ def _combine_few_kernel(
     out = tl.zeros([ROWS, HEAD_DIM], tl.float32)
     for part in tl.static_range(SPLITS):
         weight = tl.zeros([ROWS, HEAD_DIM], tl.float32) + (tl.exp2(logs[part] - top) / total)[:, None]
-        value = tl.where(weight > 0.0, values[part].to(tl.float32), 0.0)  # that of an empty part was never written
-        out = tl.fma(value, weight, out)  # explicit, so that every number of parts rounds alike
+        # The values of an empty part were never written.
+        value = tl.where(weight > 0.0, values[part].to(tl.float32), 0.0)
+        out = tl.fma(value, weight, out)  # explicit fma, so that rounding does not depend on the number of parts
     if scale_ptr is not None:
         out *= 1.0 / UNIT
         tl.store(scale_ptr + row // HEADS, tl.full([ROWS], UNIT, tl.float32), mask=inside & (row % HEADS == 0))
@@ -229,7 +230,7 @@ def _combine_kernel(
     UNIT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """Add many parts of some columns of one row."""
+    """Add the parts of one row, for one block of its columns."""
     wait_for_launches_before(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

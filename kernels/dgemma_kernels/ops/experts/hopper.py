@@ -1,13 +1,14 @@
 """Both products of int4 experts in one launch on Hopper, in Gluon, with float8 inputs in gate_up.
 
 Four programs per multiprocessor take blocks of columns from a queue, first all blocks of gate_up, then those of down.
-A program copies planes of weights and of its tile's rows into rings in shared memory. While it multiplies the last
-planes of a block, it already copies the first ones of its next block. A block of down waits for the hidden values of
-its tile. Only running programs take blocks, so those that it waits for are complete or under way.
+A program copies planes of weights, and the 64 columns of its rows that multiply each plane, into ring buffers in shared
+memory. While it multiplies the last planes of a block, it already copies the first ones of its next block. A block of
+down waits for the hidden values of its tile. Blocks are taken in order, and only by running programs. So the blocks
+that it waits for are complete or being computed.
 
-A code of four bits is a denormal in float8, code * 2**-9. So the codes themselves are the left operand of gate_up. The
-scale of a group multiplies its sums. As codes are 8 too large, a product after every 16 groups adds -8 times the sums
-of the tokens, times the scales. down decodes to bfloat16, as `kernel` does.
+A byte with a code of four bits, read as float8, is code * 2**-9. So the codes themselves are the left operand of
+gate_up. The scale of a group multiplies its sums. Codes are 8 too large. So after every 16 groups, a product adds -8
+times the scales times the sums of each row over the groups. down decodes to bfloat16, as `kernel` does.
 """
 
 from typing import NamedTuple
@@ -24,12 +25,12 @@ from dgemma_kernels.ops.configs import KEPT_OUTPUT, dependent_launch, num_multip
 from dgemma_kernels.ops.router.kernel import ExpertTiles
 
 _PROGRAMS = 4  # per multiprocessor; each may have 128 registers per thread and 56 KiB of shared memory
-_SLOTS = gl.constexpr(3)  # planes of a ring
+_SLOTS = gl.constexpr(3)  # planes per ring
 # Triton 3.9 renamed these, and does not compile this kernel yet.
 _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 _copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
-# A plane as the threads of a warpgroup hold the left operand: words (64, 16), and their bytes (64, 64).
+# Layouts in which the threads of a warpgroup hold a plane as the left operand: as words (64, 16) and as bytes (64, 64).
 _LANES = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
 _WARPS = [[16, 0], [32, 0]]
 _WORDS = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 2], [8, 0]], _LANES, _WARPS, [], [64, 16]))
@@ -42,7 +43,7 @@ _BYTES = gl.constexpr(
         [64, 64],
     )
 )
-# Rows of tokens, 16 bytes per thread; all of a plane's scales; 16 groups of scales and of sums.
+# Layouts of copies: rows of tokens, 16 bytes per thread; the scales of a plane; scales and sums of 16 groups.
 _ROWS8 = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0]))
 _ROWS16 = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 _LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -102,7 +103,7 @@ def multiply_experts(
     """Return weights[token, k] * (geglu(x[token] @ gate_up_proj[expert].T) @ down_proj[expert].T) at [token, k].
 
     x: (M, D) in float8, gate_up_proj: (E, 2F, D), gate rows first, down_proj: (E, D, F), weights: (M, A) float32 →
-    (M, A, D). No launch before may have used the tiles.
+    (M, A, D). No earlier launch may have used the tiles.
 
     Example: `rows = multiply_experts(expert_in, experts.gate_up_proj, experts.down_proj, weights, tiles)`.
     """
@@ -183,11 +184,12 @@ def _multiply_blocks(
     num_tiles: gl.tensor,
     SIZE: gl.constexpr,
 ) -> gl.tensor:
-    """Compute blocks from the queue, from `block` to the last of this product. Return the first one beyond it.
+    """Compute `block` and further blocks from the queue, until this product has none left. Return the next block, which
+    is of the other product.
 
     Blocks are numbered from 0 within a product. Planes with even and odd numbers are in two rings. So Triton knows that
-    a step reads other memory than it copies to, and puts no barrier between. Loads for the next block are spread over
-    the steps, so that none waits for another.
+    a step reads and writes different memory, and inserts no barrier between the two. Loads for the next block depend on
+    each other. They are spread over the steps, so each has arrived before the next needs it.
     """
     BLOCKS: gl.constexpr = SIZE.BLOCKS
     ROWS: gl.constexpr = SIZE.ROWS
@@ -266,7 +268,7 @@ def _multiply_blocks(
 
 @gluon.jit
 def _allocate(x: gl.tensor, PLANES: gl.constexpr, ROWS: gl.constexpr) -> gl.tuple:
-    """Return shared memory: two rings of planes, with codes, rows of tokens and for down scales.
+    """Return shared memory: two rings, whose planes have codes, rows of tokens and, for down, scales.
 
     For gate_up also the scales of all groups, 16 groups at a time and one by one, and sums of the tokens with their
     remainders, 16 groups at a time.
@@ -277,7 +279,7 @@ def _allocate(x: gl.tensor, PLANES: gl.constexpr, ROWS: gl.constexpr) -> gl.tupl
         sums = gl.allocate_shared_memory(gl.bfloat16, [2 * PARTS, ROWS, 16], gl.NVMMASharedLayout(32, 16))
         groups = (scale, scale._reinterpret(gl.int32, [16 * PARTS, 64], _PLAIN1), sums)
         return _ring(x, ROWS), _ring(x, ROWS), groups
-    else:  # noqa: RET505 (Triton compiles both returns of a branch without else)
+    else:  # noqa: RET505 (without `else`, Triton also compiles the code after the return)
         return _ring(x, ROWS), _ring(x, ROWS)
 
 
@@ -317,7 +319,8 @@ def _load_pairs(tables: gl.tuple, tile: gl.tuple, ROWS: gl.constexpr, UP: gl.con
 
 @gluon.jit
 def _source(tile: gl.tuple, pair: gl.tensor, block: gl.tensor, copying: gl.tensor, SIZE: gl.constexpr) -> gl.tuple:
-    """Return what a block's copies read: its first plane, offsets of its rows and a mask; and if there are any."""
+    """Return what the copies of a block read: its first plane, offsets of its rows and their mask, and whether there is
+    anything to copy."""
     if SIZE.UP:
         row = pair // SIZE.NUM_ACTIVE
     else:
@@ -423,7 +426,8 @@ def _step(
 
     The rings alternate, by PARITY of the number.
     """
-    # The products read rows in shared memory by another path than the threads that copied them: hence the fence.
+    # Products read shared memory through the async proxy, but threads wrote the rows through the generic proxy. So a
+    # fence is needed.
     gl.inline_asm_elementwise(
         "cp.async.wait_group 4; fence.proxy.async.shared::cta; mov.u32 $0, 0;", "=r", [], gl.int32, False, 1
     )

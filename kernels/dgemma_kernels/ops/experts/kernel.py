@@ -194,7 +194,7 @@ def multiply_experts(
     """Return weights[token, k] * (geglu(x[token] @ gate_up_proj[expert].T) @ down_proj[expert].T) at [token, k].
 
     Both products run in one launch. x: (M, D), gate_up_proj: (E, 2F, D), gate rows first, down_proj: (E, D, F),
-    weights: (M, A) float32 → (M, A, D). No launch before may have used the tiles.
+    weights: (M, A) float32 → (M, A, D). No earlier launch may have used the tiles.
 
     Example: `rows = multiply_experts(order_rows(expert_in), experts.gate_up_proj, experts.down_proj, weights, tiles)`.
     """

@@ -1,9 +1,9 @@
 """The product of tokens with the weights of their chosen experts, for training adapters. Reference: `reference.py`.
 
-The library needs the tokens copied once per choice, and a second product for the adapters, which is then added. Here a
-program gathers the tokens of its tile, or loads rows that are grouped already, and adds the adapters' product to its
-sums. It finds its tile in the ends of the groups, so no table of tiles is needed. Programs of one expert are neighbours
-and share its weights in the cache. The tiles fit the shared memory of Hopper.
+torch's grouped product needs the tokens copied once per choice, and a second product for the adapters, which is then
+added. Here a program gathers the tokens of its tile, or loads rows that are grouped already, and adds the adapters'
+product to its sums. It computes its tile from the ends of the groups, so no table of tiles is needed. Programs of one
+expert are neighbours and share its weights in the cache. The tiles fit the shared memory of Hopper.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dgemma_kernels.ops.blocks import gelu_tanh_times
 
 _ROWS, _COLS, _DEPTH = 128, 256, 64  # of a tile
-_LEAST = 16  # columns of a product on tensor cores
+_LEAST = 16  # fewest columns of a product on tensor cores
 
 
 class _Sizes(NamedTuple):
@@ -108,7 +108,7 @@ def _launch(
     matrix = stored.view(-1, stored.shape[-1])
     blocks = ([_DEPTH, size] if flipped else [size, _DEPTH] for size in (cols, last_cols))
     out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
-    num_tiles = num_rows // _ROWS + num_experts  # at least as many as there are
+    num_tiles = num_rows // _ROWS + num_experts  # an upper bound on the number of tiles
     _multiply_tokens_kernel[(num_tiles * triton.cdiv(width, cols),)](
         x if order is not None else TensorDescriptor.from_tensor(x, [_ROWS, _DEPTH]),
         *(TensorDescriptor.from_tensor(matrix, block) for block in blocks),

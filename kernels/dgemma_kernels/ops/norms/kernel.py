@@ -261,7 +261,8 @@ def add_attention(
 def router_input(normed: tl.tensor, router_scale: tl.tensor, root: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """Return a block of the router's input, rounded to `dtype`.
 
-    The published model rounds after the norm, the scale and D**-0.5. One rounding less can swap two experts.
+    The published model rounds three times: after the norm, the scale and D**-0.5. With one rounding less, two experts
+    can swap ranks.
     """
     scaled = (normed.to(dtype).to(tl.float32) * router_scale).to(dtype)
     return (scaled.to(tl.float32) * root).to(dtype)
@@ -275,7 +276,7 @@ def _load_scaled(
     row = load_row(rows + tl.program_id(0).to(tl.int64) * WIDTH, WIDTH, BLOCK)
     if row_scale is None:
         return row
-    else:  # noqa: RET505 (Triton compiles both returns of a branch without else)
+    else:  # noqa: RET505 (without `else`, Triton also compiles the code after the return)
         scale = tl.load(row_scale + tl.program_id(0))
         scales = load_row(col_scale, WIDTH, BLOCK)
         scaled = ()
@@ -479,7 +480,8 @@ def _layer_tail_kernel(
 def _round_to_float8(x: tl.tensor) -> tl.tensor:
     """Return float32 values of at most 448 rounded to float8 (e4m3), in float32.
 
-    A conversion to float8 and back would be shorter. But the assembler of Triton 3.6 reads a wrong register there.
+    A conversion to float8 and back would be shorter. But with the assembler of Triton 3.6, the code then reads a wrong
+    register.
     """
     bits = x.to(tl.int32, bitcast=True)
     normal = (bits + 0x7FFFF + (bits >> 20 & 1) & -0x100000).to(tl.float32, bitcast=True)
