@@ -36,8 +36,11 @@ IN_FUNCTIONS = {
     "dgemma.train.lora": {"dgemma_kernels.ops.grouped"},  # needs Triton
     "dgemma.train.together": {"dgemma_kernels.ops.heads", "dgemma_kernels.ops.residual"},
     "dgemma.view.gif": {"PIL", "matplotlib"},
-    # They need a Triton with Gluon, and are only for Hopper.
-    "dgemma_kernels.ops.attention.kernel": {"dgemma_kernels.ops.attention.hopper"},
+    # Kernels for Hopper, which need a Triton with Gluon.
+    "dgemma_kernels.ops.attention.kernel": {
+        "dgemma_kernels.ops.attention.hopper",
+        "dgemma_kernels.ops.attention.hopper_shared",
+    },
     "dgemma_kernels.ops.experts.kernel": {"dgemma_kernels.ops.experts.hopper"},
 }
 # The folders that a folder must not import.
