@@ -121,7 +121,8 @@ def stream_canvases(model: FusedDenoiser, batch: int, prompt: int, canvases: int
 
 
 def time_canvases(model: FusedDenoiser, batch: int, prompt: int) -> dict[str, float]:
-    """Time canvases after the first, and the first with its prompt; a run of two canvases captures.
+    """Time the first canvas with its prompt, and the later canvases. An untimed run of two canvases first captures the
+    graphs.
 
     Small batches run several times, because their canvases are short and vary by some per cent.
     """

@@ -49,10 +49,10 @@ def test_no_kernel_spills_registers(compiled):
         "packed times float32": 1024,
         "_attention_hopper_kernel": 64,
     }
-    # Four programs of gate_up share a multiprocessor only if each uses at most 128 registers. With that limit they
-    # spill, but they were faster than fewer programs that do not spill.
-    # In the kernel of both products, values needed at the end of a block spill, but outside of the loops over planes.
-    # Attention spills values that it needs before or after its loop over the keys.
+    # Four programs of gate_up share a multiprocessor only if each uses at most 128 registers per thread. With that
+    # limit they spill, but they were faster than fewer programs that do not spill. In the kernel of both products,
+    # values needed at the end of a block spill, but outside of the loops over planes. Attention spills values that it
+    # needs before or after its loop over the keys.
     limits = {
         "compile_cases_fourbit": 32,
         "_experts_hopper_kernel": 64,

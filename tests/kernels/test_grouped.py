@@ -39,7 +39,7 @@ def test_products_of_tokens_match_float64(device, groups, rank, transposed):
         assert ((got.double() - want).norm() / want.norm()).item() < 2e-3
 
 
-@pytest.mark.parametrize("num_out", [8, 144, 272])  # one thin tile; a narrower last tile; none
+@pytest.mark.parametrize("num_out", [8, 144, 272])  # one thin tile; no narrower last tile; a narrower last tile
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("adapted", [False, True])
 def test_products_of_grouped_rows_match_float64(device, groups, num_out, transposed, adapted):

@@ -95,7 +95,7 @@ def assert_rounded(got: Quantized, want: Tensor) -> None:
     """The largest value of a row becomes 448, and the others are off by at most half a step of float8."""
     torch.testing.assert_close(got.scale.double(), want.abs().amax(-1) / 448, rtol=1e-6, atol=0)
     exact = want / got.scale.double()[:, None]
-    # Half a step: 1/16 of a value, or half of the smallest value, 2**-9.
+    # Half a step: 1/16 of the value, and at least 2**-10, half of the smallest float8 value.
     half = torch.maximum(exact.abs() / 16, torch.full_like(exact, 2.0**-10))
     assert ((got.values.double() - exact).abs() <= half * 1.001).all()
 

@@ -488,7 +488,8 @@ def test_a_canvas_that_was_started_early_has_the_knobs_and_rows_of_its_block():
     dgemma.generate(RowwiseDenoiser(), prompt, **options, eos_token_ids=[], on_step=cool)
     assert temperatures == {0: 0.5, 1: 0.25, 2: 0.25, 3: 0.25}
     plain = dgemma.generate(RowwiseDenoiser(), prompt, **options, eos_token_ids=[]).new_tokens
-    # A token of row 1 in block 1 ends rows. The others then start their next canvas without it.
+    # The stop token is one that row 1 writes in block 1. Rows that write it leave, and the others start their next
+    # canvas without them.
     stop_token = int(plain[1, 20])
     together = dgemma.generate(RowwiseDenoiser(), prompt, **options, eos_token_ids=[stop_token])
     for row in range(3):

@@ -130,7 +130,7 @@ class Forward:
     ) -> Tensor:
         layers, num_tokens = self.weights.layers, x.shape[0] // buffers.lengths.shape[0]
         scalars = [layer.causal_scalar if causal else layer.scalar for layer in layers]
-        if canvas_len:  # those of both kinds of tokens, (layers, M), in a few launches for all layers
+        if canvas_len:  # scalars per token, (layers, M), in a few launches for all layers
             of_canvas = torch.arange(x.shape[0], device=x.device) % num_tokens >= num_tokens - canvas_len
             scalars = [*torch.where(of_canvas, torch.stack([layer.scalar for layer in layers]), torch.stack(scalars))]
         # A canvas alone needs no mask, except in tiles at fixed positions, which may begin before its first key.
@@ -194,10 +194,11 @@ class Forward:
         return x.shape[0] == 1 and not self.batch_invariant
 
     def _shared_pairs(self, shape: LayerShape) -> int | None:
-        """Return the number of rotated pairs of a layer whose other columns of keys equal its values, else None.
+        """Return the number of rotated pairs of a layer whose keys equal its values in all other columns, else None.
 
         A full layer has no v_proj: without a rotation, keys and values differ only by the weight of the keys' norm,
-        which then multiplies the queries. `batch_invariant` does not use it, because attention has fixed parts there.
+        which then multiplies the queries. It is None with `batch_invariant`, because the kernel for such keys has no
+        fixed parts.
         """
         return None if shape.is_sliding or self.batch_invariant else shape.rotary_pairs
 

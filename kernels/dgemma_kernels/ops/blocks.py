@@ -6,7 +6,7 @@ import triton.language as tl
 _INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 _BLOCKS = 4  # at most per row
 _PER_WARP = 256  # values of a block that one warp holds
-MANY_ROWS = 1024  # from which programs on all multiprocessors hide each other's waits, so that registers matter more
+MANY_ROWS = 1024  # from this many rows on, programs hide the waits of others, so registers matter more than early loads
 
 
 def blocks_of(width: int, per_thread: int = 8) -> dict[str, int]:

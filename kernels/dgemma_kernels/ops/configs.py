@@ -34,8 +34,8 @@ class ExpertConfig:
 
     `rows` is a power of two or the sum of two powers of two. In the second case, a tile has two blocks that share the
     weights: 96 rows are 64 + 32. With `one_scale` float8 hidden values have one scale per row, and tensor cores add all
-    products (in at least 14 bits). Int4 weights with `float8_rows` run in `experts.multiply_experts`, with `one_launch`
-    rows per tile, unless it is 0.
+    products (in at least 14 bits). If `one_launch` is not 0, int4 weights with `FourBit.float8_rows` use
+    `experts.multiply_experts`, with that many rows per tile.
     """
 
     max_tokens: int
@@ -287,7 +287,7 @@ _FOUR_BIT = {
             rows=64,
             gate_up=TileShape(cols=64, depth=64, warps=4, stages=4),
             down=TileShape(cols=128, depth=64, warps=4, stages=4),
-            one_launch=32,  # faster up to 1,024 tokens, as fast at 1,536
+            one_launch=32,  # faster than two launches up to 1,024 tokens, as fast at 1,536
         ),
         ExpertConfig(
             max_tokens=1536,

@@ -43,7 +43,7 @@ class Kept:
 
     groups: Groups | None = None
     mixed: Tensor | None = None  # (M, D): the output of the experts
-    narrow: Tensor | None = None  # (M, A, rank): the tokens after A of their experts' adapters
+    narrow: Tensor | None = None  # (M, A, rank): the tokens times the first matrix of their experts' adapters
     attended: Tensor | None = None  # (M, D): the output of attention; only if text and canvases run together
 
     def group(self, experts: Tensor, num_experts: int) -> Groups:

@@ -73,10 +73,11 @@ def fusible(function: Function) -> Function:
 
 
 class Kernels(NamedTuple):
-    """The name of a function in `dgemma_kernels.ops.residual`. Its gradient is "NAME_gradient"; it may be there alone.
+    """The name of a function in `dgemma_kernels.ops.residual`. Its gradient is the function "NAME_gradient". The
+    package may have only the gradient.
 
-    The gradient takes the gradients of the results, then the arguments. It returns those of the `trained` arguments,
-    and is used if no others are needed.
+    The gradient takes the gradients of the results, then the arguments. It returns the gradients of the `trained`
+    arguments, and is used only if exactly these are needed.
     """
 
     name: str
@@ -84,10 +85,10 @@ class Kernels(NamedTuple):
 
 
 def fusible_with(*, num_joined: int = 0, kernels: Kernels | None = None) -> Callable[[Function], Function]:
-    """Return `fusible` with some choices.
+    """Return `fusible` with options.
 
-    num_joined: the gradients of the first so many arguments are slices of one tensor. A product with joined weights can
-    then read them all at once, by `joined`. kernels: are used instead of the compiled function on a GPU.
+    num_joined: the gradients of this many first arguments are slices of one tensor. A product with joined weights can
+    then read them all at once, by `joined`. kernels: replace the compiled function on a GPU.
 
     Example: `gated_gelu = fusible_with(num_joined=2)(gated_gelu)`.
     """

@@ -45,7 +45,8 @@ def run_plan(
     started: dict[int, DenoiseState] = {}  # canvases that were started early
 
     def start_early(block: int, rows: Tensor, knobs: Knobs) -> None:
-        if block < plan.num_blocks and plan.language is None:  # a language's state is known only after the last block
+        # The state of a language is known only after the previous block.
+        if block < plan.num_blocks and plan.language is None:
             started[block] = start_block(model, plan, block, rows, knobs)
 
     for block in range(plan.num_blocks):

@@ -539,7 +539,8 @@ def _gated_and_grad(wide: Tensor, pulled: Tensor, weights: Tensor, order: Tensor
 
 @fusible
 def _narrow_by_row(weights: Tensor, narrow: Tensor, along: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the routing weights (R,), narrow, and weights · along, (R, rank) each, by row. They come by choice."""
+    """Return the routing weights (R,), narrow, and weights · along, (R, rank) each, in the order of the rows. The
+    inputs are in the order of the choices."""
     by_row = weights.flatten()[order]
     return by_row, narrow[order], (along[order] * by_row[:, None]).to(along.dtype)
 

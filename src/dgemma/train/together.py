@@ -213,7 +213,7 @@ def _inputs_of_heads(
 
 
 class _Heads(torch.autograd.Function):
-    """Queries, keys and values of the first and of the last tokens of each row, (B, T, heads, H) each, of projections.
+    """Compute queries, keys and values, (B, T, heads, H) each, of the first and of the last tokens of each row.
 
     Kernels norm and rotate the heads. That of the gradient adds both parts, so the gradients are not joined before.
     """
@@ -228,7 +228,7 @@ class _Heads(torch.autograd.Function):
         ends: tuple[int, int, int],
         *raws: Tensor,
     ) -> tuple[Tensor, ...]:
-        """start: of the last tokens. ends: of the first tokens' queries, keys and values."""
+        """start: where the last tokens begin. ends: where the first tokens end, for queries, keys and values."""
         ctx.attention, ctx.rope = attention, rope
         ctx.save_for_backward(*raws)
         heads = (each.unflatten(0, (batch_size, -1)) for each in _norm_heads(attention, rope, raws))

@@ -432,7 +432,7 @@ def _mask(s: gl.tensor, j: gl.tensor, token: gl.tensor, span: gl.tuple, MODE: gl
     CANVAS: gl.constexpr = MODE[2]
     KEEP: gl.constexpr = MODE[3]
     at = begin + j * _KEYS
-    if at < clear_begin or at + _KEYS > clear_end:  # few tiles; a mask is a third of a softmax
+    if at < clear_begin or at + _KEYS > clear_end:  # true for few tiles; a mask costs a third of a softmax
         slot = at + gl.arange(0, _KEYS, gl.SliceLayout(0, s.type.layout))
         slot = gl.expand_dims(slot, 0)
         seen = slot < end

@@ -247,8 +247,8 @@ def _attend(
         first += 1
     for i in range(first, num_pairs):
         s = _first_scores(smem, barriers, i, WG)
-        # Products with the other warpgroup's weights come before the last scores, which may wait for copies, because
-        # other copies wait for these products.
+        # Products with the other warpgroup's weights come before the last scores. Copies wait for these products, and
+        # the last scores may wait for copies.
         acc, top, total = _add_other(acc, top, total, smem, barriers, i - 1 + WG, WG)
         s = _last_scores(s, smem, barriers, i, WG)
         acc = warpgroup_mma_wait(4, deps=(acc,))
@@ -328,7 +328,7 @@ def _add_half(
     HALF: gl.constexpr,
     USE_ACC: gl.constexpr,
 ) -> gl.tensor:
-    """Start q kᵀ of the columns of one half that do not rotate: 64 and 128."""
+    """Start q kᵀ of the 192 columns of one half that do not rotate, in products of 64 and 128 columns."""
     q_smem, _, v_smem, _, _ = smem
     v_full = barriers[2]
     dtype: gl.constexpr = q_smem.dtype
@@ -357,7 +357,8 @@ def _weights(
     WG: gl.constexpr,
     MODE: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
-    """Pass weights and maximum of pair i on. Return the weights, the decay of earlier sums, maximum and sum."""
+    """Store the weights and the maximum of pair i for the other warpgroup. Return the weights, the decay of earlier
+    sums, maximum and sum."""
     _, k_smem, v_smem, top_smem, _ = smem
     _, _, _, _, ready, _ = barriers
     _, _, begin, end, _, _, _ = span

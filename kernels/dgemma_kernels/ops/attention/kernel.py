@@ -219,7 +219,8 @@ def _hopper_obstacle(queries: Tensor, keys: Tensor, values: Tensor) -> str | Non
 
 
 def _computes_scores_once(head_dim: int, rotary_pairs: int | None, window: int | None, part: int) -> bool:
-    """Tell if `hopper_shared` runs instead of `hopper`, whose order of sums fixed parts keep."""
+    """Return True if `hopper_shared` runs instead of `hopper`. With fixed parts `hopper` always runs, in its order of
+    sums."""
     if rotary_pairs is None or window is not None or part or not triton.__version__.startswith(_HOPPER_RAN_WITH):
         return False
     return head_dim == _hopper_shared().TILE[2] and rotary_pairs <= _hopper_shared().ROTARY_PAIRS

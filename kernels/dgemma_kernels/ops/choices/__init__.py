@@ -1,4 +1,4 @@
-"""The router's choices of experts, their weights with the gradient, and their groups by expert, in training."""
+"""Routing in training: choices of experts, their weights and the gradient of these, and choices grouped by expert."""
 
 from dgemma_kernels.ops.choices.kernel import choose_experts, fits, group_choices, weigh_choices, weigh_choices_gradient
 

@@ -1,6 +1,6 @@
-"""The router's choices of experts, their weights with the gradient, and their groups by expert, in training.
+"""Routing in training: choices of experts, their weights and the gradient of these, and choices grouped by expert.
 
-For choices and weights, a program has a few tokens with the logits of all their experts. Groups are made by a counting
+To choose and weigh, a program has a few tokens, each with its logits of all experts. Groups are made by a counting
 sort in two launches. Reference: `reference.py`.
 """
 
@@ -269,7 +269,8 @@ def _place_choices_kernel(
     CHOICES: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ) -> None:
-    """Find the row of each choice in this program's block: after earlier experts, and earlier choices of its own."""
+    """Find the row of each choice in this program's block: after all choices of earlier experts, and earlier choices of
+    the same expert."""
     block, expert = tl.program_id(0), tl.arange(0, E)
     total, before = tl.zeros((E,), tl.int32), tl.zeros((E,), tl.int32)
     for begin in range(0, num_blocks, AT_ONCE):

@@ -4,11 +4,12 @@ Four programs per multiprocessor take blocks of columns from a queue, first all 
 A program copies planes of weights, and the 64 columns of its rows that multiply each plane, into ring buffers in shared
 memory. While it multiplies the last planes of a block, it already copies the first ones of its next block. A block of
 down waits for the hidden values of its tile. Blocks are taken in order, and only by running programs. So the blocks
-that it waits for are complete or being computed.
+that a block of down waits for are complete or being computed.
 
 A byte with a code of four bits, read as float8, is code * 2**-9. So the codes themselves are the left operand of
-gate_up. The scale of a group multiplies its sums. Codes are 8 too large. So after every 16 groups, a product adds -8
-times the scales times the sums of each row over the groups. down decodes to bfloat16, as `kernel` does.
+gate_up. The scale of a group multiplies its sums. Codes have an offset of 8. To remove it, a product after every 16
+groups adds, for each group, -8 times its scale times the sum of the row in this group. down decodes to bfloat16, as
+`kernel` does.
 """
 
 from typing import NamedTuple
@@ -270,8 +271,8 @@ def _multiply_blocks(
 def _allocate(x: gl.tensor, PLANES: gl.constexpr, ROWS: gl.constexpr) -> gl.tuple:
     """Return shared memory: two rings, whose planes have codes, rows of tokens and, for down, scales.
 
-    For gate_up also the scales of all groups, 16 groups at a time and one by one, and sums of the tokens with their
-    remainders, 16 groups at a time.
+    For gate_up also the scales of all groups in two views, by 16 groups and by one, and the rows' sums with their
+    rounding errors, by 16 groups.
     """
     PARTS: gl.constexpr = triton.cdiv(PLANES, 16)
     if x.dtype.element_ty == gl.float8e4nv:

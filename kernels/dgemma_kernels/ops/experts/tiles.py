@@ -184,8 +184,7 @@ def _store_weighted(
 def request_gate_up(
     weights: tl.tensor, expert: tl.tensor, num_ahead: tl.tensor, col: tl.tensor, SIZE: tl.constexpr
 ) -> None:
-    """Prefetch the first 256 bytes of each row of float8 weights of a tile into L2, for the first `num_ahead`
-    experts."""
+    """Prefetch the first 256 bytes of each float8 row of this tile into L2, if `expert` < `num_ahead`."""
     lane = tl.arange(0, 2 * SIZE.COLS)
     at = col + lane % SIZE.COLS
     row = (expert * 2 + lane // SIZE.COLS) * SIZE.HIDDEN + at

@@ -32,7 +32,7 @@ class _Sizes(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """True for transposed weights, a transposed B, a result that ends in GeGLU, and rows grouped by expert."""
+    """Four flags: the weights are transposed; B is transposed; the result ends in GeGLU; rows are grouped by expert."""
 
     FLIPPED: tl.constexpr
     FLIPPED_B: tl.constexpr
@@ -229,8 +229,8 @@ def _multiply_tile(
 ) -> None:
     """Compute a tile from column `col` on. low and out point to its rows; b points to its expert's B.
 
-    tokens: pointers to its rows, or a descriptor of all rows, of which it has those from `start` on. factor: of the
-    result, a number or one per row, (ROWS, 1).
+    tokens: pointers to the rows of the tile, or a descriptor of all rows, of which the tile begins at `start`. factor:
+    multiplies the result; a number, or (ROWS, 1).
     """
     sums = tl.zeros((ROWS, COLS), tl.float32)
     up_sums = sums

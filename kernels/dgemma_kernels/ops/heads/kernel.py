@@ -138,7 +138,7 @@ def _norm_heads_kernel(
     place = tl.arange(0, HEADS)[:, None] * (2 * HALF) + pair[None, :]
     width: tl.constexpr = (NUM_HEADS + KV_HEADS * (2 if HAS_VALUE else 1)) * 2 * HALF
     at = raw + token * width + head * (2 * HALF) + place
-    # All loads come before the first reduction, which would wait for memory.
+    # All loads come before the first reduction: a later load would wait again.
     first, second = tl.load(at).to(tl.float32), tl.load(at + HALF).to(tl.float32)
     weight, other, cosine, sine = _load_tables(query_weight, key_weight, cos, sin, token, head < NUM_HEADS, HALF)
     inverse = _inverse_rms(first, second, eps, HALF)
@@ -216,7 +216,7 @@ def _norm_heads_gradient_kernel(
     width: tl.constexpr = (NUM_HEADS + KV_HEADS * (2 if HAS_VALUE else 1)) * 2 * HALF
     own = token * width + head * (2 * HALF) + heads[:, None] * (2 * HALF) + pair[None, :]
     key_head, is_rotated = head - NUM_HEADS, head < NUM_HEADS + KV_HEADS
-    # All loads come before the first reduction, which would wait for memory.
+    # All loads come before the first reduction: a later load would wait again.
     first, second = tl.load(raw + own).to(tl.float32), tl.load(raw + own + HALF).to(tl.float32)
     if head < NUM_HEADS:
         left, right = _load_both(of_queries, row, place, head, HEADS, HALF)

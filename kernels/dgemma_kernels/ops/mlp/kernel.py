@@ -141,7 +141,7 @@ def _geglu_float8_kernel(
     factor = tl.load(row_scale + row, mask=row < num_rows, other=0.0)[:, None]
     gate = load_rows(gate_up, row, num_rows, WIDTH, BLOCK, 2 * WIDTH)
     up = load_rows(gate_up + WIDTH, row, num_rows, WIDTH, BLOCK, 2 * WIDTH)
-    # Each row loads all scales of columns: one load for all rows would have to be exchanged between threads.
+    # Each row loads all scales of columns: values loaded once for all rows would have to be exchanged between threads.
     gate_scale = load_rows(col_scale, row, num_rows, WIDTH, BLOCK, 0)
     up_scale = load_rows(col_scale + WIDTH, row, num_rows, WIDTH, BLOCK, 0)
     hidden = ()

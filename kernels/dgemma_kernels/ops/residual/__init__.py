@@ -1,4 +1,4 @@
-"""Norms and the residual stream in training, with gradients for frozen norms."""
+"""Norms and the residual stream in training, with their gradients; the norms' weights are frozen."""
 
 from dgemma_kernels.ops.residual.kernel import (
     after_attention_gradient,

@@ -1,7 +1,7 @@
 """Norms and the residual stream between a layer's products in training, with gradients, each in one pass over the rows.
 
-Values round where the published model rounds them. Gradients are computed in float32 and rounded once. Norms have no
-gradient here: they are frozen while adapters are trained. Reference: `reference.py`.
+Values round where the published model rounds them. Gradients are computed in float32 and rounded once. The norms'
+weights get no gradient: they are frozen while adapters are trained. Reference: `reference.py`.
 """
 
 import torch
@@ -272,7 +272,8 @@ def _after_attention_gradient_kernel(
     row = tl.program_id(0).to(tl.int64) * WIDTH
     update = load_row(attended + row, WIDTH, BLOCK)
     before = load_row(x + row, WIDTH, BLOCK)
-    # The three norms of the residual differ in their weights only, so their gradients are added before the norm's own.
+    # The three norms of the residual differ only in their weights. So their gradients are added first, and pass through
+    # the norm once.
     of_normed = _product(load_row(of_dense + row, WIDTH, BLOCK), load_row(dense_norm, WIDTH, BLOCK))
     of_normed = _sum(
         of_normed, _product(load_row(of_experts + row, WIDTH, BLOCK), load_row(experts_norm, WIDTH, BLOCK))

@@ -72,7 +72,7 @@ def route(
     depth, steps = _split_depth(experts, proj.dtype), 1
     rows = 16 if num_tokens <= 16 else 32 if num_tokens <= 512 else 64
     many = num_tokens >= MANY_ROWS and proj.dtype.itemsize <= 2 and not one_order
-    if many:  # partial scores would be most of the bytes
+    if many:  # with more parts, partial scores would be most of the bytes
         depth, steps = 64, triton.cdiv(width, 64 * _SPLITS_OF_MANY)
     splits = triton.cdiv(width, depth * steps)
     partial = torch.empty(splits, num_tokens, num_experts, dtype=torch.float32, device=router_input.device)

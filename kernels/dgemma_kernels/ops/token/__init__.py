@@ -1,4 +1,4 @@
-"""Launches of a single token that replace several of those for many tokens."""
+"""Kernels for a single token. Each replaces several launches that many tokens need."""
 
 from dgemma_kernels.ops.token.kernel import choose_token, score_token, settle_token
 

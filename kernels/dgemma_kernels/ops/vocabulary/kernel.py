@@ -191,7 +191,8 @@ def _below_cap(x: tl.tensor, softcap: tl.tensor, cap: tl.tensor) -> tl.tensor:
     """
     half = 0.5 / cap
     root = tl.rsqrt(tl.fma(tl.exp2(x * (2.8853900817779268 / softcap)), half, half))
-    return tl.fma(root, root, 0.0)  # not root * root: fused with a later sum, equal logits would differ by a rounding
+    # Not root * root, which may be fused with a later sum, so that equal logits would round differently.
+    return tl.fma(root, root, 0.0)
 
 
 @triton.jit
