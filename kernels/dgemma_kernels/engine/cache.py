@@ -142,8 +142,8 @@ class FusedCache:
     def __init__(self, pool: BufferPool, batch_size: int) -> None:
         self._pool = pool
         self._buffers: CacheBuffers | None = None
-        self._known_lengths = torch.zeros(batch_size, dtype=torch.int64, device=pool.device)
-        self._num_since = 0  # tokens of every row since `_known_lengths`
+        # Lengths (B,), and the tokens that every row has got since. One tuple, because any thread may add them up.
+        self._counted = (torch.zeros(batch_size, dtype=torch.int64, device=pool.device), 0)
         self._num_slots = 0
         self._num_seen = 0
         self.postponed: Tensor | None = None  # (B, C) tokens
@@ -186,13 +186,15 @@ class FusedCache:
     @property
     def _lengths(self) -> Tensor:
         """Tokens of each row without postponed ones. Added up only when read, to save a launch per token."""
-        if self._num_since:
-            self._known_lengths, self._num_since = self._known_lengths + self._num_since, 0
-        return self._known_lengths
+        lengths, num_since = self._counted
+        if num_since:
+            lengths = lengths + num_since
+            self._counted = (lengths, 0)
+        return lengths
 
     @_lengths.setter
     def _lengths(self, lengths: Tensor) -> None:
-        self._known_lengths, self._num_since = lengths, 0
+        self._counted = (lengths, 0)
 
     @property
     def turn(self) -> Turn:
@@ -200,7 +202,7 @@ class FusedCache:
 
     @property
     def batch_size(self) -> int:
-        return self._known_lengths.shape[0]
+        return self._counted[0].shape[0]
 
     @property
     def num_bytes(self) -> int:
@@ -274,7 +276,8 @@ class FusedCache:
         """Commit tokens that a forward wrote to the tail: all `num_new`, or the first counts (B,) of each row."""
         if counts is None:
             self.buffers.counters.add_(num_new)
-            self._num_since += num_new
+            lengths, num_since = self._counted
+            self._counted = (lengths, num_since + num_new)
             self._num_slots += num_new
         else:
             grown = self._lengths + counts

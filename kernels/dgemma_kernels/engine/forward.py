@@ -91,6 +91,8 @@ class Forward:
     def soft_embedding(self, weights: Tensor, scale: Tensor) -> Tensor:
         """Return the mean embedding under the probabilities weights * scale: (R, V), (R,) → (R, D)."""
         table = self.weights.soft_table
+        if table is None and weights.dtype == torch.float16:  # a sum of unscaled weights could exceed its range
+            return self._multiply(scale_rows(weights, scale), self.weights.embedding.T).mul_(self.embed_scale)
         if table is None:
             return scale_rows(self._multiply(weights, self.weights.embedding.T), scale, factor=self.embed_scale)
         probabilities = Quantized(values=weights, scale=scale, dtype=self.weights.embedding.dtype)
