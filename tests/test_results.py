@@ -182,7 +182,7 @@ def test_the_comparison_with_transformers_is_of_one_recorded_run():
 
 
 def test_the_first_token_is_the_recorded_one():
-    table = read_table("docs/benchmarks.md", "First token")
+    table = read_table("docs/benchmarks.md", "First call")
     first = recorded("prompts.json")["first"][0]
     assert table["nothing compiled yet"]["seconds"] == f"{first['first_call_s']:.1f}"
     assert table["compiled before, same process"]["seconds"] == f"{first['second_call_s']:.1f}"
