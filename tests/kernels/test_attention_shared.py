@@ -107,10 +107,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_attention_computes_scores_once_where_keys_equal_values(calls):
     case = draw([70], 9)
-    assert error(attention(*case, rotary_pairs=PAIRS), exact(*case)) < LIMITS[torch.bfloat16]
+    one = {"num_splits": 1}  # without several parts, which a Triton kernel adds, tensors may be on the CPU
+    assert error(attention(*case, **one, rotary_pairs=PAIRS), exact(*case)) < LIMITS[torch.bfloat16]
     assert calls == ["hopper_shared"]
     calls.clear()
-    for options in ({}, {"rotary_pairs": 65}, {"rotary_pairs": PAIRS, "part": 640}):
+    for options in (one, {**one, "rotary_pairs": 65}, {"rotary_pairs": PAIRS, "part": 640}):
         assert error(attention(*case, **options, causal=True), exact(*case, causal=True)) < LIMITS[torch.bfloat16]
     assert calls == ["hopper"] * 3
 
