@@ -145,17 +145,17 @@ def random_weights(kind: str) -> Tensor:
 
 
 def train_larger(corpus: Path, minutes: float, out: Path) -> dict[str, Any]:
-    """Train a text model of 0.4 billion weights for `minutes`, save it to `out` and return what was trained."""
+    """Train a text model of 0.2 billion weights for `minutes`, save it to `out` and return what was trained."""
     shape = replace(
         dgemma.presets.text(),
-        hidden_size=1024,
-        intermediate_size=1024,
+        hidden_size=768,
+        intermediate_size=768,
         num_hidden_layers=12,
         layer_types=dgemma.presets.text().layer_types[:4] * 3,
-        num_attention_heads=16,
+        num_attention_heads=12,
         num_key_value_heads=4,
         num_experts=16,
-        moe_intermediate_size=512,
+        moe_intermediate_size=384,
     )
     text = prepare_corpus(corpus, shape.vocab_size)
     torch.manual_seed(0)
@@ -166,9 +166,9 @@ def train_larger(corpus: Path, minutes: float, out: Path) -> dict[str, Any]:
         noise=UniformNoise(shape.vocab_size), canvas_len=shape.canvas_length, canvases="all", causal_weight=0.25
     )
     source = TextSource(file=text.train, canvas_len=shape.canvas_length, num_canvases=8, batch_size=64)
-    config = TrainConfig(minutes=minutes, batch_size=64, warmup=50, final_lr=0.05, ema_decay=0.98)
+    config = TrainConfig(minutes=minutes, batch_size=64, warmup=100, final_lr=0.02, ema_decay=0.99, compile=True)
     with balanced_routers(model, 0.01), tempfile.TemporaryDirectory() as run:
-        result = train(model, objective, source, config, out=run, optimizer=partial(muon, lr=1e-3, momentum=0.9))
+        result = train(model, objective, source, config, out=run, optimizer=partial(muon, lr=2e-3, momentum=0.9))
     model.to(torch.bfloat16).save_pretrained(out)
     passes = result.step * config.batch_size / source.num_rows
     return {"weights": model.num_parameters(), "minutes": minutes, "steps": result.step, "passes": passes}
