@@ -59,7 +59,7 @@ def solve(model: dgemma.DiffusionGemma, text: sudoku.TextSudoku, puzzles: sudoku
         **SAMPLER,
     )
     grids, clues = text.canvas_digits(out.new_tokens), torch.from_numpy(puzzles.puzzles).to(model.device)
-    completion = sudoku.Completion(puzzles=clues, grids=grids, steps=out.steps[:, 0], generation=out)
+    completion = sudoku.CompletedPuzzles(puzzles=clues, grids=grids, steps=out.steps[:, 0], generation=out)
     return completion.scores(puzzles.solutions)
 
 

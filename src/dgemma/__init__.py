@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dgemma._public import *  # noqa: F403
+    from dgemma._unlisted import *  # noqa: F403
 else:
 
     def __getattr__(name: str) -> Any:

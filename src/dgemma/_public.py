@@ -1,45 +1,21 @@
-"""The public names, `dgemma.NAME`."""
+"""The public names, `dgemma.NAME`: what users construct or call. `_unlisted.py` has the other names."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import dgemma.sampling as sampling
 from dgemma.checkpoint.tokenizer import ByteTokenizer, Tokenizer
 from dgemma.constraints.languages import Choice, Grammar, JsonSchema, Regex, ToolCalls
-from dgemma.diffusion import schedule
-from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
-from dgemma.diffusion.prediction import Prediction
-from dgemma.diffusion.state import DenoiseState
+from dgemma.diffusion.noise import HybridNoise, MaskNoise, UniformNoise
 from dgemma.model import presets
 from dgemma.model.config import ModelConfig
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.run.generate import generate, stream
 from dgemma.run.knobs import Knobs
 from dgemma.run.many import generate_many
-from dgemma.run.step import Denoiser, settle, start_state, step
+from dgemma.run.step import Denoiser, start_state, step
 from dgemma.run.trajectory import Trajectory
-from dgemma.sampling import (
-    KLASS,
-    P2,
-    Ancestral,
-    BlockRefinement,
-    Confidence,
-    ConfidenceGap,
-    Decision,
-    EndOfText,
-    EntropyBound,
-    FactorThreshold,
-    FirstHitting,
-    LeaveOneOutGibbs,
-    LinearTemperature,
-    ReMDM,
-    Sampler,
-    StableAndConfident,
-    StepCap,
-    StopRule,
-    Threshold,
-    TokenEditing,
-    Unchanged,
-)
+from dgemma.sampling import Ancestral, Confidence, Decision, EntropyBound, Sampler, Threshold
 from dgemma.study.observe import observe
 from dgemma.study.sweep import sweep
 from dgemma.tasks.autoregressive import generate_causal
@@ -49,46 +25,28 @@ from dgemma.tasks.slots import Slot, calibrate, decide_many, slots
 from dgemma.tasks.wrapped import wrap
 
 __all__ = [
-    "KLASS",
-    "P2",
     "Ancestral",
-    "BlockRefinement",
     "ByteTokenizer",
     "Choice",
     "Confidence",
-    "ConfidenceGap",
     "Decision",
-    "DenoiseState",
     "Denoiser",
     "DiffusionGemma",
-    "EndOfText",
     "EntropyBound",
-    "FactorThreshold",
-    "FirstHitting",
     "Grammar",
     "Guided",
     "HybridNoise",
     "JsonSchema",
     "Knobs",
-    "LeaveOneOutGibbs",
-    "LinearTemperature",
     "MaskNoise",
     "ModelConfig",
-    "Noise",
-    "Prediction",
-    "ReMDM",
     "Regex",
     "Sampler",
     "Slot",
-    "StableAndConfident",
-    "StepCap",
-    "StopRule",
     "Threshold",
-    "TokenEditing",
     "Tokenizer",
     "ToolCalls",
     "Trajectory",
-    "Unchanged",
     "UniformNoise",
     "calibrate",
     "data",
@@ -100,8 +58,7 @@ __all__ = [
     "infill",
     "observe",
     "presets",
-    "schedule",
-    "settle",
+    "sampling",
     "slots",
     "start_state",
     "step",
@@ -113,27 +70,6 @@ __all__ = [
 ]
 
 _FOLDERS = ("data", "train", "view")  # loaded on first use, so that `import dgemma` stays quick
-# Results and helpers are defined in their modules, and can be imported from here too.
-_ELSEWHERE = {
-    "checkpoint.tokenizer": ("Reply", "TokenBatch", "ToolCall"),
-    "model.cache": ("CacheMark", "PrefixCache"),
-    "model.config": ("Conventions", "DenoiserConfig", "GenerationDefaults"),
-    "tasks.wrapped": ("TokenCache", "Wrapped"),
-    "run.changes": ("apply_changes",),
-    "run.defaults": ("default_sampler", "learnt_noise"),
-    "run.loop": ("denoise_canvas",),
-    "run.many": ("Completion",),
-    "run.plan": ("Plan", "read_plan"),
-    "run.records": ("BlockCommit", "Moment", "StepRecord"),
-    "run.trajectory": ("Generation", "RecordedStep"),
-    "sampling.temperature": ("ConstantTemperature",),
-    "study.observe": ("Observation", "Pass"),
-    "study.sweep": ("Sweep", "SweepExample", "SweepRow"),
-    "tasks.infill": ("Infilling",),
-    "tasks.slots": ("FilledTemplate",),
-    "values": ("describe_noise", "describe_sampler"),
-}
-_MODULES = {name: module for module, names in _ELSEWHERE.items() for name in names}
 
 if TYPE_CHECKING:
     from dgemma import data, train, view
@@ -142,8 +78,9 @@ else:
     def __getattr__(name: str) -> Any:
         if name in _FOLDERS:
             return importlib.import_module(f"dgemma.{name}")
-        if name in _MODULES:
-            return getattr(importlib.import_module(f"dgemma.{_MODULES[name]}"), name)
+        unlisted = importlib.import_module("dgemma._unlisted")
+        if name in unlisted.__all__:
+            return getattr(unlisted, name)
         raise AttributeError(f"module 'dgemma' has no attribute {name!r}")
 
     def __dir__() -> list[str]:

@@ -39,6 +39,7 @@ NOISES: dict[str, type[Noise]] = {kind.kind: kind for kind in (UniformNoise, Mas
 
 # Folders whose dataclasses may be in a saved file. Names are unique there, so a class is found after it has moved.
 _FOLDERS = ("dgemma.diffusion.", "dgemma.sampling.", "dgemma.run.")
+_RENAMED = {"Groups": "IndexGroups"}  # by the name in files of earlier versions
 
 
 @typed
@@ -239,7 +240,7 @@ class _Classes(NamedTuple):
     def find(self, full_name: str) -> type | None:
         name = full_name.partition(":")[2]
         if full_name.startswith("dgemma."):
-            return self.library.get(name)
+            return self.library.get(_RENAMED.get(name, name))
         return self.derived.get(full_name) or next((cls for cls in self.extra if cls.__qualname__ == name), None)
 
 

@@ -73,7 +73,7 @@ def test_the_solution_of_another_puzzle_is_wrong(command, solver, monkeypatch):
 
     def complete(model, puzzles, **options):
         given = torch.as_tensor(puzzles)
-        return sudoku.Completion(puzzles=given, grids=grids, steps=torch.tensor([1]), generation=generation)
+        return sudoku.CompletedPuzzles(puzzles=given, grids=grids, steps=torch.tensor([1]), generation=generation)
 
     monkeypatch.setattr(sudoku, "complete", complete)
     assert json.loads(command("sudoku", "-m", solver, "--json", another).out)["right"] is True

@@ -91,10 +91,9 @@ class Target:
 
 
 def _samplers(context: Any) -> Iterator[Target]:
-    names = [name for name in dgemma.__all__ if inspect.isclass(getattr(dgemma, name))]
-    for name in names:
-        kind = getattr(dgemma, name)
-        if issubclass(kind, dgemma.Sampler | dgemma.StopRule) and is_dataclass(kind):
+    for name in dgemma.sampling.__all__:
+        kind = getattr(dgemma.sampling, name)
+        if inspect.isclass(kind) and issubclass(kind, dgemma.Sampler | dgemma.StopRule) and is_dataclass(kind):
             yield Target(kind, lambda context, name=name: dict(_MINIMAL.get(name, {})))
 
 

@@ -12,7 +12,7 @@ from dgemma.diffusion.noise import MaskNoise
 from dgemma.diffusion.prediction import Prediction
 from dgemma.sampling.base import Sampler
 from dgemma.sampling.confidence import Confidence
-from dgemma.sampling.ranking import best, take_turn
+from dgemma.sampling.ranking import best, choose_sub_block
 from toy import fresh_state, mask_noise, permutations, propagate, total_variation, update
 
 ORDER_CELLS = {"order": lambda prediction, state: permutations(state)}
@@ -120,9 +120,9 @@ def test_a_ragged_last_sub_block_is_filled():
 def test_a_frozen_sub_block_is_skipped():
     frozen = torch.tensor([[True, True, False, False]])
     state = fresh_state(torch.zeros(1, 4, dtype=torch.int64), MaskNoise(6), 4)
-    turn = take_turn(replace(state, frozen=frozen, open=~frozen), 2)
-    assert turn.span.tolist() == [[False, False, True, True]]
-    assert turn.end_step.tolist() == [4]
+    sub_block = choose_sub_block(replace(state, frozen=frozen, open=~frozen), 2)
+    assert sub_block.span.tolist() == [[False, False, True, True]]
+    assert sub_block.end_step.tolist() == [4]
 
 
 @pytest.mark.parametrize(("order", "scale"), [("confidence", lambda p: p), ("log_confidence", torch.log)])

@@ -17,7 +17,7 @@ import dgemma
 import next_token
 from dgemma import DiffusionGemma
 from dgemma.model import experts
-from dgemma.train.batch import Part, StepInput, feed
+from dgemma.train.batch import MicroBatch, StepInput, feed
 from dgemma.train.config import TrainConfig
 from dgemma.train.loop import _known_cause, _Run, train
 from dgemma.train.lora import LoRA, add_lora, load_lora
@@ -153,7 +153,9 @@ def test_a_step_never_waits_for_the_device(tmp_path, precision, canvases, micro_
         for module in model.modules():
             for tensors in (module._parameters, module._buffers):
                 tensors.update({name: mode.from_tensor(t) for name, t in tensors.items() if t is not None})
-        parts = [Part(part.batch.map(mode.from_tensor), mode.from_tensor(part.seeds)) for part in step_input.parts]
+        parts = [
+            MicroBatch(part.batch.map(mode.from_tensor), mode.from_tensor(part.seeds)) for part in step_input.parts
+        ]
         # AdamW counts its steps on the host unless it is fused, and those would be fake here as well.
         sgd = lambda named: torch.optim.SGD(named.values())  # noqa: E731 (a line shorter)
         state = _Run(model, objective, counting, settings, tmp_path, Parallel(), sgd)

@@ -6,7 +6,7 @@ import torch
 import dgemma
 from dgemma.model.fused import fusing
 from dgemma.train import LoRA, Objective, TrainBatch, add_lora, replay
-from dgemma.train.batch import Part
+from dgemma.train.batch import MicroBatch
 from dgemma.train.canvases import sizes_of
 from dgemma.train.lora import rounded_once
 from dgemma.train.replay import Measured, Replayed
@@ -17,7 +17,7 @@ def part_of(seed, length=56, device="cpu"):
     tokens = torch.randint(5, 512, (2, length), generator=generator).to(device)
     ones = torch.ones(2, dtype=torch.int64, device=device)
     batch = TrainBatch(tokens=tokens, prompt_len=24 * ones, length=length * ones, spans=((24, length),) * 2)
-    return Part(batch, seed + torch.arange(2, device=device))
+    return MicroBatch(batch, seed + torch.arange(2, device=device))
 
 
 def test_a_shape_is_captured_when_it_comes_for_the_third_time(monkeypatch):

@@ -382,7 +382,7 @@ def test_a_click_on_a_word_lets_the_model_of_the_server_write_it_again(sentence,
     want = dgemma.infill(model, tokens, [(prompt + word[0], prompt + word[-1] + 1)], seed=0).tokens[0]
     complaints = len(browser.complaints)
     monkeypatch.setattr(replay, "create_app", functools.partial(replay.create_app, api_key=key))
-    with replay.Replay(model, out.trajectory, tokenizer) as page:
+    with replay.ReplayPage(model, out.trajectory, tokenizer) as page:
         assert page.url in page._repr_html_()
         browser.open(page.url, "#step=99")
         browser.run(f"window.prompt = () => '{key}'; 0")

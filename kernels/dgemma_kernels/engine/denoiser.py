@@ -39,7 +39,7 @@ from dgemma_kernels.engine.captured import (
 from dgemma_kernels.engine.forward import Forward
 from dgemma_kernels.engine.graphs import GraphMemory, Turn, compile_together, in_turn, remembered, use_here
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits, SoftEmbedding
-from dgemma_kernels.engine.weights import FLOAT8_PARTS, Weights, stored_format, take_weights
+from dgemma_kernels.engine.weights import FLOAT8_PARTS, ModelWeights, stored_format, take_weights
 from dgemma_kernels.engine.workspace import Workspace
 from dgemma_kernels.formats import ENCODERS, FourBit, Quantized
 from dgemma_kernels.ops.attention import KernelName
@@ -152,7 +152,7 @@ def _without_layers(model: DiffusionGemma) -> DiffusionGemma:
     return rest
 
 
-def _without_embedding(weights: Weights) -> Weights:
+def _without_embedding(weights: ModelWeights) -> ModelWeights:
     head: Any = weights.head if isinstance(weights.head, Quantized) else None
     return replace(weights, embedding=weights.embedding.new_empty(0), head=head)
 
@@ -199,7 +199,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
     def _start(
         self,
         model: DiffusionGemma,
-        weights: Weights,
+        weights: ModelWeights,
         generation: GenerationDefaults,
         attention: KernelName,
         batch_invariant: bool,

@@ -10,7 +10,7 @@ from torch import Tensor
 from dgemma.model.config import LayerShape, ModelConfig
 from dgemma_kernels.engine.cache import CacheBuffers
 from dgemma_kernels.engine.products import in_slices
-from dgemma_kernels.engine.weights import LayerWeights, Weights
+from dgemma_kernels.engine.weights import LayerWeights, ModelWeights
 from dgemma_kernels.formats import FourBit, Quantized, format_of
 from dgemma_kernels.formats.float8 import multiply, multiply_unscaled
 from dgemma_kernels.formats.fourbit import OrderedRows
@@ -43,7 +43,7 @@ class Forward:
     def __init__(
         self,
         config: ModelConfig,
-        weights: Weights,
+        weights: ModelWeights,
         attention_kernel: KernelName = "auto",
         *,
         batch_invariant: bool = False,

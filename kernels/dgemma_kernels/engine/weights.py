@@ -53,7 +53,7 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weights:
+class ModelWeights:
     """The whole model."""
 
     embedding: Tensor  # (V, D)
@@ -88,7 +88,7 @@ def stored_format(model: DiffusionGemma) -> str:
 
 def take_weights(
     model: DiffusionGemma, format: str = "bf16", *, float8: Collection[str] = (), release: bool = False
-) -> Weights:
+) -> ModelWeights:
     """Fuse the model's projections in place, a layer at a time, and return its tensors.
 
     Experts are encoded by `formats.ENCODERS[format]`. `float8` names what else is rounded to float8 (`FLOAT8_PARTS`).
@@ -114,7 +114,7 @@ def take_weights(
         if release:
             for name in ("experts", *(_MODULES[part] for part in float8 if part in _MODULES)):
                 setattr(layer, name, ReleasedExperts())
-    return Weights(
+    return ModelWeights(
         embedding=embedding,
         head=head,
         soft_table=soft_table,

@@ -18,7 +18,7 @@ _EXPERT = re.compile(r"(layers\.\d+\.experts)\.(\d+)\.(gate|up|down)_proj\.weigh
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ExpertPart:
     """A part of one of our weights that the checkpoint stores separately: one projection of one expert."""
 
     name: str  # published name of the entry
@@ -27,11 +27,11 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class LoadPlan:
     """Sources of the model's weights, by our names."""
 
     whole: dict[str, str]  # our name → the published weight it is read from
-    parts: dict[str, list[Part]]  # our name → the parts it is assembled from
+    parts: dict[str, list[ExpertPart]]  # our name → the parts it is assembled from
     ties: list[tuple[str, str]]  # (published copy, our name) that must agree with the weight that is read
     fresh: list[str]  # our names without a published tensor, to be initialised
     vision: list[str]
@@ -41,13 +41,15 @@ class Plan:
         return [self.whole[ours]] if ours in self.whole else [part.name for part in self.parts[ours]]
 
 
-def make_plan(config: ModelConfig, expected: Mapping[str, Tensor], contents: Contents, *, plain_gemma4: bool) -> Plan:
+def make_plan(
+    config: ModelConfig, expected: Mapping[str, Tensor], contents: Contents, *, plain_gemma4: bool
+) -> LoadPlan:
     """Match the model's tensors with those in the files. One error lists all mismatches, wrong config fields first.
 
     Example: `make_plan(config, model.state_dict(), read_contents(folder, published, stored), plain_gemma4=False)`.
     """
     entries = contents.entries
-    plan = Plan(whole={}, parts={}, ties=[], fresh=[], vision=[name for name in entries if VISION.match(name)])
+    plan = LoadPlan(whole={}, parts={}, ties=[], fresh=[], vision=[name for name in entries if VISION.match(name)])
     found: dict[str, tuple[int, ...]] = {}
     problems = list(contents.problems)
     # The decoder's tensor is used; encoder copies and a stored head must be equal to it.
@@ -83,7 +85,7 @@ def make_plan(config: ModelConfig, expected: Mapping[str, Tensor], contents: Con
 
 
 def _add_part(
-    plan: Plan,
+    plan: LoadPlan,
     expected: Mapping[str, Tensor],
     found: dict[str, tuple[int, ...]],
     name: str,
@@ -102,12 +104,12 @@ def _add_part(
     found[ours] = (num_experts, num_rows if entry.shape == shape else 0, entry.shape[-1] if entry.shape else 0)
     if entry.shape != shape:
         return [f"misshapen {name}: {entry.shape}, not {shape}"]
-    plan.parts.setdefault(ours, []).append(Part(name=name, expert=number, rows=rows))
+    plan.parts.setdefault(ours, []).append(ExpertPart(name=name, expert=number, rows=rows))
     return []
 
 
 def _part_problems(
-    plan: Plan, expected: Mapping[str, Tensor], entries: Mapping[str, Entry], ours: str
+    plan: LoadPlan, expected: Mapping[str, Tensor], entries: Mapping[str, Entry], ours: str
 ) -> Iterator[str]:
     """Yield the parts that are missing, that are stored twice, or whose format differs from the others'."""
     parts = plan.parts[ours]
@@ -129,7 +131,7 @@ def _part_problems(
 
 
 def read_weight(
-    plan: Plan, entries: Mapping[str, Entry], ours: str, shape: Sequence[int], read: Callable[[str], Tensor]
+    plan: LoadPlan, entries: Mapping[str, Entry], ours: str, shape: Sequence[int], read: Callable[[str], Tensor]
 ) -> Weight:
     """Read one of our weights, quantised or plain. `read` returns a stored tensor by its name in the files.
 
@@ -156,7 +158,7 @@ def _read_entry(name: str, entries: Mapping[str, Entry], read: Callable[[str], T
         raise ValueError(f"{name} cannot be read: {error}") from None
 
 
-def _assemble(parts: Sequence[Part], shape: Sequence[int], read: Callable[[str], Weight]) -> Weight:
+def _assemble(parts: Sequence[ExpertPart], shape: Sequence[int], read: Callable[[str], Weight]) -> Weight:
     """Join the parts (rows, K) of all experts into one weight (E, N, K), with only one part in memory at a time."""
     joined: dict[str, Tensor] = {}
     like: Weight | None = None

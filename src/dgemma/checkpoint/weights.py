@@ -20,7 +20,7 @@ from dgemma.checkpoint.formats import compressed_tensors, read_contents
 from dgemma.checkpoint.formats.entry import FLOATS, Contents, Entry, Stored
 from dgemma.checkpoint.formats.gguf import find_gguf, open_gguf, read_gguf
 from dgemma.checkpoint.names import VISION, published_name
-from dgemma.checkpoint.plan import Plan, first, make_plan, read_weight
+from dgemma.checkpoint.plan import LoadPlan, first, make_plan, read_weight
 from dgemma.checks import as_int, read_device
 from dgemma.files import clear_temporaries, fill_json, fill_tensors, new_files, open_tensors, writing
 from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig, read_published
@@ -241,7 +241,7 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def _read_weights(
-    plan: Plan,
+    plan: LoadPlan,
     contents: Contents,
     stored: Mapping[str, Stored],
     model: "DiffusionGemma",
@@ -291,7 +291,7 @@ def _read_weights(
     return state, dequantized
 
 
-def _file_of(plan: Plan, contents: Contents, stored: Mapping[str, Stored], ours: str) -> Path:
+def _file_of(plan: LoadPlan, contents: Contents, stored: Mapping[str, Stored], ours: str) -> Path:
     return stored[next(iter(contents.entries[plan.sources(ours)[0]].tensors.values()))].file
 
 
@@ -322,7 +322,7 @@ def _start_self_conditioning(
     return state
 
 
-def _give_notices(plan: Plan, contents: Contents, state: Mapping[str, Tensor], config: ModelConfig) -> None:
+def _give_notices(plan: LoadPlan, contents: Contents, state: Mapping[str, Tensor], config: ModelConfig) -> None:
     for note in contents.notes:
         logger.warning(note)
     if plan.vision:

@@ -121,7 +121,7 @@ class TextSource:
     def _starts_row(self, position: int) -> bool:
         return position % self._ring_len % (2 * self.num_canvases - 1) in (0, self.num_canvases)
 
-    def _row(self, place: int, ring_start: int, context: int, shift: int) -> "_Row":
+    def _row(self, place: int, ring_start: int, context: int, shift: int) -> "_PackedRow":
         """Build a row from pieces of documents, of which the first starts `shift` tokens early.
 
         The epoch starts at canvas `ring_start`.
@@ -129,7 +129,7 @@ class TextSource:
         first, end = self._first(place), min(self._first(place + 1), self._ring_len)
         # Number of canvases in the previous row; the ring's last row precedes its first.
         before = first - self._first(place - 1) if place else self._ring_len - self._first(self.num_rows - 1)
-        row = _Row.empty(1 + self.stride, fill=self.file.eos_token_id)
+        row = _PackedRow.empty(1 + self.stride, fill=self.file.eos_token_id)
         prompt_len = at = document = 0
         position = first
         while position < end:
@@ -157,7 +157,7 @@ class TextSource:
         return row._replace(prompt_len=prompt_len, length=at)
 
 
-class _Row(NamedTuple):
+class _PackedRow(NamedTuple):
     tokens: np.ndarray  # (T,) int64
     frozen: np.ndarray  # (T,) bool
     documents: np.ndarray  # (T,) int64
@@ -166,7 +166,7 @@ class _Row(NamedTuple):
     length: int = 0
 
     @classmethod
-    def empty(cls, num_tokens: int, *, fill: int) -> "_Row":
+    def empty(cls, num_tokens: int, *, fill: int) -> "_PackedRow":
         def zeros(dtype: type) -> np.ndarray:
             return np.zeros(num_tokens, dtype=dtype)
 

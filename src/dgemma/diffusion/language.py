@@ -71,7 +71,7 @@ class Fan(NamedTuple):
         return cls(few.contiguous(), some.contiguous(), join, place, arc)
 
 
-class Groups(NamedTuple):
+class IndexGroups(NamedTuple):
     """Indices in groups, in tables that kernels loop over."""
 
     member: Tensor  # (n,) int32: the indices, sorted by group
@@ -79,7 +79,7 @@ class Groups(NamedTuple):
     order: Tensor  # (groups,) int32: the groups from large to small
 
     @classmethod
-    def build(cls, group: Tensor, size: int) -> "Groups":
+    def build(cls, group: Tensor, size: int) -> "IndexGroups":
         """Group the indices 0 .. n - 1 by their group numbers (n,), which are below `size`."""
         counts = group.bincount(minlength=size)
         order = counts.argsort(descending=True, stable=True)
@@ -103,11 +103,11 @@ class Automaton(NamedTuple):
     is_end: Tensor  # (Q,) bool: states after a stop token
     is_stop: Tensor  # (K,) bool: classes of stop tokens
     fan: Fan
-    class_tokens: Groups
-    class_links: Groups
-    arc_links: Groups
-    arcs_out: Groups  # by source
-    arcs_in: Groups  # by target
+    class_tokens: IndexGroups
+    class_links: IndexGroups
+    arc_links: IndexGroups
+    arcs_out: IndexGroups  # by source
+    arcs_in: IndexGroups  # by target
     wide_classes: Tensor  # (n,) int32: the classes with more than `WIDE` tokens, largest first
 
     @classmethod
@@ -118,7 +118,7 @@ class Automaton(NamedTuple):
         arcs, link_arc = key.unique_consecutive(return_inverse=True)
         arc_source, arc_target = arcs // len(next_state), arcs % len(next_state)
         num_states, num_classes = next_state.shape
-        class_tokens = Groups.build(token_class.long(), num_classes)
+        class_tokens = IndexGroups.build(token_class.long(), num_classes)
         ends_text = is_end[arc_target] & ~is_end[arc_source]
         is_stop = any_by(ends_text[link_arc][None], link_class[order], num_classes)[0]
         return cls(
@@ -133,10 +133,10 @@ class Automaton(NamedTuple):
             is_stop=is_stop,
             fan=Fan.build(arc_source, arc_target, num_states),
             class_tokens=class_tokens,
-            class_links=Groups.build(link_class[order], num_classes),
-            arc_links=Groups.build(link_arc, len(arc_source)),
-            arcs_out=Groups.build(arc_source, num_states),
-            arcs_in=Groups.build(arc_target, num_states),
+            class_links=IndexGroups.build(link_class[order], num_classes),
+            arc_links=IndexGroups.build(link_arc, len(arc_source)),
+            arcs_out=IndexGroups.build(arc_source, num_states),
+            arcs_in=IndexGroups.build(arc_target, num_states),
             wide_classes=class_tokens.order[: int((class_tokens.first.diff() > WIDE).sum())],
         )
 

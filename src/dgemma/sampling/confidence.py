@@ -13,7 +13,7 @@ from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.sampling.base import Sampler
-from dgemma.sampling.ranking import Turn, best, certainty, even_share, propose, take_turn
+from dgemma.sampling.ranking import SubBlock, best, certainty, choose_sub_block, even_share, propose
 
 _ROUNDING = 1e-9  # keeps floor(L · cos) from losing 1 to a rounding error
 
@@ -60,9 +60,9 @@ class Confidence(Sampler):
         return state.open if self.quota == "cosine" else None
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
-        turn = take_turn(state, self.block_len)
-        count = even_share(turn, state) if self.quota == "fixed" else self._cosine_share(turn, state)
-        write = best(self._score(prediction, state), state.open & turn.span, count)
+        sub_block = choose_sub_block(state, self.block_len)
+        count = even_share(sub_block, state) if self.quota == "fixed" else self._cosine_share(sub_block, state)
+        write = best(self._score(prediction, state), state.open & sub_block.span, count)
         tokens = propose(prediction, state, greedy=self.greedy)
         return Decision(tokens=tokens, write=write, renoise=torch.zeros_like(write), memory=state.memory)
 
@@ -76,9 +76,9 @@ class Confidence(Sampler):
         strength = self.order_temperature * (steps_left[:, None] if self.anneal else 1.0)
         return score.double() + strength * draws.gumbel(state.uniform("order"))
 
-    def _cosine_share(self, turn: Turn, state: DenoiseState) -> Tensor:
-        first_open = (state.memory & turn.span).sum(-1)  # L, (B,)
-        num_steps = (turn.end_step - turn.first_step).clamp(min=1).double()
-        progress = ((state.step + 1 - turn.first_step) / num_steps).clamp(0, 1)
+    def _cosine_share(self, sub_block: SubBlock, state: DenoiseState) -> Tensor:
+        first_open = (state.memory & sub_block.span).sum(-1)  # L, (B,)
+        num_steps = (sub_block.end_step - sub_block.first_step).clamp(min=1).double()
+        progress = ((state.step + 1 - sub_block.first_step) / num_steps).clamp(0, 1)
         keep = (first_open * torch.cos(progress * (math.pi / 2)) + _ROUNDING).floor().long()
-        return ((state.open & turn.span).sum(-1) - keep).clamp(min=1)
+        return ((state.open & sub_block.span).sum(-1) - keep).clamp(min=1)

@@ -11,7 +11,7 @@ from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.sampling.base import Sampler
-from dgemma.sampling.ranking import best, even_share, propose, take_turn
+from dgemma.sampling.ranking import best, choose_sub_block, even_share, propose
 
 
 class Recent(NamedTuple):
@@ -59,10 +59,10 @@ class KLASS(Sampler):
         divergence = terms.sum(-1)  # (B, C)
         divergences = torch.cat([recent.divergences[:, 1:], divergence[:, None]], dim=1)
 
-        turn = take_turn(state, self.block_len)
-        among = state.open & turn.span
+        sub_block = choose_sub_block(state, self.block_len)
+        among = state.open & sub_block.span
         ready = among & (prediction.confidence > self.tau) & (divergences < self.kl_bound).all(1)
-        fallback = best(prediction.confidence, among, even_share(turn, state))
+        fallback = best(prediction.confidence, among, even_share(sub_block, state))
         write = torch.where(ready.any(-1, keepdim=True), ready, fallback)
         tokens = propose(prediction, state, greedy=self.greedy)
         memory = Recent(log_probs, divergences)

@@ -51,7 +51,7 @@ def propose(prediction: Prediction, state: DenoiseState, *, greedy: bool) -> Ten
     return prediction.argmax if greedy else prediction.sample(state.uniform("token"))
 
 
-class Turn(NamedTuple):
+class SubBlock(NamedTuple):
     """The sub-block to decide now, (B, C) bool, and its steps [first_step, end_step), (B,) each."""
 
     span: Tensor
@@ -59,7 +59,7 @@ class Turn(NamedTuple):
     end_step: Tensor
 
 
-def take_turn(state: DenoiseState, block_len: int | None) -> Turn:
+def choose_sub_block(state: DenoiseState, block_len: int | None) -> SubBlock:
     """Return the leftmost sub-block of `block_len` positions that has an open position; None means the whole canvas.
 
     Steps are divided in proportion to positions. With fewer steps than sub-blocks, several sub-blocks are decided in
@@ -68,7 +68,7 @@ def take_turn(state: DenoiseState, block_len: int | None) -> Turn:
     Example: 8 positions, 8 steps, `block_len=4`: positions 0-3 have steps [0, 4), positions 4-7 steps [4, 8).
     """
     if block_len is None:
-        return Turn(torch.ones_like(state.open), torch.zeros_like(state.step), state.num_steps)
+        return SubBlock(torch.ones_like(state.open), torch.zeros_like(state.step), state.num_steps)
     canvas_len = state.canvas_len
     position = torch.arange(canvas_len, device=state.device)
     start = torch.where(state.open, position, canvas_len).amin(-1) // block_len * block_len  # (B,)
@@ -76,14 +76,14 @@ def take_turn(state: DenoiseState, block_len: int | None) -> Turn:
     due = torch.where(due < canvas_len, due // block_len * block_len, due)
     end = torch.maximum(start + block_len, due).clamp(max=canvas_len)
     span = (position >= start[:, None]) & (position < end[:, None])
-    return Turn(span, start * state.num_steps // canvas_len, end * state.num_steps // canvas_len)
+    return SubBlock(span, start * state.num_steps // canvas_len, end * state.num_steps // canvas_len)
 
 
-def even_share(turn: Turn, state: DenoiseState) -> Tensor:
+def even_share(sub_block: SubBlock, state: DenoiseState) -> Tensor:
     """Return LLaDA's quota (B,): open positions of the sub-block divided by its remaining steps, rounded up.
 
     Example: 10 open positions and 4 steps left are decided 3, 3, 2, 2.
     """
-    num_open = (state.open & turn.span).sum(-1)
-    steps_left = (turn.end_step - state.step).clamp(min=1)
+    num_open = (state.open & sub_block.span).sum(-1)
+    steps_left = (sub_block.end_step - state.step).clamp(min=1)
     return (num_open + steps_left - 1) // steps_left

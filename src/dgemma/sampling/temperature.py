@@ -13,7 +13,10 @@ _LEAST, _MOST = 1e-30, 1e30  # the range in which float32 logits can be divided
 
 
 class Temperature(Protocol):
-    """A schedule: step (B,) counted from 0 and num_steps (B,) → temperature (B,) float32."""
+    """A schedule: step (B,) counted from 0 and num_steps (B,) → temperature (B,) float32.
+
+    Example: `lambda step, num_steps: 1 - 0.5 * step / num_steps` falls from 1 towards 0.5.
+    """
 
     def __call__(self, step: Tensor, num_steps: Tensor) -> Tensor: ...
 

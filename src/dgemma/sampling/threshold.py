@@ -10,7 +10,7 @@ from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.sampling.base import Sampler
-from dgemma.sampling.ranking import best, propose, take_turn
+from dgemma.sampling.ranking import best, choose_sub_block, propose
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Threshold(Sampler):
         check_block_len(self)
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
-        among = state.open & take_turn(state, self.block_len).span
+        among = state.open & choose_sub_block(state, self.block_len).span
         confidence = prediction.confidence
         write = (among & (confidence >= self.tau)) | best(confidence, among, 1)
         tokens = propose(prediction, state, greedy=self.greedy)
@@ -60,7 +60,7 @@ class FactorThreshold(Sampler):
         check_block_len(self)
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
-        among = state.open & take_turn(state, self.block_len).span
+        among = state.open & choose_sub_block(state, self.block_len).span
         # Closed positions rank last, with a confidence that never passes.
         confidence = prediction.confidence.masked_fill(~among, -torch.inf)
         descending = confidence.sort(dim=-1, descending=True).values

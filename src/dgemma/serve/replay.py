@@ -13,12 +13,12 @@ from dgemma.serve.app import create_app
 from dgemma.view.html import to_html
 
 
-class Replay:
+class ReplayPage:
     """A page at `url` that plays a recorded run, until `close`. A notebook shows it in a frame.
 
     The browser must run on this machine, or forward the port. The model fills holes in another thread.
 
-    Example: `Replay(model, generate(model, prompt, record=True).trajectory, tokenizer)`.
+    Example: `ReplayPage(model, generate(model, prompt, record=True).trajectory, tokenizer)`.
     """
 
     def __init__(self, model: Denoiser, trajectory: Trajectory, tokenizer: Tokenizer) -> None:
@@ -44,3 +44,6 @@ class Replay:
     def _repr_html_(self) -> str:
         look = 'title="Denoising, step by step" style="width:100%;height:620px;border:0"'
         return f'<iframe src="{self.url}" {look}></iframe>'
+
+
+Replay = ReplayPage  # the name in earlier versions

@@ -186,7 +186,7 @@ def edit(
 
 
 @dataclass
-class _Row:
+class _TextRow:
     """One row of the batch without its padding, on the host."""
 
     index: int
@@ -222,7 +222,7 @@ class _Writer:
         out, log_probs = tokens.clone(), torch.zeros(tokens.shape, device=device)
         forwards = torch.zeros(tokens.shape[0], dtype=torch.int64, device=device)
         rows = [
-            _Row(index, kept.nonzero()[:, 0], text[kept], holes[kept], 0, Placement(0, 0))
+            _TextRow(index, kept.nonzero()[:, 0], text[kept], holes[kept], 0, Placement(0, 0))
             for index, (text, kept, holes) in enumerate(zip(tokens.cpu(), real.cpu(), todo.cpu(), strict=True))
         ]
         language = None if self.constraint is None else self._language(rows)
@@ -267,7 +267,7 @@ class _Writer:
             trajectories=None if self.record_top is None else tuple(trajectories),
         )
 
-    def _language(self, rows: list[_Row]) -> HoleLanguage:
+    def _language(self, rows: list[_TextRow]) -> HoleLanguage:
         """The constraint over the texts of all rows without padding."""
         holes, allowed = pad_sequence([row.todo for row in rows], batch_first=True), self.plan.span.allowed
         if allowed is not None and allowed.shape[1] > 1:
@@ -276,7 +276,7 @@ class _Writer:
         return HoleLanguage(self.name, self.constraint, holes, allowed, self.plan.noise)
 
     def _plan_canvas(
-        self, rows: list[_Row], number: int, knobs: Knobs, language: HoleLanguage | None, device: torch.device
+        self, rows: list[_TextRow], number: int, knobs: Knobs, language: HoleLanguage | None, device: torch.device
     ) -> Plan:
         """Plan the next canvas of every row as a separate run, like `generate` after the text to its left."""
         canvas_len = self.plan.canvas_len
@@ -314,7 +314,7 @@ class _Writer:
             canvas, frozen = torch.where(is_tail, tail, canvas), frozen | is_tail
         return replace(plan, span=replace(plan.span, canvas=canvas, frozen=frozen))
 
-    def _read_prefix(self, cache: Cache | None, rows: list[_Row], plan: Plan) -> Cache:
+    def _read_prefix(self, cache: Cache | None, rows: list[_TextRow], plan: Plan) -> Cache:
         """Encode the text left of each row's canvas: its new part, or all of it for a recorded run."""
         if self.record_top is not None:
             return self.model.encode(plan.prompt_tokens, None, plan.attention_mask)
@@ -355,7 +355,7 @@ def _pad_rows(parts: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor
     return pad_sequence(parts, batch_first=True).to(device), is_real.to(device)
 
 
-def _allowed_under(allowed: Tensor | None, rows: list[_Row], canvas_len: int) -> Tensor | None:
+def _allowed_under(allowed: Tensor | None, rows: list[_TextRow], canvas_len: int) -> Tensor | None:
     """The part of allowed (B or 1, N or 1, V) under each row's canvas, (R, C or 1, V); all True after its end."""
     if allowed is None:
         return None

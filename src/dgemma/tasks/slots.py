@@ -214,7 +214,7 @@ def _decide(filler: "_Filler", templates: Iterable[Template], bar: Any) -> Itera
 
 
 @dataclass
-class _Row:
+class _TemplateRow:
     """A template as tokens, while it is filled. A place is an index into `pieces`."""
 
     slots: dict[int, Slot]  # by place
@@ -265,7 +265,7 @@ class _Filler:
         self.tail = [] if tail is None else [tail] * model.config.canvas_length
         self.reader = Reader(model, noise, given["num_draws"], given["max_rows"])
 
-    def read(self, owner: str, template: Template, number: int) -> _Row:
+    def read(self, owner: str, template: Template, number: int) -> _TemplateRow:
         """Tokenize a template and check it."""
         if isinstance(template, str) or not isinstance(template, Sequence):
             require(False, owner, "be a list of texts and Slots", template)
@@ -290,11 +290,11 @@ class _Filler:
         else:
             rounds = [[places]] if self.mode == "joint" else [[[place] for place in places]]
         require(self.seed + number < 2**63, owner, "have a seed below 2**63, which is seed + i", self.seed + number)
-        row = _Row(found, pieces, rounds, self.seed + number)
+        row = _TemplateRow(found, pieces, rounds, self.seed + number)
         self._check_sizes(owner, row)
         return row
 
-    def _check_sizes(self, owner: str, row: _Row) -> None:
+    def _check_sizes(self, owner: str, row: _TemplateRow) -> None:
         canvas_len = self.model.config.canvas_length
         longest = [max(map(len, piece.options)) if isinstance(piece, Blank) else len(piece) for piece in row.pieces]
         most = max(longest[place] for place in row.slots)
@@ -313,7 +313,7 @@ class _Filler:
             require(fits, owner, rule, num_combinations, 'Use mode="sequential" or fewer slots.')
 
     @torch.no_grad()
-    def fill(self, rows: list[_Row]) -> list[FilledTemplate]:
+    def fill(self, rows: list[_TemplateRow]) -> list[FilledTemplate]:
         """Fill a batch of templates, round by round."""
         cache: Cache | None = None
         active = rows
@@ -332,14 +332,14 @@ class _Filler:
                     self._choose(row, places, part)
         return [self._result(row) for row in rows]
 
-    def _layouts(self, row: _Row, groups: list[list[int]]) -> list[list[Layout]]:
+    def _layouts(self, row: _TemplateRow, groups: list[list[int]]) -> list[list[Layout]]:
         """A layout per option or combination, for each group of a round."""
         first = groups[0][0]
         pieces = [*row.pieces[first:], self.tail]
         places = [[place - first for place in group] for group in groups]
         return [layouts_of(pieces, group, self.model.config.canvas_length, self.horizon) for group in places]
 
-    def _choose(self, row: _Row, places: list[int], scores: Tensor) -> None:
+    def _choose(self, row: _TemplateRow, places: list[int], scores: Tensor) -> None:
         """Choose an option for each place, given the scores of all combinations."""
         law = (scores / self.temperature).softmax(-1)
         block = torch.tensor([list(row.slots).index(places[0])])
@@ -350,7 +350,7 @@ class _Filler:
         indices = torch.unravel_index(law.argmax() if self.greedy else drawn, sizes)
         row.chosen |= zip(places, map(int, indices), strict=True)
 
-    def _result(self, row: _Row) -> FilledTemplate:
+    def _result(self, row: _TemplateRow) -> FilledTemplate:
         joint, laws = (row.laws[0], _marginals(row.laws[0])) if self.mode == "joint" else (None, row.laws)
         answers = [
             SlotAnswer(slot=slot, index=index, probabilities=law, abstains=bool(law[index] < self.threshold))

@@ -118,20 +118,20 @@ class BatchSource(Protocol):
     def __call__(self, step: int, rows: range) -> TrainBatch: ...
 
 
-class Part(NamedTuple):
+class MicroBatch(NamedTuple):
     """A micro-batch: some rows of a step, and the seed of each row's noise (B,)."""
 
     batch: TrainBatch
     seeds: Tensor
 
-    def to(self, device: torch.device) -> "Part":
-        return Part(self.batch.to(device), self.seeds.to(device, non_blocking=True))
+    def to(self, device: torch.device) -> "MicroBatch":
+        return MicroBatch(self.batch.to(device), self.seeds.to(device, non_blocking=True))
 
 
 class StepInput(NamedTuple):
     """The micro-batches of a step on this process, and their number of tokens without padding."""
 
-    parts: list[Part]
+    parts: list[MicroBatch]
     num_tokens: int
 
 
@@ -185,7 +185,7 @@ def feed(
                     f"{batch.batch_size}. Return a batch of len(rows) rows."
                 )
             check_ids(batch, vocab_size, "train")
-            parts.append(_pin(Part(batch, row_seeds(seed, step, part_rows)), device))
+            parts.append(_pin(MicroBatch(batch, row_seeds(seed, step, part_rows)), device))
         return StepInput(parts, sum(int(part.batch.length.sum()) for part in parts))
 
     with ThreadPoolExecutor(1, thread_name_prefix="dgemma-feed") as pool:
@@ -200,11 +200,11 @@ def feed(
             pool.shutdown(cancel_futures=True)
 
 
-def _pin(part: Part, device: torch.device) -> Part:
+def _pin(part: MicroBatch, device: torch.device) -> MicroBatch:
     """Move a part into page-locked memory, from which copies to the GPU are asynchronous."""
     if device.type != "cuda":
         return part
     names = [field.name for field in fields(part.batch)]
     on_host = [name for name in names if isinstance(t := getattr(part.batch, name), Tensor) and not t.is_cuda]
     changes: dict[str, Any] = {name: getattr(part.batch, name).pin_memory() for name in on_host}
-    return Part(replace(part.batch, **changes), part.seeds.pin_memory())
+    return MicroBatch(replace(part.batch, **changes), part.seeds.pin_memory())

@@ -64,7 +64,7 @@ class Canvases:
             )
 
 
-class Sizes(NamedTuple):
+class CanvasSizes(NamedTuple):
     """The sizes of a batch's canvases, which the host knows. Batches of equal sizes run the same kernels."""
 
     num_tokens: int  # with the fill
@@ -74,7 +74,7 @@ class Sizes(NamedTuple):
     longest: int  # tokens of the longest row, without the fill
 
 
-def sizes_of(batch: TrainBatch, canvas_len: int) -> Sizes:
+def sizes_of(batch: TrainBatch, canvas_len: int) -> CanvasSizes:
     """Return the sizes without waiting for the device.
 
     Example: `sizes_of(batch, 64).num_canvases`.
@@ -84,7 +84,7 @@ def sizes_of(batch: TrainBatch, canvas_len: int) -> Sizes:
     blocks = {(prompt, max(0, -((prompt - length) // canvas_len))) for prompt, length in spans}
     most = max(1, *(count for _, count in blocks))
     last_starts = {prompt + (count - 1) * canvas_len for prompt, count in blocks if count > 0}
-    return Sizes(
+    return CanvasSizes(
         num_tokens=max(1, *(prompt + count * canvas_len for prompt, count in blocks)),
         num_canvases=most,
         prefix_len=max(last_starts, default=0),

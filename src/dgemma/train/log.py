@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dgemma.files import new_file, open_file, write_text, writing
 from dgemma.model.experts import Router, Routing
-from dgemma.train.batch import Part
+from dgemma.train.batch import MicroBatch
 from dgemma.train.parallel import Parallel
 
 
@@ -34,7 +34,7 @@ class TrainStep:
     grad_norm: Tensor  # (), before clipping
     sums: Mapping[str, Tensor]  # per term, the sum of each row of this process (B,)
     counts: Mapping[str, Tensor]  # per term, the number of scored positions of each row (B,)
-    parts: list[Part]  # the micro-batches
+    parts: list[MicroBatch]  # the micro-batches
     num_tokens: int
 
 

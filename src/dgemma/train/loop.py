@@ -25,7 +25,7 @@ from dgemma.model.experts import Experts, require_experts
 from dgemma.model.fused import fusing, start_compiler
 from dgemma.model.quantized import frozen_tensors, quantized_weights
 from dgemma.progress import progress_bar
-from dgemma.train.batch import BatchSource, Part, StepInput, feed
+from dgemma.train.batch import BatchSource, MicroBatch, StepInput, feed
 from dgemma.train.canvases import sizes_of
 from dgemma.train.checkpoints import Checkpoints, lock_folder
 from dgemma.train.config import TrainConfig, checksum, describe_run, refuse_changes
@@ -301,7 +301,7 @@ class _Run:
         warmup = self.config.warmup
         return warmup if self.budget is None or self.steps is None else min(warmup, self.steps // _WARMUP_PART)
 
-    def _measure(self, part: Part, totals: Mapping[str, Tensor]) -> Measured:
+    def _measure(self, part: MicroBatch, totals: Mapping[str, Tensor]) -> Measured:
         """Measure the objective on a micro-batch, and add its gradients to the weights."""
         # No cache of rounded weights: a cache made without gradients would cut the gradients of the next pass.
         autocast = torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
@@ -317,7 +317,7 @@ class _Run:
         sums = {name: value.detach() for name, value in terms.sums.items()}
         return Measured(share.detach(), sums, dict(terms.counts))
 
-    def _totals(self, parts: list[Part]) -> dict[str, Tensor]:
+    def _totals(self, parts: list[MicroBatch]) -> dict[str, Tensor]:
         """Return the objective's counts over the whole step, and under "process/…" those of this process alone."""
         counts = [self.objective.total_counts(part.batch, part.seeds) for part in parts]
         here = {name: torch.stack([count[name] for count in counts]).sum(0) for name in counts[0]}

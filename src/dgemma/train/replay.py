@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dgemma.train.batch import Part
+from dgemma.train.batch import MicroBatch
 
 _WARMUP = 2  # passes before a shape is captured; they compile functions and choose kernels
 _MOST = 8  # graphs; further shapes run as usual
@@ -27,7 +27,7 @@ class Measured(NamedTuple):
         return Measured(self.loss.clone(), sums, counts)
 
 
-Pass = Callable[[Part, Mapping[str, Tensor]], Measured]
+MeasuredPass = Callable[[MicroBatch, Mapping[str, Tensor]], Measured]
 
 
 class Replayed:
@@ -40,14 +40,16 @@ class Replayed:
     Example: `measure = Replayed(measure, model.parameters(), sizes); measured = measure(part, totals)`.
     """
 
-    def __init__(self, run: Pass, parameters: Iterable[nn.Parameter], sizes: Callable[[Part], object]) -> None:
+    def __init__(
+        self, run: MeasuredPass, parameters: Iterable[nn.Parameter], sizes: Callable[[MicroBatch], object]
+    ) -> None:
         self.run, self.parameters, self.sizes = run, list(parameters), sizes
         self.stream = torch.cuda.Stream()
         self.trained: list[nn.Parameter] = []  # those that got a gradient
         self.seen: Counter[object] = Counter()
         self.graphs: dict[object, _Graph] = {}
 
-    def __call__(self, part: Part, totals: Mapping[str, Tensor]) -> Measured:
+    def __call__(self, part: MicroBatch, totals: Mapping[str, Tensor]) -> Measured:
         shapes = tuple((tuple(t.shape), t.dtype) for t in _tensors(part, totals))
         key = self.sizes(part), shapes
         if key not in self.graphs:
@@ -59,7 +61,7 @@ class Replayed:
             self.graphs[key] = _Graph(self, part, totals)
         return self.graphs[key].replay(part, totals)
 
-    def _run_once(self, part: Part, totals: Mapping[str, Tensor]) -> Measured:
+    def _run_once(self, part: MicroBatch, totals: Mapping[str, Tensor]) -> Measured:
         """Run on the stream of the captures, because autograd always adds gradients on the first pass's stream."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
@@ -72,8 +74,8 @@ class Replayed:
 class _Graph:
     """A captured pass with its own inputs and results."""
 
-    def __init__(self, owner: Replayed, part: Part, totals: Mapping[str, Tensor]) -> None:
-        self.part = Part(part.batch.map(torch.clone), part.seeds.clone())
+    def __init__(self, owner: Replayed, part: MicroBatch, totals: Mapping[str, Tensor]) -> None:
+        self.part = MicroBatch(part.batch.map(torch.clone), part.seeds.clone())
         self.totals = {name: t.clone() for name, t in totals.items()}
         # Until the first graph exists, gradients start as None in each step. A captured pass needs tensors to add to.
         for parameter in owner.trained:
@@ -85,13 +87,13 @@ class _Graph:
         with torch.cuda.graph(self.graph, pool=pool, stream=owner.stream, capture_error_mode="thread_local"):
             self.measured = owner.run(self.part, self.totals)
 
-    def replay(self, part: Part, totals: Mapping[str, Tensor]) -> Measured:
+    def replay(self, part: MicroBatch, totals: Mapping[str, Tensor]) -> Measured:
         for own, new in zip(_tensors(self.part, self.totals), _tensors(part, totals), strict=True):
             own.copy_(new)
         self.graph.replay()
         return self.measured.clone()
 
 
-def _tensors(part: Part, totals: Mapping[str, Tensor]) -> Iterator[Tensor]:
+def _tensors(part: MicroBatch, totals: Mapping[str, Tensor]) -> Iterator[Tensor]:
     values = (getattr(part.batch, field.name) for field in fields(part.batch))
     return (value for value in (*values, part.seeds, *totals.values()) if isinstance(value, Tensor))

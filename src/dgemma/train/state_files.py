@@ -36,7 +36,7 @@ _DTYPES = {
 }
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """A block of a tensor in one file: the tensor's shape, the first index of the block, and the block's shape."""
 
     file: Path
@@ -105,7 +105,7 @@ def load_state(folder: Path, state: Mapping[str, Tensor]) -> None:
                     _copy(files[part.file], name, part, offset, target)
 
 
-def _read_parts(folder: Path) -> dict[str, list[Part]]:
+def _read_parts(folder: Path) -> dict[str, list[TensorPart]]:
     """Return the parts of every stored tensor, after checking that they fill it."""
     if (folder / STATE_FILE).exists():
         paths = [folder / STATE_FILE]
@@ -116,7 +116,7 @@ def _read_parts(folder: Path) -> dict[str, list[Part]]:
             raise ValueError("an earlier version wrote it as a pickle, which this one never reads")
         if numbers != [(rank, len(paths)) for rank in range(len(paths))] or not paths:
             raise ValueError(f"{STATE_FILE} or a file of some process is missing")
-    stored: dict[str, list[Part]] = {}
+    stored: dict[str, list[TensorPart]] = {}
     for path in paths:
         with open_tensors(path) as file:
             places = parse_json((file.metadata() or {}).get(_PARTS, "{}"), f"the places of parts in {path.name}")
@@ -129,7 +129,7 @@ def _read_parts(folder: Path) -> dict[str, list[Part]]:
     return stored
 
 
-def _read_part(path: Path, name: str, entry: Any, place: Any) -> Part:
+def _read_part(path: Path, name: str, entry: Any, place: Any) -> TensorPart:
     shape = tuple(entry.get_shape())
     whole, offset = shape, (0,) * len(shape)
     if place is not None:
@@ -141,7 +141,7 @@ def _read_part(path: Path, name: str, entry: Any, place: Any) -> Part:
         if not is_place or any(o + s > w for w, o, s in zip(*sizes, shape, strict=True)):
             raise ValueError(f"the place of {name} in {path.name} cannot be {show(place)}")
         whole, offset = tuple(sizes[0]), tuple(sizes[1])
-    return Part(path, whole, offset, shape, _DTYPES.get(entry.get_dtype()))
+    return TensorPart(path, whole, offset, shape, _DTYPES.get(entry.get_dtype()))
 
 
 def _local_parts(tensor: Tensor) -> list[tuple[Sequence[int], Tensor]]:
@@ -152,7 +152,7 @@ def _local_parts(tensor: Tensor) -> list[tuple[Sequence[int], Tensor]]:
     return [(tuple(chunk.offsets), tensor.to_local()) for chunk in tensor.__create_chunk_list__()]  # type: ignore[attr-defined]
 
 
-def _copy(file: Any, name: str, part: Part, offset: Sequence[int], target: Tensor) -> None:
+def _copy(file: Any, name: str, part: TensorPart, offset: Sequence[int], target: Tensor) -> None:
     """Copy the elements that a stored part and a part of this process share."""
     if part.shape == part.whole == tuple(target.shape):
         target.copy_(file.get_tensor(name))

@@ -109,7 +109,7 @@ class TogetherPass:
         )
         noisy = attend(noisy_queries, noisy_keys, noisy_values, self.canvases.masks[number])
         text = attend(queries, keys, values, self.text.masks[number])
-        attended = _project_out(layer, _Join.apply(noisy, text), kept)
+        attended = _project_out(layer, _JoinTokens.apply(noisy, text), kept)
         scalars = (layer.layer_scalar.expand(num_noisy), layer.causal_layer_scalar.expand(text.shape[1]))
         scalar = torch.cat(scalars).repeat(self.batch_size)[:, None]
         return layer.feed_forward(x, attended, scalar, kept), noisy_keys, noisy_values
@@ -171,7 +171,7 @@ class _Split(torch.autograd.Function):
         return in_words(_join, first[:, :start], *middle, second[:, shared:]), None, None
 
 
-class _Join(torch.autograd.Function):
+class _JoinTokens(torch.autograd.Function):
     """The tokens of both (B, T, …). Defines its own gradient, because attention copies gradients that are slices."""
 
     @staticmethod

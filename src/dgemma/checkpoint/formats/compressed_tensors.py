@@ -49,7 +49,7 @@ _FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantiz
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Group:
+class _ConfigGroup:
     """One entry of config_groups: its targets, and the format of their weights."""
 
     targets: Names
@@ -94,7 +94,7 @@ def read_compressed(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> 
     return contents
 
 
-def _groups(config: Mapping[str, Any]) -> list[_Group]:
+def _groups(config: Mapping[str, Any]) -> list[_ConfigGroup]:
     for name in ("sparsity_config", "transform_config"):
         if config.get(name):
             raise refuse(name, "be empty", config[name])
@@ -107,7 +107,7 @@ def _groups(config: Mapping[str, Any]) -> list[_Group]:
     return [_group(name, group, config.get("format")) for name, group in found.items()]
 
 
-def _group(name: str, group: Any, default_format: Any) -> _Group:
+def _group(name: str, group: Any, default_format: Any) -> _ConfigGroup:
     owner = f"config_groups.{name}"
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
@@ -142,19 +142,21 @@ def _group(name: str, group: Any, default_format: Any) -> _Group:
     kept = size if strategy in ("group", "tensor_group") else None
     if format == "naive-quantized":
         format = "float-quantized" if kind == "float" else "int-quantized"
-    return _Group(
+    return _ConfigGroup(
         targets=Names(targets), classes=targets, format=format, bits=bits, symmetric=symmetric, group_size=kept
     )
 
 
-def _group_of(module: str, groups: Sequence[_Group]) -> _Group | None:
+def _group_of(module: str, groups: Sequence[_ConfigGroup]) -> _ConfigGroup | None:
     for group in groups:
         if module in group.targets or ("Linear" in group.classes and is_linear(module)):
             return group
     return None
 
 
-def _add(contents: Contents, module: str, group: _Group, tensors: dict[str, str], stored: Mapping[str, Stored]) -> None:
+def _add(
+    contents: Contents, module: str, group: _ConfigGroup, tensors: dict[str, str], stored: Mapping[str, Stored]
+) -> None:
     """Add the entry of a quantised module, or the problems of its tensors."""
     required, optional, dtypes = {
         "pack-quantized": (("weight_packed", "weight_scale", "weight_shape"), ("weight_g_idx",), ("I32",)),
@@ -187,14 +189,14 @@ def _add(contents: Contents, module: str, group: _Group, tensors: dict[str, str]
     contents.entries[weight_name(module)] = Entry(tensors=used, shape=shape, format=name, decode=decode)
 
 
-def _logical_shape(codes: Stored, group: _Group) -> tuple[int, ...]:
+def _logical_shape(codes: Stored, group: _ConfigGroup) -> tuple[int, ...]:
     *rows, width = codes.shape or (0,)
     per_element = {"pack-quantized": 32 // group.bits, "nvfp4-pack-quantized": 2}.get(group.format, 1)
     return (*rows, width * per_element)
 
 
 def _scale_problems(
-    module: str, shape: tuple[int, ...], group: _Group, tensors: Mapping[str, str], stored: Mapping[str, Stored]
+    module: str, shape: tuple[int, ...], group: _ConfigGroup, tensors: Mapping[str, str], stored: Mapping[str, Stored]
 ) -> list[str]:
     scale = stored[tensors["weight_scale"]]
     num_groups = 1 if group.group_size is None else shape[-1] // group.group_size

@@ -1,6 +1,6 @@
 """Sudoku: puzzles with one solution, their symmetries and splits, and their form as tokens."""
 
-from dgemma.data.sudoku.completion import Completion, complete, is_solution, retry, sudoku_noise
+from dgemma.data.sudoku.completion import CompletedPuzzles, complete, is_solution, retry, sudoku_noise
 from dgemma.data.sudoku.encoding import (
     DIGIT_TOKENS,
     MASK_TOKEN,
@@ -22,7 +22,7 @@ __all__ = [
     "MASK_TOKEN",
     "NUM_CELLS",
     "VOCAB_SIZE",
-    "Completion",
+    "CompletedPuzzles",
     "Puzzles",
     "SudokuSource",
     "TextSudoku",
@@ -42,3 +42,5 @@ __all__ = [
     "sudoku_noise",
     "to_text",
 ]
+
+Completion = CompletedPuzzles  # the name in earlier versions

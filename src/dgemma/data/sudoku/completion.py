@@ -30,7 +30,7 @@ from dgemma.run.trajectory import Generation
 
 
 @dataclass(frozen=True, kw_only=True)
-class Completion:
+class CompletedPuzzles:
     """A model's answers to B puzzles: grids (B, 81) of digits, and the last call of `generate`."""
 
     puzzles: Tensor  # (B, 81)
@@ -91,7 +91,7 @@ def sudoku_noise(kind: str) -> Noise:
 
 def complete(
     model: Denoiser, puzzles: Any, *, keep_clues: bool = True, noise: Noise | None = None, **options: Any
-) -> Completion:
+) -> CompletedPuzzles:
     """Let a model trained on `SudokuSource` solve puzzles: digits (B, 81) with 0 for a blank, or texts for `parse`.
 
     keep_clues: freeze the clues on the canvas; otherwise the model must copy them from the prompt. noise: by default
@@ -128,10 +128,10 @@ def complete(
         **options,
     )
     grids = canvas_digits(generation.new_tokens)
-    return Completion(puzzles=puzzles, grids=grids, steps=generation.steps[:, 0], generation=generation)
+    return CompletedPuzzles(puzzles=puzzles, grids=grids, steps=generation.steps[:, 0], generation=generation)
 
 
-def retry(model: Denoiser, completion: Completion, *, moves_seed: int = 0, **options: Any) -> Completion:
+def retry(model: Denoiser, completion: CompletedPuzzles, *, moves_seed: int = 0, **options: Any) -> CompletedPuzzles:
     """Try unsolved puzzles again as equivalent ones, with permuted rows, columns and digits.
 
     A wrong model is usually confident, so sampling again hardly helps. Of 20 failures, resampling the cells of broken
