@@ -12,9 +12,9 @@ from dgemma.run.defaults import default_sampler, learnt_noise
 from dgemma.run.loop import denoise_canvas
 from dgemma.run.many import Completion
 from dgemma.run.plan import Plan, read_plan
-from dgemma.run.records import BlockCommit, Moment, StepRecord
+from dgemma.run.records import BlockCommit, Moment, RecordedStep, StepRecord
 from dgemma.run.step import settle
-from dgemma.run.trajectory import Generation, RecordedStep
+from dgemma.run.trajectory import Generation
 from dgemma.sampling import (
     KLASS,
     P2,

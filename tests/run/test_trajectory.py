@@ -171,7 +171,7 @@ def test_a_number_that_no_run_records_is_refused(recorded, tmp_path, name, value
         tensors, metadata = {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
     tensors[f"steps.{name}"].view(-1)[3] = value
     save_file(tensors, path, metadata=metadata)
-    with pytest.raises(ValueError, match=rf"steps\.{name} cannot be torch.float32 of shape"):
+    with pytest.raises(ValueError, match=rf"steps\.{name} must be in \[0, .*\], got torch.float32 of shape"):
         Trajectory.load(path)
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from dgemma.checks import require
 from dgemma.model.fused import compiles_on, fusible
 
 # Values of the sixteen e2m1 codes: a sign bit, two bits of exponent, one bit of mantissa.
@@ -145,18 +146,16 @@ class IntWeight(QuantizedWeight):
             ("group_index", group_index),
         ):
             self.register_buffer(name, tensor)
-        _require(codes.dtype == torch.uint8, "IntWeight.codes", "be uint8", codes)
-        _require(scale.is_floating_point() and scale.shape[:-1] == codes.shape[:-1], "IntWeight.scale", _ROWS, scale)
+        require(codes.dtype == torch.uint8, "IntWeight.codes", "be uint8", codes)
+        require(scale.is_floating_point() and scale.shape[:-1] == codes.shape[:-1], "IntWeight.scale", _ROWS, scale)
         for name, tensor in (("zero_point", zero_point), ("bias", bias)):
             fits = tensor is None or tensor.shape == scale.shape
-            _require(fits, f"IntWeight.{name}", "have the shape of scale", tensor)
+            require(fits, f"IntWeight.{name}", "have the shape of scale", tensor)
         if group_index is None:
-            _require(
-                self.shape[-1] % scale.shape[-1] == 0, "IntWeight.scale", f"divide {self.shape[-1]} columns", scale
-            )
+            require(self.shape[-1] % scale.shape[-1] == 0, "IntWeight.scale", f"divide {self.shape[-1]} columns", scale)
         else:
             fits = group_index.shape == (*self.shape[:-2], self.shape[-1])
-            _require(fits, "IntWeight.group_index", "name one group per column", group_index)
+            require(fits, "IntWeight.group_index", "name one group per column", group_index)
 
     @property
     def format(self) -> str:  # type: ignore[override]
@@ -225,9 +224,9 @@ class Float8Weight(QuantizedWeight):
         super().__init__()
         self.register_buffer("values", values)
         self.register_buffer("scale", scale)
-        _require(values.dtype == torch.float8_e4m3fn, "Float8Weight.values", "be float8_e4m3fn", values)
+        require(values.dtype == torch.float8_e4m3fn, "Float8Weight.values", "be float8_e4m3fn", values)
         fits = scale.dtype == torch.float32 and scale.shape == values.shape[:-1]
-        _require(fits, "Float8Weight.scale", "be float32 with one scale per row", scale)
+        require(fits, "Float8Weight.scale", "be float32 with one scale per row", scale)
 
     @property
     def shape(self) -> torch.Size:
@@ -263,11 +262,11 @@ class NvFp4Weight(QuantizedWeight):
         self.register_buffer("scale", scale)
         self.register_buffer("row_scale", row_scale)
         groups = codes.shape[-1] * 2 // NVFP4_GROUP
-        _require(codes.dtype == torch.uint8, "NvFp4Weight.codes", "be uint8", codes)
+        require(codes.dtype == torch.uint8, "NvFp4Weight.codes", "be uint8", codes)
         fits = scale.dtype == torch.float8_e4m3fn and scale.shape == (*codes.shape[:-1], groups)
-        _require(fits, "NvFp4Weight.scale", "be float8_e4m3fn with one scale per 16 columns", scale)
+        require(fits, "NvFp4Weight.scale", "be float8_e4m3fn with one scale per 16 columns", scale)
         fits = row_scale.dtype == torch.float32 and row_scale.shape == codes.shape[:-1]
-        _require(fits, "NvFp4Weight.row_scale", "be float32 with one scale per row", row_scale)
+        require(fits, "NvFp4Weight.row_scale", "be float32 with one scale per row", row_scale)
 
     @property
     def shape(self) -> torch.Size:
@@ -411,8 +410,3 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
     Example: `unpack_nibbles(torch.tensor([0x21], dtype=torch.uint8))` is [1, 2].
     """
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-
-
-def _require(fits: bool, field: str, rule: str, got: Tensor | None) -> None:
-    if not fits:
-        raise ValueError(f"{field} must {rule}, got {None if got is None else (got.dtype, tuple(got.shape))}.")

@@ -104,6 +104,18 @@ def apply_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> tuple[
     return state, knobs
 
 
+def merge_changes(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    """Combine two sets of changes; later changes replace earlier ones.
+
+    Example: `merge_changes({"top_k": 5}, {"top_k": None})` is {"top_k": None}.
+    """
+    if "state" in later:  # the new state already includes the earlier changes of the state
+        earlier = knob_changes(earlier)
+    if later.keys() & {"canvas", "frozen"}:  # canvas and frozen determine `open`
+        earlier = {name: value for name, value in earlier.items() if name != "open"}
+    return {**earlier, **later}
+
+
 def snapshot(state: DenoiseState) -> DenoiseState:
     """Copy a state, to detect later writes into its tensors. Predictions are shared, not copied.
 

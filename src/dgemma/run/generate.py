@@ -11,7 +11,8 @@
     8 tokens → text                        checkpoint/tokenizer.py          (B, N) → str
 
 `generate` turns its arguments into a plan (plan.py) and runs the loop over blocks (loop.py). Each iteration of the
-inner loop is one step (step.py). `record=True` keeps every step in a trajectory (trajectory.py).
+inner loop is one step (step.py). `record=True` keeps every step (recording.py) in a trajectory, which can
+be replayed and forked (trajectory.py).
 """
 
 from collections.abc import Generator

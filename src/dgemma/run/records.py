@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -39,6 +39,40 @@ class StepRecord:
     def top(self, k: int) -> Top:
         """The k best candidates of every position, computed on demand."""
         return self.prediction.top(k)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RecordedStep:
+    """One step of R unfinished rows, C positions and k candidates, on the CPU in small types."""
+
+    block: int
+    index: int  # the step's place in its block
+    rows: Tensor  # (R,) row numbers in the batch
+    step: Tensor  # (R,) int64, the step number used in random draws
+    seeds: Tensor  # (R,) int64
+    temperature: Tensor  # (R,) float32
+    noise_level: Tensor  # (R,) float64
+    done: Tensor  # (R,) bool, after the step
+    canvas: Tensor  # (R, C) int, before the step
+    next_canvas: Tensor  # (R, C) int, after it
+    draft: Tensor  # (R, C) int: the commit if the canvas ended after this step
+    argmax: Tensor  # (R, C) int
+    accepted: Tensor  # (R, C) bool
+    renoised: Tensor  # (R, C) bool
+    open: Tensor  # (R, C) bool, after the step
+    entropy: Tensor  # (R, C) float32, nats
+    confidence: Tensor  # (R, C) float32
+    top_tokens: Tensor  # (R, C, k) int, best first
+    top_probabilities: Tensor  # (R, C, k) float16
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Change:
+    """Changes by a callback or a fork before step `index` of a block: fields of the state and knobs, by name."""
+
+    block: int
+    index: int
+    values: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)

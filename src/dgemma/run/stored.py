@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgemma.checks import show
+from dgemma.checks import in_range, require, require_tensor
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.state import DenoiseState
 from dgemma.run.arguments import MOST_STEPS, Span
 from dgemma.run.knobs import Knobs
 from dgemma.run.plan import Plan
-from dgemma.run.records import BlockCommit
+from dgemma.run.records import BlockCommit, Change
 
 _INTS = (torch.int16, torch.int32, torch.int64)
 _CHANGED = {f.name for f in fields(DenoiseState)} | {f.name for f in fields(Knobs)}
@@ -43,113 +43,118 @@ def check_content(content: Mapping[str, Any]) -> None:
     Example: `check_content(archive.load("run.safetensors", kind="trajectory"))`.
     """
     plan, top, sizes = content.get("plan"), content.get("top"), content.get("sizes")
-    _require(isinstance(plan, Plan), "plan", plan)
+    require(isinstance(plan, Plan), "plan", "be a Plan", plan)
     assert isinstance(plan, Plan)
     _check_plan(plan)
-    _require(_is_int(top, 0, plan.noise.vocab_size), "top", top)
-    _require(isinstance(sizes, tuple), "sizes", sizes)
+    require(_is_int(top, 0, plan.noise.vocab_size), "top", f"be in [0, {plan.noise.vocab_size}]", top)
+    require(isinstance(sizes, tuple), "sizes", "be a list", sizes)
     batch_size = plan.prompt_tokens.shape[0]
     place = (-1, -1)
     for size in sizes or ():
         fits = isinstance(size, tuple) and len(size) == 3 and all(type(number) is int for number in size)
         fits = fits and 0 <= size[0] < plan.num_blocks and 0 <= size[1] < plan.num_steps and 1 <= size[2] <= batch_size
-        _require(fits and size[:2] > place, "sizes", size)
+        require(fits and size[:2] > place, "sizes", "be a block, a step and a number of rows, in order", size)
         place = size[:2]
     _check_columns(content.get("steps"), [size[2] for size in sizes or ()], plan, top or 0)
     commits, changes = content.get("commits"), content.get("changes")
-    _require(isinstance(commits, tuple) and len(commits) <= plan.num_blocks, "commits", commits)
+    fits = isinstance(commits, tuple) and len(commits) <= plan.num_blocks
+    require(fits, "commits", f"be a list of at most {plan.num_blocks} blocks", commits)
     for number, commit in enumerate(commits or ()):
-        _require(isinstance(commit, BlockCommit) and _is_int(commit.block, number, number), "commits", commit)
-        _require_tensor("commits.tokens", commit.tokens, (batch_size, plan.canvas_len), _INTS)
-        _require_ids("commits.tokens", commit.tokens, 0, plan.noise.vocab_size)
-        _require_tensor("commits.finished", commit.finished, (batch_size,), (torch.bool,))
-        _require_tensor("commits.steps", commit.steps, (batch_size,), _INTS)
-    _require(isinstance(changes, tuple), "changes", changes)
+        fits = isinstance(commit, BlockCommit) and _is_int(commit.block, number, number)
+        require(fits, "commits", f"have block {number} here", commit)
+        shape = (batch_size, plan.canvas_len)
+        require_tensor(commit.tokens, "commits.tokens", f"be ids {shape}", shape=shape, dtypes=_INTS)
+        _check_ids("commits.tokens", commit.tokens, plan.noise.vocab_size)
+        _check_rows("commits.finished", commit.finished, batch_size, (torch.bool,))
+        _check_rows("commits.steps", commit.steps, batch_size, _INTS)
+    require(isinstance(changes, tuple), "changes", "be a list", changes)
     for change in changes or ():
-        place_fits = _is_int(getattr(change, "block", None), 0, plan.num_blocks - 1)
-        place_fits = place_fits and _is_int(getattr(change, "index", None), 0, plan.num_steps)
-        values = getattr(change, "values", None)
-        _require(place_fits and isinstance(values, dict) and values.keys() <= _CHANGED, "changes", change)
+        fits = isinstance(change, Change) and isinstance(change.values, dict) and change.values.keys() <= _CHANGED
+        fits = fits and _is_int(change.block, 0, plan.num_blocks - 1) and _is_int(change.index, 0, plan.num_steps)
+        require(fits, "changes", "be values of the state or knobs before a step of the run", change)
 
 
 def _check_plan(plan: Plan) -> None:
-    _require(isinstance(plan.noise, Noise), "plan.noise", plan.noise)
-    _require(isinstance(plan.knobs, Knobs), "plan.knobs", plan.knobs)
+    require(isinstance(plan.noise, Noise), "plan.noise", "be a Noise", plan.noise)
+    require(isinstance(plan.knobs, Knobs), "plan.knobs", "be Knobs", plan.knobs)
     vocab_size = plan.noise.vocab_size
     for name, most in (("num_blocks", 1 << 31), ("num_steps", MOST_STEPS), ("canvas_len", 1 << 31)):
-        _require(_is_int(getattr(plan, name), 1, most), f"plan.{name}", getattr(plan, name))
+        require(_is_int(getattr(plan, name), 1, most), f"plan.{name}", f"be in [1, {most}]", getattr(plan, name))
     prompt = plan.prompt_tokens
-    is_prompt = isinstance(prompt, Tensor) and prompt.dim() == 2 and prompt.dtype in _INTS and prompt.shape[0] > 0
-    _require(is_prompt and (prompt.shape[1] > 0 or plan.num_cached is not None), "plan.prompt_tokens", prompt)
-    _require_ids("plan.prompt_tokens", prompt, 0, vocab_size)
+    require_tensor(prompt, "plan.prompt_tokens", "be ids (B, P)", shape=(None, None), dtypes=_INTS)
+    fits = prompt.shape[0] > 0 and (prompt.shape[1] > 0 or plan.num_cached is not None)
+    require(fits, "plan.prompt_tokens", "have a row and, without a cache, a token", prompt)
+    _check_ids("plan.prompt_tokens", prompt, vocab_size)
     batch_size, num_positions = prompt.shape[0], plan.num_blocks * plan.canvas_len
-    _require_tensor("plan.seeds", plan.seeds, (plan.num_blocks, batch_size), (torch.int64,))
+    shape = (plan.num_blocks, batch_size)
+    require_tensor(plan.seeds, "plan.seeds", f"be int64 {shape}", shape=shape, dtypes=(torch.int64,))
     for name in ("num_cached", "text_len"):
         if getattr(plan, name) is not None:
-            _require_tensor(f"plan.{name}", getattr(plan, name), (batch_size,), _INTS)
+            _check_rows(f"plan.{name}", getattr(plan, name), batch_size, _INTS)
     mask = plan.attention_mask
     if mask is not None:
-        fits = isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[0] == batch_size
-        _require(fits and mask.shape[1] >= prompt.shape[1] and not mask.is_complex(), "plan.attention_mask", mask)
+        rule = f"be real and have {batch_size} rows that cover the prompt"
+        require_tensor(mask, "plan.attention_mask", rule, shape=(batch_size, None))
+        require(mask.shape[1] >= prompt.shape[1] and not mask.is_complex(), "plan.attention_mask", rule, mask)
     stops = plan.eos_token_ids
-    _require(isinstance(stops, tuple) and all(_is_int(s, -(2**63), 2**63 - 1) for s in stops), "eos_token_ids", stops)
-    _require(_is_int(plan.pad_token_id, 0, vocab_size - 1), "plan.pad_token_id", plan.pad_token_id)
-    _require(_is_int(plan.first_block, 0, 2**62), "plan.first_block", plan.first_block)
+    fits = isinstance(stops, tuple) and all(_is_int(stop, -(2**63), 2**63 - 1) for stop in stops)
+    require(fits, "plan.eos_token_ids", "be 64-bit integers", stops)
+    require(_is_int(plan.pad_token_id, 0, vocab_size - 1), "plan.pad_token_id", "be a token", plan.pad_token_id)
+    require(_is_int(plan.first_block, 0, 2**62), "plan.first_block", "be in [0, 2**62]", plan.first_block)
     level = plan.noise_level
-    _require(isinstance(level, float | int) and 0 < level <= 1, "plan.noise_level", level)
+    require(isinstance(level, float | int) and 0 < level <= 1, "plan.noise_level", "be in (0, 1]", level)
     _check_span(plan.span, batch_size, num_positions, vocab_size)
 
 
 def _check_span(span: Any, batch_size: int, num_positions: int, vocab_size: int) -> None:
-    _require(isinstance(span, Span), "plan.span", span)
-    for name, dtypes in (("canvas", (torch.int64,)), ("frozen", (torch.bool,)), ("awaited", (torch.bool,))):
+    require(isinstance(span, Span), "plan.span", "be a Span", span)
+    rule = f"have {batch_size} rows of 1 to {num_positions} positions"
+    for name, dtype in (("canvas", torch.int64), ("frozen", torch.bool), ("awaited", torch.bool)):
         value = getattr(span, name)
         if value is not None:
-            fits = isinstance(value, Tensor) and value.dim() == 2 and 1 <= value.shape[1] <= num_positions
-            _require(fits and len(value) == batch_size and value.dtype in dtypes, f"plan.span.{name}", value)
+            require_tensor(value, f"plan.span.{name}", f"be {dtype}", shape=(batch_size, None), dtypes=(dtype,))
+            require(1 <= value.shape[1] <= num_positions, f"plan.span.{name}", rule, value)
     if span.canvas is not None:
-        _require_ids("plan.span.canvas", span.canvas, -1, vocab_size)
+        _check_ids("plan.span.canvas", span.canvas, vocab_size, least=-1)
     if span.frozen is not None:
-        _require(span.canvas is not None and span.canvas.shape == span.frozen.shape, "plan.span.frozen", span.frozen)
+        fits = span.canvas is not None and span.canvas.shape == span.frozen.shape
+        require(fits, "plan.span.frozen", "have the shape of plan.span.canvas", span.frozen)
     allowed = span.allowed
     if allowed is not None:
-        fits = isinstance(allowed, Tensor) and allowed.dim() == 3 and allowed.dtype == torch.bool
-        fits = fits and allowed.shape[0] in (1, batch_size) and 1 <= allowed.shape[1] <= num_positions
-        _require(fits and allowed.shape[2] == vocab_size, "plan.span.allowed", allowed)
+        shape = (None, None, vocab_size)
+        require_tensor(allowed, "plan.span.allowed", f"be {shape} bool", shape=shape, dtypes=(torch.bool,))
+        fits = allowed.shape[0] in (1, batch_size) and 1 <= allowed.shape[1] <= num_positions
+        require(fits, "plan.span.allowed", f"{rule}, or one row", allowed)
 
 
 def _check_columns(steps: Any, num_rows: list[int], plan: Plan, top: int) -> None:
     known = {**_OF_ROWS, **_OF_POSITIONS, **_OF_CANDIDATES}
-    _require(isinstance(steps, dict) and steps.keys() == (known.keys() if num_rows else set()), "steps", steps)
+    fits = isinstance(steps, dict) and steps.keys() == (known.keys() if num_rows else set())
+    require(fits, "steps", "be the columns of the recorded steps", steps)
     if not num_rows:
         return
     shape = (sum(num_rows), plan.canvas_len, top)
     for columns, num_dims in ((_OF_ROWS, 1), (_OF_POSITIONS, 2), (_OF_CANDIDATES, 3)):
         for name, dtypes in columns.items():
-            _require_tensor(f"steps.{name}", steps[name], shape[:num_dims], dtypes)
+            rule = f"be {dtypes[-1]} {shape[:num_dims]}"
+            require_tensor(steps[name], f"steps.{name}", rule, shape=shape[:num_dims], dtypes=dtypes)
     for name in _TOKENS:
-        _require_ids(f"steps.{name}", steps[name], 0, plan.noise.vocab_size)
+        _check_ids(f"steps.{name}", steps[name], plan.noise.vocab_size)
     for name, largest in _LARGEST.items():
         values = steps[name]
         fits = not values.numel() or (float(values.min()) >= -_ROUNDING and float(values.max()) <= largest + _ROUNDING)
-        _require(fits, f"steps.{name}", values)  # a NaN does not fit either
-    _require_ids("steps.rows", steps["rows"], 0, plan.prompt_tokens.shape[0])
+        require(fits, f"steps.{name}", f"be in [0, {largest:g}]", values)  # a NaN does not fit either
+    _check_ids("steps.rows", steps["rows"], plan.prompt_tokens.shape[0])
     for rows in steps["rows"].split(num_rows):
-        _require(bool((rows.diff() > 0).all()), "steps.rows", rows)
+        require(bool((rows.diff() > 0).all()), "steps.rows", "ascend within a step", rows)
 
 
-def _require(condition: bool, name: str, value: Any) -> None:
-    if not condition:
-        raise ValueError(f"{name} cannot be {show(value)}.")
+def _check_rows(name: str, value: Any, batch_size: int, dtypes: tuple[torch.dtype, ...]) -> None:
+    require_tensor(value, name, f"be {dtypes[-1]} ({batch_size},)", shape=(batch_size,), dtypes=dtypes)
 
 
-def _require_tensor(name: str, value: Any, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
-    _require(isinstance(value, Tensor) and tuple(value.shape) == shape and value.dtype in dtypes, name, value)
-
-
-def _require_ids(name: str, ids: Tensor, least: int, end: int) -> None:
-    if ids.numel():
-        _require(least <= int(ids.min()) and int(ids.max()) < end, name, (int(ids.min()), int(ids.max())))
+def _check_ids(name: str, ids: Tensor, end: int, *, least: int = 0) -> None:
+    require(in_range(ids, end, least=least), name, f"be in [{least}, {end})", ids)
 
 
 def _is_int(value: Any, least: int, most: int) -> bool:

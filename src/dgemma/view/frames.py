@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from dgemma.checks import as_lists
 from dgemma.printing import printable
-from dgemma.run.trajectory import RecordedStep, Trajectory
+from dgemma.run.records import RecordedStep
+from dgemma.run.trajectory import Trajectory
 from dgemma.view.board import NUM_CELLS, Board
 from dgemma.view.pieces import Pieces
 
