@@ -204,6 +204,8 @@ def test_the_likelihood_bound_is_the_sum_over_all_sets_of_masks(bert):
 class Plain(Denoiser):
     """A DiffusionGemma that shows nothing but the interface of a denoiser."""
 
+    has_causal_mode = True
+
     def __init__(self, model):
         self.model, self.generation, self.device = model, model.generation, model.device
         self.config, self.takes_noise_level = model.config, model.takes_noise_level

@@ -180,6 +180,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
 
     config: ModelConfig
     generation: GenerationDefaults  # the model's at first; later changes of either do not affect the other
+    has_causal_mode = True
 
     @torch.no_grad()
     def __init__(
@@ -323,7 +324,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
     @torch.no_grad()
     @in_turn
     def causal_step(self, state: CausalState, *, cache: FusedCache, rule: CausalRule) -> CausalState:
-        """Read the last token and draw the next one in one graph; see `dgemma.tasks.autoregressive.causal_step`."""
+        """Read the last token and draw the next one in one graph; see `Denoiser.causal_step`."""
         fused, _ = self._check_prefix(state.token, cache, None)
         fused.catch_up()
         buffers = fused.make_room(1, self.config.canvas_length)

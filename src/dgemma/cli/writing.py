@@ -102,7 +102,7 @@ def run_race(arguments: argparse.Namespace) -> None:
         view.race(
             stream(writer.denoiser, prompt, max_new_tokens=arguments.max_new_tokens, **settings),
             stream_causal(
-                writer.denoiser,  # type: ignore[arg-type]
+                writer.denoiser,
                 prompt,
                 max_new_tokens=arguments.max_new_tokens + -arguments.max_new_tokens % canvas_len,
                 temperature=settings.get("temperature", _CAUSAL_TEMPERATURE),

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checkpoint.weights import resolve, stored_folder
@@ -139,7 +138,7 @@ class DiffusionLM(TemplateLM):
         self.tokens = tokenizer
         self.thinking, self.likelihood_mode, self.num_samples = bool(thinking), likelihood, int(num_samples)
         self.check_greedy, self.batch_rows = bool(check_greedy), rows
-        if likelihood != "bound" and not hasattr(self.model, "causal_logits"):
+        if likelihood != "bound" and not self.model.has_causal_mode:
             raise ValueError(
                 f"likelihood must be 'bound' for a {type(self.model).__name__}, which has no causal mode, "
                 f"got {likelihood!r}."
@@ -382,7 +381,7 @@ class DiffusionLM(TemplateLM):
 
     def _writes_causally(self, pair: Pair) -> bool:
         row = torch.tensor([[*pair.context, *pair.continuation]], device=self.model.device)
-        logits: Tensor = self.model.causal_logits(row)  # type: ignore[attr-defined]
+        logits = self.model.causal_logits(row)
         return logits[0, len(pair.context) - 1 : -1].argmax(-1).tolist() == pair.continuation
 
     def _note(self, request: Any, **values: Any) -> None:

@@ -55,6 +55,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
 
     config: ModelConfig
     generation: GenerationDefaults
+    has_causal_mode = True
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ from dgemma.diffusion.state import DenoiseState
 from dgemma.model.cache import Cache
 from dgemma.model.config import DenoiserConfig, GenerationDefaults
 from dgemma.run.arguments import MOST_STEPS, check_memory, check_valid, read_noise_level
+from dgemma.run.causal import CausalRule, CausalState
 from dgemma.run.knobs import Knobs
 from dgemma.run.records import StepRecord
 from dgemma.sampling.stopping import ask
@@ -35,9 +36,10 @@ _LAST_RESORT = 300.0
 class Denoiser(Generic[CacheT]):
     """The interface that a run needs from a model. `DiffusionGemma`, its accelerated form and `Guided` implement it.
 
-    A subclass defines `encode`, `denoise` and the attributes `config`, `generation` and `device`. An engine is a
-    faster denoiser, such as the result of `accelerate`. It may override `step`, `uniform` and `read_ahead` with faster
-    functions that return the same results.
+    A subclass defines `encode`, `denoise` and the attributes `config`, `generation` and `device`. If it can also write
+    autoregressively, it sets `has_causal_mode` and defines `new_cache` and `causal_logits`. An engine is a faster
+    denoiser, such as the result of `accelerate`. It may override `step`, `causal_step`, `uniform` and `read_ahead` with
+    faster functions that return the same results.
 
     Example: `class Flat(Denoiser): denoise = lambda self, canvas, cache, self_cond=None: Prediction(...)`.
     """
@@ -53,6 +55,7 @@ class Denoiser(Generic[CacheT]):
 
     takes_noise_level: bool = False  # if True, `denoise` also takes `noise_level` (B,)
     takes_position_levels: bool = False  # if True, that `noise_level` may be (B, C)
+    has_causal_mode: bool = False  # if True, `new_cache` and `causal_logits` are defined
     source: Path | None = None  # the checkpoint folder that it was loaded from
 
     def encode(self, tokens: Tensor, cache: CacheT | None = None, attention_mask: Tensor | None = None) -> CacheT:
@@ -105,6 +108,28 @@ class Denoiser(Generic[CacheT]):
         Example: `state, record = model.step(state, cache=cache, knobs=knobs)`.
         """
         return step(self, state, cache=cache, knobs=knobs)
+
+    def new_cache(self, batch_size: int) -> CacheT:
+        """Return an empty prefix cache for `batch_size` rows."""
+        raise NotImplementedError(f"{type(self).__name__} must define new_cache(self, batch_size).")
+
+    def causal_logits(
+        self, tokens: Tensor, cache: CacheT | None = None, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        """Return next-token logits, autoregressively: tokens (B, T) → (B, T, V). A given cache is extended in place.
+
+        Example: `model.causal_logits(tokens)[:, -1].argmax(-1)` is the greedy next token.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define causal_logits(self, tokens, cache).")
+
+    def causal_step(self, state: CausalState, *, cache: CacheT, rule: CausalRule) -> CausalState:
+        """Read the last token and draw the next one.
+
+        Example: `state = model.causal_step(state, cache=cache, rule=rule)`.
+        """
+        prediction = Prediction(self.causal_logits(state.token, cache))
+        uniform = draws.uniform(state.seeds, torch.zeros_like(state.seeds), state.number, 1, "token")
+        return rule.choose(prediction, state, uniform)
 
     def uniform(self, seeds: Tensor, block: Tensor, step: Tensor, num_positions: int, purpose: str) -> Tensor:
         """Draw uniforms like `draws.uniform`: seeds, block, step (B,) → (B, num_positions) float64."""

@@ -3,17 +3,15 @@
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
-from dgemma.diffusion import draws
-from dgemma.diffusion.prediction import Prediction, refuse_nan
-from dgemma.model.diffusion import DiffusionGemma
+from dgemma.diffusion.prediction import refuse_nan
+from dgemma.run.causal import CausalRule, CausalState
 from dgemma.run.plan import read_plan
+from dgemma.run.step import Denoiser
 from dgemma.sampling.temperature import ConstantTemperature
 
 
@@ -29,7 +27,7 @@ class CausalOptions(TypedDict, total=False):
     eos_token_ids: int | Iterable[int] | None
 
 
-def generate_causal(model: DiffusionGemma, prompt_tokens: Tensor, **options: Unpack[CausalOptions]) -> Tensor:
+def generate_causal(model: Denoiser, prompt_tokens: Tensor, **options: Unpack[CausalOptions]) -> Tensor:
     """Generate autoregressively after prompt_tokens (B, P), up to `max_new_tokens`; return the new tokens (B, N).
 
     A row that writes a stop token is padded after it. The arguments mean the same as in `generate` and have the same
@@ -43,7 +41,7 @@ def generate_causal(model: DiffusionGemma, prompt_tokens: Tensor, **options: Unp
 
 @torch.no_grad()
 def stream_causal(
-    model: DiffusionGemma,
+    model: Denoiser,
     prompt_tokens: Tensor,
     *,
     max_new_tokens: int | None = None,
@@ -58,7 +56,7 @@ def stream_causal(
 
     Example: `for token in stream_causal(model, prompt): print(tokenizer.decode(token[0]), end="")`.
     """
-    if not hasattr(model, "causal_logits"):
+    if not isinstance(model, Denoiser) or not model.has_causal_mode:
         raise TypeError(f"generate_causal model must have a causal mode, got {type(model).__name__}. Use generate.")
     plan = read_plan(
         model,
@@ -88,9 +86,8 @@ def stream_causal(
     seeds = plan.seeds[0]
     none = torch.zeros_like(seeds, dtype=torch.bool)
     state = CausalState(token=last, number=torch.zeros_like(seeds), done=none, broken=none, seeds=seeds)
-    step = getattr(model, "causal_step", partial(causal_step, model))  # an engine has a faster one
     states = itertools.accumulate(
-        range(num_tokens), lambda before, _: step(before, cache=cache, rule=rule), initial=state
+        range(num_tokens), lambda before, _: model.causal_step(before, cache=cache, rule=rule), initial=state
     )
     started = ((after.token, _start_reading(torch.stack((after.done, after.broken)))) for after in states)
     next(started)  # the state before the first token
@@ -105,57 +102,7 @@ def stream_causal(
             break
 
 
-@dataclass(frozen=True, kw_only=True)
-class CausalRule:
-    """The rule by which every token of a run is drawn."""
-
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    eos_token_ids: tuple[int, ...]
-    pad_token_id: int
-
-    def draw(self, prediction: Prediction, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw the next token (B, 1) of each row by uniforms (B, 1). Also return the entropies (B,)."""
-        if self.top_k == 1:
-            shaped = prediction.shaped(temperature=self.temperature)
-            # The same token without a sort; the entropy is only tested for NaN.
-            return shaped.argmax, shaped.entropy[:, 0]
-        shaped = prediction.shaped(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
-        return shaped.sample(uniform), shaped.entropy[:, 0]
-
-    def choose(self, prediction: Prediction, state: "CausalState", uniform: Tensor) -> "CausalState":
-        """Draw the next token from a prediction of one position, by uniforms (B, 1). Nothing waits for the device."""
-        drawn, entropy = self.draw(prediction, uniform)
-        token = torch.where(state.done[:, None], self.pad_token_id, drawn)
-        broken, done = entropy.isnan() & ~state.done, state.done
-        for stop in self.eos_token_ids:
-            done = done | (token[:, 0] == stop)
-        return replace(state, token=token, number=state.number + 1, done=done, broken=broken)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CausalState:
-    """The state of an autoregressive run between two tokens."""
-
-    token: Tensor  # (B, 1) int64, the last token, which the model has not read
-    number: Tensor  # (B,) int64, of the next token
-    done: Tensor  # (B,) bool, rows that wrote a stop token
-    broken: Tensor  # (B,) bool, rows whose last prediction was NaN
-    seeds: Tensor  # (B,) int64
-
-
-def causal_step(model: DiffusionGemma, state: CausalState, *, cache: Any, rule: CausalRule) -> CausalState:
-    """Read the last token and draw the next one.
-
-    Example: `state = causal_step(model, state, cache=cache, rule=rule)`.
-    """
-    prediction = Prediction(model.causal_logits(state.token, cache))
-    uniform = draws.uniform(state.seeds, torch.zeros_like(state.seeds), state.number, 1, "token")
-    return rule.choose(prediction, state, uniform)
-
-
-def _read_prompt(model: DiffusionGemma, tokens: Tensor, attention_mask: Tensor | None) -> tuple[Any, Tensor]:
+def _read_prompt(model: Denoiser, tokens: Tensor, attention_mask: Tensor | None) -> tuple[Any, Tensor]:
     """Read all but the last real token of each row, and return the cache and those last tokens (B, 1)."""
     cache = model.new_cache(len(tokens))
     if attention_mask is None:

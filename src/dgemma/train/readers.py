@@ -120,11 +120,11 @@ class ByCanvas:
 
     def causal_cost(self) -> Tensor | None:
         """Return the autoregressive cost of every token after the first, (B, T - 1); None without a causal mode."""
-        causal_logits = getattr(self.model, "causal_logits", None)
-        if causal_logits is None:
+        if not self.model.has_causal_mode:
             return None
         rows = self.canvases.tokens.split(1)  # the logits of a row are large
-        return torch.stack([F.cross_entropy(causal_logits(row)[0, :-1], row[0, 1:], reduction="none") for row in rows])
+        costs = (F.cross_entropy(self.model.causal_logits(row)[0, :-1], row[0, 1:], reduction="none") for row in rows)
+        return torch.stack(list(costs))
 
     def _denoise(self, canvas: Tensor, prefix: Cache, levels: Tensor, self_cond: Prediction | None) -> Prediction:
         if not self.model.takes_noise_level:
