@@ -343,6 +343,16 @@ def test_quality_of_quantised_weights_is_the_recorded_one():
         for name, found in formats.items()
     }
     assert read_table("docs/quantized.md", "Quality") == quality
+    larger = {
+        name: {
+            "diffusion bound": f"{found['larger']['bits_per_byte']:.3f}",
+            "autoregressive": f"{found['larger']['causal_bits_per_byte']:.3f}",
+            "steps": f"{found['larger']['steps_per_canvas']:.1f}",
+        }
+        for name, found in formats.items()
+        if "larger" in found
+    }
+    assert read_table("docs/quantized.md", "Quality of a larger text model") == larger
     rounding = {
         name: {kind: f"{100 * error:.1f} %" for kind, error in found["rounding"].items()}
         for name, found in formats.items()
