@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -42,26 +42,29 @@ def run_plan(
     blocks: list[Tensor] = []
     forwards: list[Tensor] = []
     states = None if plan.language is None else plan.language.start  # of the unfinished rows
-    started: dict[int, DenoiseState] = {}  # canvases that were started early
+    early: _EarlyCanvas | None = None  # the next block's
 
     def start_early(block: int, rows: Tensor, knobs: Knobs) -> None:
+        nonlocal early
         # The state of a language is known only after the previous block.
         if block < plan.num_blocks and plan.language is None:
-            started[block] = start_block(model, plan, block, rows, knobs)
+            early = _EarlyCanvas(rows, knobs, start_block(model, plan, block, rows, knobs))
 
     for block in range(plan.num_blocks):
         if block < len(past):
             tokens, num_forwards = past[block].tokens.to(device)[rows], past[block].steps.to(device)
         else:
-            state = started.pop(block, None) or start_block(model, plan, block, rows, knobs, states)
+            if early is not None and early.rows is rows and early.knobs is knobs:
+                state = early.state
+            else:  # rows have ended since, or a callback has changed the knobs
+                state = start_block(model, plan, block, rows, knobs, states)
+            early = None
             if on_start is not None:
                 state, knobs = apply_changes(on_start(Moment(state, cache, knobs)), state, knobs)
-            before, start_next = knobs, partial(start_early, block + 1, rows, knobs)
+            start_next = partial(start_early, block + 1, rows, knobs)
             tokens, taken, knobs = yield from denoise_canvas(
                 model, state, cache, knobs, num_steps=plan.num_steps, meanwhile=start_next
             )
-            if knobs is not before:
-                started.clear()
             num_forwards = _spread(taken, rows, batch_size, 0)
 
         if plan.language is not None and states is not None:
@@ -72,7 +75,6 @@ def run_plan(
         blocks.append(written)
         forwards.append(num_forwards)
         if any(ended):
-            started.clear()
             ends, goes_on = _where(ended, device), _where([not end for end in ended], device)
             retired.append((rows[ends], cache.select(ends)))
             rows, cache = rows[goes_on], cache.select(goes_on)
@@ -91,6 +93,14 @@ def run_plan(
         tokens_per_forward=(new_tokens != plan.pad_token_id).sum(1) / steps.sum(1),
         cache=type(cache).join([*retired, (rows, cache)]) if retired else cache,
     )
+
+
+class _EarlyCanvas(NamedTuple):
+    """A canvas that was started while the device still worked on the block before it, for these rows and knobs."""
+
+    rows: Tensor
+    knobs: Knobs
+    state: DenoiseState
 
 
 def start_block(

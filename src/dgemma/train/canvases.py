@@ -111,71 +111,103 @@ def cut_canvases(
 
     Example: with `choose=None`, an answer of 20 tokens gives three canvases of `canvas_len=8`.
     """
-    lengths, prompt_len = batch.length, batch.prompt_len
-    answer_len = (lengths - prompt_len).clamp(min=0)
-    num_canvases = (answer_len + canvas_len - 1) // canvas_len  # (B,)
-    ends = prompt_len + num_canvases * canvas_len
-    is_cut = torch.zeros_like(lengths, dtype=torch.bool) if batch.truncated is None else batch.truncated
-    is_used = ~is_cut if truncated == "rejected" else torch.ones_like(is_cut)
-    scored_ends = torch.where(is_cut, lengths, ends) if truncated == "unscored" else ends
-
-    num_tokens, most, prefix_len, aligned, longest = sizes_of(batch, canvas_len)
-    causal_ends = torch.zeros_like(ends)
-    causal_end = 0
-    if causal_scope is not None:
-        causal_ends = torch.where(is_used, scored_ends if causal_fill else lengths, 0)
-        causal_end = num_tokens if causal_fill else longest
-
-    device = batch.tokens.device
-    position = torch.arange(num_tokens, device=device)
-    tokens = _fit(batch.tokens, num_tokens, fill_token)
-    tokens = torch.where(position < lengths[:, None], tokens, fill_token)
-    frozen = _fit(batch.frozen, num_tokens, False) if batch.frozen is not None else torch.zeros_like(tokens).bool()
-    fill = position >= lengths[:, None]
-    if batch.fill is not None:
-        fill = fill | _fit(batch.fill, num_tokens, True)
-    # The fill belongs to the text it ends.
-    documents = None
-    if batch.documents is not None:
-        last_token = position.clamp(max=(batch.tokens.shape[1] - 1)).expand_as(tokens)
-        documents = batch.documents.gather(1, torch.minimum(last_token, (lengths - 1).clamp(min=0)[:, None]))
-
+    sizes, device = sizes_of(batch, canvas_len), batch.tokens.device
+    text, answers = _fill_rows(batch, sizes.num_tokens, fill_token), _find_answers(batch, canvas_len, truncated)
+    num_canvases = answers.num_canvases
     if choose is None:
-        index = torch.arange(most, device=device).expand(batch.batch_size, -1)
+        index = torch.arange(sizes.num_canvases, device=device).expand(batch.batch_size, -1)
     else:
         index = torch.minimum((choose * num_canvases).long(), (num_canvases - 1).clamp(min=0))[:, None]
-    starts = prompt_len[:, None] + index * canvas_len
-    where = starts[..., None] + torch.arange(canvas_len, device=device)  # (B, K, C)
-    valid = (index < num_canvases[:, None]) & is_used[:, None]
-    inside = where.clamp(max=num_tokens - 1)
+    starts = batch.prompt_len[:, None] + index * canvas_len
+    position = starts[..., None] + torch.arange(canvas_len, device=device)  # (B, K, C)
+    inside = position.clamp(max=sizes.num_tokens - 1)
+    exists = ((index < num_canvases[:, None]) & answers.used[:, None])[..., None]  # (B, K, 1)
 
     def of_canvases(values: Tensor) -> Tensor:
         return values.gather(1, inside.flatten(1)).view_as(inside)
 
-    canvas_frozen = of_canvases(frozen) & valid[..., None]
-    successor = slice(1, max(causal_end, 1))
-    causal_scored = (position[successor] < causal_ends[:, None]) & ~frozen[:, successor]
-    if not causal_fill:
-        causal_scored &= ~fill[:, successor]
-    if causal_scope == "answer":
-        causal_scored &= position[successor] >= prompt_len[:, None]
-    if documents is not None:
-        causal_scored &= documents[:, successor] == documents[:, : causal_scored.shape[1]]
+    frozen = of_canvases(text.frozen) & exists
+    if causal_scope is None:
+        causal_scored = torch.zeros(batch.batch_size, 0, dtype=torch.bool, device=device)
+    else:
+        num_causal = sizes.num_tokens if causal_fill else sizes.longest
+        ends = torch.where(answers.used, answers.scored_end if causal_fill else batch.length, 0)
+        starts_at = batch.prompt_len if causal_scope == "answer" else None
+        causal_scored = _score_successors(text, num_causal, starts_at, ends, causal_fill=causal_fill)
     return Canvases(
-        tokens=tokens,
+        tokens=text.tokens,
         index=index,
         starts=starts,
-        x=of_canvases(tokens),
-        frozen=canvas_frozen,
-        scored=valid[..., None] & (where < scored_ends[:, None, None]) & ~canvas_frozen,
-        fill=of_canvases(fill),
+        x=of_canvases(text.tokens),
+        frozen=frozen,
+        scored=exists & (position < answers.scored_end[:, None, None]) & ~frozen,
+        fill=of_canvases(text.fill),
         causal_scored=causal_scored,
-        documents=documents,
-        canvas_documents=None if documents is None else of_canvases(documents),
-        prefix_len=prefix_len,
-        causal_len=max(causal_end - 1, 0),
-        aligned=aligned,
+        documents=text.documents,
+        canvas_documents=None if text.documents is None else of_canvases(text.documents),
+        prefix_len=sizes.prefix_len,
+        causal_len=causal_scored.shape[1],
+        aligned=sizes.aligned,
     )
+
+
+class _Text(NamedTuple):
+    """Rows with their fill, (B, T) each."""
+
+    tokens: Tensor
+    frozen: Tensor  # bool
+    fill: Tensor  # bool: after the end of a text
+    documents: Tensor | None
+
+
+def _fill_rows(batch: TrainBatch, num_tokens: int, fill_token: int) -> _Text:
+    position = torch.arange(num_tokens, device=batch.tokens.device)
+    fill = position >= batch.length[:, None]
+    tokens = torch.where(fill, fill_token, _fit(batch.tokens, num_tokens, fill_token))
+    frozen = torch.zeros_like(fill) if batch.frozen is None else _fit(batch.frozen, num_tokens, False)
+    if batch.fill is not None:
+        fill = fill | _fit(batch.fill, num_tokens, True)
+    documents = None
+    if batch.documents is not None:  # the fill belongs to the text it ends
+        last_token = position.clamp(max=(batch.tokens.shape[1] - 1)).expand_as(tokens)
+        documents = batch.documents.gather(1, torch.minimum(last_token, (batch.length - 1).clamp(min=0)[:, None]))
+    return _Text(tokens, frozen, fill, documents)
+
+
+class _Answers(NamedTuple):
+    """The answer of each row, (B,) each."""
+
+    num_canvases: Tensor
+    used: Tensor  # bool: False for rejected rows
+    scored_end: Tensor  # the position after the last scored token
+
+
+def _find_answers(batch: TrainBatch, canvas_len: int, truncated: str) -> _Answers:
+    answer_len = (batch.length - batch.prompt_len).clamp(min=0)
+    num_canvases = (answer_len + canvas_len - 1) // canvas_len
+    end = batch.prompt_len + num_canvases * canvas_len
+    is_cut = torch.zeros_like(batch.length, dtype=torch.bool) if batch.truncated is None else batch.truncated
+    used = ~is_cut if truncated == "rejected" else torch.ones_like(is_cut)
+    return _Answers(num_canvases, used, torch.where(is_cut, batch.length, end) if truncated == "unscored" else end)
+
+
+def _score_successors(
+    text: _Text, num_tokens: int, starts: Tensor | None, ends: Tensor, *, causal_fill: bool
+) -> Tensor:
+    """Mark the first tokens of a text whose successor the causal term scores, (B, num_tokens - 1) bool.
+
+    Successors lie in [starts, ends), (B,) each, and in the document of the token.
+    """
+    successor = slice(1, max(num_tokens, 1))
+    position = torch.arange(text.tokens.shape[1], device=text.tokens.device)[successor]
+    scored = (position < ends[:, None]) & ~text.frozen[:, successor]
+    if starts is not None:
+        scored &= position >= starts[:, None]
+    if not causal_fill:
+        scored &= ~text.fill[:, successor]
+    if text.documents is not None:
+        scored &= text.documents[:, successor] == text.documents[:, : scored.shape[1]]
+    return scored
 
 
 class NoisyCanvases(NamedTuple):

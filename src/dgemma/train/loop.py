@@ -111,16 +111,7 @@ class _Run:
         parallel: Parallel,
         optimizer: OptimizerFactory | None,
     ) -> None:
-        if any(quantized_weights(model)) and not is_adapted(model):
-            raise ValueError(
-                "train model must have unquantised weights or adapters, got quantised ones, which cannot be trained. "
-                "Call add_lora(model) first."
-            )
-        if config.precision == "mixed" and model.dtype != torch.float32:
-            raise ValueError(
-                f"TrainConfig.precision 'mixed' must train float32 weights, got {model.dtype}. "
-                f"Load the model with dtype=torch.float32, or choose precision='weights'."
-            )
+        _check_weights(model, config)
         if config.compile and model.device.type == "cuda":
             start_compiler()  # its processes start while the first checkpoint is written
         # Before `prepare`, only the main process is sure to have the weights.
@@ -133,10 +124,7 @@ class _Run:
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise ValueError("train model must have weights that require gradients, got none. Unfreeze some.")
-        make = optimizer or (
-            lambda named: adamw(named, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
-        )
-        self.optimizer = make(self.parameters)
+        self.optimizer = (optimizer or _adamw(config))(self.parameters)
         _check_optimizer(self.optimizer, self.parameters)
         self.peaks = [group["lr"] for group in self.optimizer.param_groups]
         self.description = describe_run(
@@ -148,15 +136,7 @@ class _Run:
             model=model.config.to_hf(),
             frozen=int(parallel.sum(torch.tensor(frozen))),
         )
-        self.replayed = None
-        can_replay = config.compile and config.replay and parallel.world_size == 1 and self.device.type == "cuda"
-        # A CUDA graph cannot capture a pass that waits for the GPU, as objectives of other classes may do.
-        waits = any(module.waits(self.dtype) for module in model.modules() if isinstance(module, Experts))
-        if can_replay and isinstance(objective, Objective) and not waits:
-            canvas_len = objective.canvas_len
-            self.replayed = Replayed(
-                self._measure, self.parameters.values(), lambda part: sizes_of(part.batch, canvas_len)
-            )
+        self.replayed = self._replay_passes()
         self.average = None if config.ema_decay is None else WeightAverage(self.parameters, config.ema_decay)
         self.checkpoints = Checkpoints(folder=out, keep_last=config.keep_last, parallel=parallel)
         self.log = TrainLog(out / "log.jsonl")
@@ -168,6 +148,17 @@ class _Run:
         self.unread: list[TrainStep] = []
         self.tokens, self.seconds, self.clock = 0, 0.0, 0.0
         self.evaluation: Mapping[str, float] = {}
+
+    def _replay_passes(self) -> Replayed | None:
+        """Return `_measure` as CUDA graphs, or None if the run cannot use them."""
+        on_one_gpu = self.device.type == "cuda" and self.parallel.world_size == 1
+        # A CUDA graph cannot capture a pass that waits for the GPU, as objectives of other classes may do.
+        if not (on_one_gpu and self.config.compile and self.config.replay and isinstance(self.objective, Objective)):
+            return None
+        if any(module.waits(self.dtype) for module in self.model.modules() if isinstance(module, Experts)):
+            return None
+        canvas_len = self.objective.canvas_len
+        return Replayed(self._measure, self.parameters.values(), lambda part: sizes_of(part.batch, canvas_len))
 
     def start(self, allow_changes: bool) -> None:
         """Continue from the last checkpoint, or write the first one, so that there always is one to restore."""
@@ -439,6 +430,24 @@ class _Run:
             tokens_per_second=self.tokens / self.seconds if self.seconds else 0.0,
             evaluation=self.evaluation,
         )
+
+
+def _check_weights(model: DiffusionGemma, config: TrainConfig) -> None:
+    """Raise if the model's weights cannot be trained in this precision."""
+    if any(quantized_weights(model)) and not is_adapted(model):
+        raise ValueError(
+            "train model must have unquantised weights or adapters, got quantised ones, which cannot be trained. "
+            "Call add_lora(model) first."
+        )
+    if config.precision == "mixed" and model.dtype != torch.float32:
+        raise ValueError(
+            f"TrainConfig.precision 'mixed' must train float32 weights, got {model.dtype}. "
+            f"Load the model with dtype=torch.float32, or choose precision='weights'."
+        )
+
+
+def _adamw(config: TrainConfig) -> OptimizerFactory:
+    return lambda named: adamw(named, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
 
 
 def _check_optimizer(optimizer: Any, parameters: Mapping[str, Tensor]) -> None:
