@@ -22,9 +22,10 @@ from timing import demand_parity, describe_run, results_folder, time_graph
 import dgemma
 from dgemma.constraints.token_automaton import spell_tokens, with_stops
 from dgemma.constraints.token_text import token_texts
-from dgemma.diffusion import language as reference
-from dgemma.diffusion.language import Automaton, Language, condition
-from dgemma.diffusion.prediction import SoftCap
+from dgemma.diffusion.automaton import Automaton
+from dgemma.diffusion.joint import ClassBias, condition
+from dgemma.diffusion.language import Language
+from dgemma.diffusion.prediction import Prediction, SoftCap
 from dgemma.run.step import start_state
 from dgemma_kernels import accelerate
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits
@@ -104,7 +105,7 @@ def check_parity(language: Language, logits: torch.Tensor) -> Any:
     canvas = draw_tokens(1, CANVAS)
     fixed = torch.zeros_like(canvas, dtype=torch.bool)
     got = condition(fused, language, canvas, fixed)
-    plain = reference.Prediction(logits, (SoftCap(30.0),)).shaped(temperature=temperature)
+    plain = Prediction(logits, (SoftCap(30.0),)).shaped(temperature=temperature)
     want = condition(plain, language, canvas, fixed)
     joint: Any = got.joint
     expected: Any = want.joint
@@ -192,7 +193,7 @@ def time_parts(got: Any, language: Language) -> dict[str, float]:
         "best path": lambda: kernel.best_path(language, best_weights, passed.best),
         "class bias": lambda: kernel.class_bias(language, passed),
         "tokens of a path": lambda: joint._spell(path, lambda p: p.argmax, joint.canvas, joint.fixed),
-        "statistics": lambda: prediction.with_bias(reference.ClassBias(joint.bias, automaton.token_class)).entropy,
+        "statistics": lambda: prediction.with_bias(ClassBias(joint.bias, automaton.token_class)).entropy,
     }
     times = {}
     for name, call in calls.items():

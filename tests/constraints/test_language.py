@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dgemma.diffusion.language import condition
+from dgemma.diffusion.joint import condition
 from dgemma.diffusion.prediction import Prediction
 from exact_law import (
     CANVAS_LEN,

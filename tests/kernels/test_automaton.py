@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from dgemma.constraints.token_automaton import TokenAutomaton, with_stops
-from dgemma.diffusion import language as reference
-from dgemma.diffusion.language import Language, condition
-from dgemma.diffusion.prediction import SoftCap
+from dgemma.diffusion.joint import condition
+from dgemma.diffusion.language import Language
+from dgemma.diffusion.prediction import Prediction, SoftCap
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits
 from dgemma_kernels.ops.automaton import kernel
 
@@ -45,7 +45,7 @@ def test_the_conditioned_prediction_of_the_kernels_is_that_of_the_library(device
     fused = FusedPrediction(Logits(logits), (SoftCap(30.0),)).shaped(temperature=temperature)
     plain = torch.tanh(logits / 30) * 30
     got = condition(fused, language, canvas, fixed)
-    want = condition(reference.Prediction(plain).shaped(temperature=temperature), language, canvas, fixed)
+    want = condition(Prediction(plain).shaped(temperature=temperature), language, canvas, fixed)
     assert got.joint.prediction.automaton_ops is kernel
     assert want.joint.prediction.automaton_ops is None
     for name in ("forward", "backward", "best"):

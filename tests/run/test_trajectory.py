@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import dgemma
 from dgemma import files, values
-from dgemma.diffusion.language import IndexGroups
+from dgemma.diffusion.automaton import IndexGroups
 from dgemma.run import archive
 from dgemma.run.step import step
 from dgemma.run.trajectory import Trajectory

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from dgemma.diffusion.language import ClassBias, JointBias
+from dgemma.diffusion.joint import ClassBias, JointBias
 from dgemma.diffusion.prediction import JointLaw, Prediction, SoftCap, Transform, _Allow, _Statistics, _Temper
 from dgemma_kernels.engine.graphs import Turn, in_turn, use_here
 from dgemma_kernels.ops.automaton import kernel as automaton

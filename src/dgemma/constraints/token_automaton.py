@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import torch
 
-from dgemma.diffusion.language import Automaton
+from dgemma.diffusion.automaton import Automaton
 
 NO_STATE = -1
 # A marker such as <|tool_call> is one private character in a pattern. Only its token can spell it: in UTF-8 all these

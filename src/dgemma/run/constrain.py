@@ -17,8 +17,10 @@ from torch.utils._pytree import tree_map
 from dgemma.checks import show
 from dgemma.constraints.languages import Regex
 from dgemma.constraints.token_automaton import TokenAutomaton, unite, with_gaps, with_stops
-from dgemma.diffusion.language import Automaton, Language, any_by
+from dgemma.diffusion.automaton import Automaton
+from dgemma.diffusion.language import Language
 from dgemma.diffusion.noise import Noise
+from dgemma.diffusion.reductions import any_by
 from dgemma.run.arguments import Span
 
 Constraint = Regex | Sequence[Regex | None] | None

@@ -14,7 +14,8 @@ from torch import Tensor
 from dgemma.checks import as_int, broadcasts, in_range, require, require_tensor
 from dgemma.diffusion import draws
 from dgemma.diffusion.decision import Decision
-from dgemma.diffusion.language import Language, condition
+from dgemma.diffusion.joint import condition
+from dgemma.diffusion.language import Language
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState

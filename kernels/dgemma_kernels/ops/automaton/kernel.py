@@ -12,8 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma.diffusion import language as library
-from dgemma.diffusion.language import Automaton, Language, Passes
+from dgemma.diffusion import paths as library
+from dgemma.diffusion.automaton import Automaton
+from dgemma.diffusion.language import Language
+from dgemma.diffusion.paths import Passes
 from dgemma_kernels.ops.vocabulary.kernel import processed
 
 _WARPS = 16

@@ -1,0 +1,157 @@
+"""Sums and maxima over the paths of an automaton (forward-backward and Viterbi), and paths drawn from them.
+
+`dgemma_kernels.ops.automaton` has these functions as kernels.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dgemma.diffusion.automaton import Automaton
+from dgemma.diffusion.language import Language
+from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.reductions import finite, log_flags, log_sum_by, max_by
+
+_SLICE_ELEMENTS = 1 << 24  # float64 temporaries stay under 128 MiB
+
+
+class Passes(NamedTuple):
+    """Log-sums over the paths that reach a state and that leave it, and the heaviest path that leaves it.
+
+    All are (B, C + 1, Q) float64; index i is the state before position i.
+    """
+
+    forward: Tensor
+    backward: Tensor
+    best: Tensor
+
+
+def class_sums(prediction: Prediction, automaton: Automaton) -> tuple[Tensor, Tensor]:
+    """Return the log-sum and the maximum of the shaped logits over each class, both (B, C, K) float64."""
+    index, num_classes = automaton.token_class.long(), automaton.num_classes
+    maxima = [max_by(logits, index, num_classes) for logits in prediction.pieces()]
+    pieces = zip(prediction.pieces(), maxima, strict=True)
+    sums = [log_sum_by(logits, index, num_classes, top=top) for logits, top in pieces]
+    return torch.cat(sums, dim=1).double(), torch.cat(maxima, dim=1).double()
+
+
+def arc_weights(language: Language, classes: Tensor, *, total: bool) -> Tensor:
+    """Combine the classes (B, C, K) of each arc, as a log-sum (`total`) or a maximum, (B, C, E)."""
+    automaton = language.automaton
+    combine = log_sum_by if total else max_by
+    weights = combine(classes[..., automaton.link_class], automaton.link_arc, len(automaton.arc_source))
+    if language.may_end is not None:
+        weights = weights.masked_fill(~language.may_end[..., None] & automaton.ends_text, -torch.inf)
+    return weights
+
+
+def passes(language: Language, weights: Tensor, best_weights: Tensor) -> Passes:
+    """Sum over paths by `weights`, forward and backward, and maximise over paths by `best_weights`; both (B, C, E)."""
+    automaton, order = language.automaton, language.automaton.arcs_in.member.long()
+    # One loop runs both passes: the states of the backward pass come first, then those of the forward pass. The
+    # backward pass reads positions in reverse.
+    is_start = F.one_hot(language.start, automaton.num_states).bool()
+    values = torch.cat((log_flags(language.end), log_flags(is_start)), dim=1)
+    other = torch.cat((automaton.arc_target, automaton.arc_source[order] + automaton.num_states))
+    here = torch.cat((automaton.arc_source, automaton.arc_target[order] + automaton.num_states))
+    first = torch.cat((automaton.arcs_out.first, automaton.arcs_in.first[1:] + len(order)))
+    walked = _walk(values, torch.cat((weights.flip(1), weights[..., order]), dim=-1), first, here, other, total=True)
+    backward, forward = walked.chunk(2, dim=-1)
+    return Passes(forward, backward.flip(1), best_pass(language, best_weights))
+
+
+def best_pass(language: Language, weights: Tensor) -> Tensor:
+    """The weight of the heaviest path from each state to the end, (B, C + 1, Q) (Viterbi)."""
+    automaton = language.automaton
+    arcs = automaton.arcs_out.first, automaton.arc_source, automaton.arc_target
+    return _walk(log_flags(language.end), weights.flip(1), *arcs, total=False).flip(1)
+
+
+def _walk(values: Tensor, weights: Tensor, first: Tensor, here: Tensor, other: Tensor, *, total: bool) -> Tensor:
+    """For each position and state, return the maximum over arcs of weight + value at the arc's other end.
+
+    With `total`, return the log-sum-exp over arcs instead of the maximum.
+    values (B, Q), weights (B, C, E), here and other (E,), sorted by `here` → (B, C + 1, Q). The arcs of state q are
+    first[q] .. first[q + 1].
+    """
+    lengths = first.diff().long().expand_as(values).contiguous()
+    here, other = here.expand(len(values), -1), other.expand(len(values), -1)
+    steps = [values]
+    for weight in weights.unbind(1):
+        through = steps[-1].gather(1, other) + weight
+        top = torch.segment_reduce(through, "max", lengths=lengths, axis=1, unsafe=True)
+        if total:
+            top = finite(top)
+            parts = (through - top.gather(1, here)).exp()
+            top = top + torch.segment_reduce(parts, "sum", lengths=lengths, axis=1, unsafe=True).log()
+        steps.append(top)
+    return torch.stack(steps, dim=1)
+
+
+def best_path(language: Language, weights: Tensor, best: Tensor) -> Tensor:
+    """Return the states (B, C + 1) of the heaviest path through weights (B, C, E), given its `best_pass`."""
+    automaton = language.automaton
+    through = weights + best[:, 1:, automaton.arc_target]
+    top = max_by(through, automaton.arc_source, automaton.num_states)[..., automaton.arc_source]
+    arcs = torch.arange(len(automaton.arc_source), device=weights.device)
+    candidates = torch.where(through >= top, -arcs.double(), -torch.inf)  # the first of equal arcs
+    chosen = (-max_by(candidates, automaton.arc_source, automaton.num_states)).clamp(max=len(arcs) - 1).long()
+    return follow(language, chosen)[0]
+
+
+def sample_path(language: Language, weights: Tensor, backward: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw a path, (B, C + 1), with one uniform per position, u (B, C). Also return each uniform's remainder, (B, C).
+
+    P(arc | state) is proportional to exp(weight + backward of its target).
+    """
+    automaton, first_arc = language.automaton, language.automaton.arcs_out.first.long()
+    through = weights + backward[:, 1:, automaton.arc_target]
+    top = finite(max_by(through, automaton.arc_source, automaton.num_states))
+    width = (through - top[..., automaton.arc_source]).exp()
+    # Arcs are sorted by source. The cumulative sums of one state are differences of those of all arcs.
+    ends = F.pad(width.cumsum(-1), (1, 0))  # (B, C, E + 1)
+    first = ends[..., first_arc[:-1]]
+    total = ends[..., first_arc[1:]] - first
+    target = (first + u[..., None].double() * total)[..., automaton.arc_source]
+    is_below = (ends[..., 1:] <= target).double()
+    num_below = torch.zeros_like(first).index_add_(-1, automaton.arc_source, is_below).long()
+    # If rounding leaves no arc above the target, the last one with a positive width is taken.
+    arcs = torch.arange(len(automaton.arc_source), device=u.device)
+    last = max_by(torch.where(width > 0, arcs.double(), -1.0), automaton.arc_source, automaton.num_states)
+    chosen = torch.minimum(first_arc[:-1] + num_below, last.clamp(min=0).long())
+    path, taken = follow(language, chosen)
+    cell = width.gather(-1, taken[..., None])[..., 0]
+    before = ends.gather(-1, taken[..., None])[..., 0]
+    aim = target.gather(-1, taken[..., None])[..., 0]
+    return path, ((aim - before) / cell).nan_to_num(0.0).clamp(0.0, 1.0 - 2.0**-53)
+
+
+def follow(language: Language, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Follow the chosen arc of every state, (B, C, Q), from the start: states (B, C + 1) and arcs (B, C)."""
+    state, states, arcs = language.start, [language.start], []
+    for at in range(chosen.shape[1]):
+        arc = chosen[:, at].gather(1, state[:, None])[:, 0]
+        state = language.automaton.arc_target[arc]
+        states.append(state)
+        arcs.append(arc)
+    return torch.stack(states, dim=1), torch.stack(arcs, dim=1)
+
+
+def class_bias(language: Language, passes: Passes) -> Tensor:
+    """Return `Joint.bias`: the log-sum over paths with each class at each position, without that position's weight."""
+    automaton = language.automaton
+    arc = automaton.link_arc
+    source, target = automaton.arc_source[arc], automaton.arc_target[arc]
+    canvas_len = passes.forward.shape[1] - 1
+    per_slice = max(1, _SLICE_ELEMENTS // (passes.forward.shape[0] * len(arc)))
+    parts = []
+    for start in range(0, canvas_len, per_slice):
+        part = slice(start, min(start + per_slice, canvas_len))
+        through = passes.forward[:, part][..., source] + passes.backward[:, part.start + 1 : part.stop + 1][..., target]
+        if language.may_end is not None:
+            through = through.masked_fill(~language.may_end[:, part, None] & automaton.ends_text[arc], -torch.inf)
+        parts.append(log_sum_by(through, automaton.link_class, automaton.num_classes))
+    bias = torch.cat(parts, dim=1)
+    return bias - bias.amax(-1, keepdim=True)

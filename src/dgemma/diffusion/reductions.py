@@ -1,0 +1,37 @@
+"""Log-sums, maxima and flags over values that share an index."""
+
+import torch
+from torch import Tensor
+
+
+def log_sum_by(values: Tensor, index: Tensor, size: int, *, top: Tensor | None = None) -> Tensor:
+    """Log-sum of the values (..., n) that share an index (n,): (..., size), -inf where there are none.
+
+    top: the result of `max_by`, if it is known.
+    """
+    base = finite(max_by(values, index, size) if top is None else top)
+    flat, flat_base = values.flatten(0, -2), base.flatten(0, -2)
+    total = torch.zeros_like(flat_base).index_add_(1, index, (flat - flat_base[:, index]).exp())
+    return base + total.log().view_as(base)
+
+
+def max_by(values: Tensor, index: Tensor, size: int) -> Tensor:
+    """Maximum of the values (..., n) that share an index (n,): (..., size), -inf where there are none."""
+    flat = values.flatten(0, -2)
+    top = flat.new_full((len(flat), size), -torch.inf)
+    return top.scatter_reduce_(1, index.expand_as(flat), flat, "amax").view(*values.shape[:-1], size)
+
+
+def any_by(flags: Tensor, index: Tensor, size: int) -> Tensor:
+    """Logical or of the flags (..., n) that share an index (n,): (..., size)."""
+    return max_by(flags.float(), index, size) > 0
+
+
+def finite(values: Tensor) -> Tensor:
+    """Replace -inf, the maximum of an empty set, by 0, so that it can be subtracted."""
+    return values.masked_fill(values == -torch.inf, 0.0)
+
+
+def log_flags(flags: Tensor) -> Tensor:
+    """Return 0 where a flag is set and -inf elsewhere, in float64."""
+    return torch.where(flags, 0.0, -torch.inf).double()
