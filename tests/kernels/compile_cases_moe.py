@@ -4,6 +4,7 @@ import torch
 
 from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.experts import kernel as experts
+from dgemma_kernels.ops.grouped import gates
 from dgemma_kernels.ops.grouped import kernel as grouped
 from dgemma_kernels.ops.mlp import kernel as mlp
 from dgemma_kernels.ops.norms import kernel as norms
@@ -33,12 +34,16 @@ def run_dense(tokens: int) -> None:
 
 
 def run_training() -> None:
-    x, narrow, order, ends = empty(256, D), empty(256, E * 8), torch.empty(256 * A, dtype=torch.int64), empty(E)
+    x, narrow, order, ends = empty(256, D), empty(256 * A, 8), torch.empty(256 * A, dtype=torch.int64), empty(E).int()
     gate_up, down, wide, low = empty(E, 2 * F, D), empty(E, D, F), empty(E, 2 * F, 8), empty(E, 8, F)
     for gated in (False, True):
-        grouped.multiply_tokens(x, gate_up, narrow, wide, order, ends.int(), gated=gated)
-    grouped.multiply_tokens(x, down.transpose(1, 2), narrow, low.transpose(1, 2), order, ends.int())
-    grouped.multiply_rows(empty(256 * A, F), low, ends.int())
+        grouped.multiply_tokens(x, gate_up, narrow, wide, order, ends, gated=gated)
+    grouped.multiply_tokens(x, down.transpose(1, 2), narrow, low.transpose(1, 2), order, ends)
+    hidden, of_wide = empty(256 * A, F), empty(256 * A, 2 * F)
+    gates.gated_gradient(of_wide, hidden, empty(256, A).float(), order)
+    grouped.multiply_rows(hidden, low, ends)
+    grouped.multiply_rows(hidden, down, ends, narrow, empty(E, D, 8))
+    grouped.multiply_rows(of_wide, gate_up.transpose(1, 2), ends, narrow, empty(E, 8, D).transpose(1, 2))
 
 
 def run_norms() -> None:

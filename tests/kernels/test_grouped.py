@@ -5,7 +5,7 @@ import torch
 
 from dgemma.model.experts import group_by_expert
 from dgemma.model.layers import gated_gelu
-from dgemma_kernels.ops.grouped import multiply_rows, multiply_tokens, reference
+from dgemma_kernels.ops.grouped import gated_gradient, multiply_rows, multiply_tokens, reference
 
 EXPERTS, TOKENS, CHOICES, WIDTH = 6, 40, 2, 128
 
@@ -25,7 +25,7 @@ def test_products_of_tokens_match_float64(device, groups, rank, transposed):
     def draw(*shape):
         return torch.randn(*shape, generator=generator).to(device, torch.float16)
 
-    x, narrow = draw(TOKENS, WIDTH), draw(TOKENS, EXPERTS * rank)
+    x, narrow = draw(TOKENS, WIDTH), draw(TOKENS * CHOICES, rank)
     weights, b = draw(EXPERTS, 144, WIDTH), draw(EXPERTS, 144, rank)
     if transposed:
         weights, b = draw(EXPERTS, WIDTH, 144).transpose(1, 2), draw(EXPERTS, rank, 144).transpose(1, 2)
@@ -39,17 +39,51 @@ def test_products_of_tokens_match_float64(device, groups, rank, transposed):
         assert ((got.double() - want).norm() / want.norm()).item() < 2e-3
 
 
-def test_products_of_grouped_rows_match_float64(device, groups):
+@pytest.mark.parametrize("num_out", [8, 144, 272])  # one thin tile; no narrower last tile; a narrower last tile
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_products_of_grouped_rows_match_float64(device, groups, num_out, transposed, adapted):
     generator = torch.Generator().manual_seed(4)
-    rows = torch.randn(TOKENS * CHOICES, WIDTH, generator=generator).to(device, torch.float16)
-    weights = torch.randn(EXPERTS, 8, WIDTH, generator=generator).to(device, torch.float16)
-    got = multiply_rows(rows, weights, groups.ends)
-    want = reference.multiply_rows(rows.double(), weights.double(), groups.ends)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator).to(device, torch.float16)
+
+    rows, narrow = draw(TOKENS * CHOICES, WIDTH), draw(TOKENS * CHOICES, 8)
+    weights, b = draw(EXPERTS, num_out, WIDTH), draw(EXPERTS, num_out, 8)
+    if transposed:
+        weights, b = draw(EXPERTS, WIDTH, num_out).transpose(1, 2), draw(EXPERTS, 8, num_out).transpose(1, 2)
+    adapters = (narrow, b) if adapted else ()
+    got = multiply_rows(rows, weights, groups.ends, *adapters)
+    want = reference.multiply_rows(rows.double(), weights.double(), groups.ends, *(x.double() for x in adapters))
     assert ((got.double() - want).norm() / want.norm()).item() < 2e-3
 
 
+def test_products_of_grouped_rows_are_scaled_by_a_number_and_by_row(device, groups):
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randn(TOKENS * CHOICES, WIDTH, generator=generator).to(device, torch.float16)
+    weights = torch.randn(EXPERTS, 8, WIDTH, generator=generator).to(device, torch.float16)
+    by_row = torch.rand(TOKENS * CHOICES, generator=generator).to(device)
+    got = multiply_rows(rows, weights, groups.ends, scale=0.3, by_row=by_row)
+    want = reference.multiply_rows(rows.double(), weights.double(), groups.ends, scale=0.3, by_row=by_row.double())
+    assert ((got.double() - want).norm() / want.norm()).item() < 2e-3
+
+
+@pytest.mark.parametrize("width", [64, 88])  # one block of columns; a second one that is partly filled
+def test_the_gradient_of_gates_matches_float64(device, groups, width):
+    generator = torch.Generator().manual_seed(6)
+    wide, pulled = (
+        torch.randn(TOKENS * CHOICES, size, generator=generator).to(device, torch.float16)
+        for size in (2 * width, width)
+    )
+    weights = torch.rand(TOKENS, CHOICES, generator=generator).to(device)
+    got = gated_gradient(wide, pulled, weights, groups.order)
+    want = reference.gated_gradient(wide.double(), pulled.double(), weights.double(), groups.order)
+    for ours, theirs in zip(got, want, strict=True):
+        assert ((ours.double() - theirs).norm() / theirs.norm()).item() < 2e-3
+
+
 def test_other_widths_are_refused(device, groups):
-    x, narrow = torch.zeros(TOKENS, 96, device=device), torch.zeros(TOKENS, EXPERTS * 8, device=device)
+    x, narrow = torch.zeros(TOKENS, 96, device=device), torch.zeros(TOKENS * CHOICES, 8, device=device)
     with pytest.raises(ValueError, match="inputs in multiples of 64"):
         multiply_tokens(
             x,

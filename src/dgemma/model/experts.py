@@ -82,7 +82,7 @@ class Router(nn.Module):
 
 @fusible
 def router_input(residual: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """Return the normalised and scaled residual (M, D), the input of the router's product."""
+    """Return the scaled norm (M, D) of the residual, which a router's product reads."""
     return rms_norm(residual, None, eps) * scale * residual.shape[-1] ** -0.5
 
 

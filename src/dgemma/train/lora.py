@@ -167,8 +167,8 @@ class AdaptedExperts(Experts):
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the gradients of x (M, D), of the routing weights (M, A) and of the parameters that require one.
 
-        grad: that of the experts' output (M, D). Hidden values are recomputed. The output is not: the gradient of the
-        routing weights comes from `grad` times the transposed down weights. dtype: that of products.
+        grad: that of the experts' output (M, D). Hidden values are computed again, the output is not: `grad` is
+        multiplied by the transposed down weights instead. dtype: that of products.
         """
         assert isinstance(self.gate_up_proj, Tensor)
         assert isinstance(self.down_proj, Tensor)
@@ -316,7 +316,7 @@ def _cast(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tens
 
 
 class _Take(torch.autograd.Function):
-    """`_take`, whose gradient is a copy without additions, because it reads no position twice."""
+    """`_take`, whose gradient is a copy too, because all its places are different."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, groups: Groups) -> Tensor:
@@ -416,8 +416,8 @@ def _product_of_tokens(
 ) -> Tensor:
     """Return x W_eᵀ + narrow_e B_eᵀ of each choice: x (M, I), weights (E, O, I), narrow (M, E · rank), b (E, O, rank).
 
-    The result is (R, O), or (R, O / 2) if gated, by `gated_gelu`. On a Hopper GPU, compiled training steps use one
-    kernel, which does not copy the tokens.
+    The result is (R, O), or (R, O / 2) if gated, by `gated_gelu`. On a GPU, the compiled steps of training use one
+    kernel, which copies no tokens.
     """
     if compiles_on(x.device) and not torch.is_grad_enabled() and _fits_kernel(weights, x):
         from dgemma_kernels.ops.grouped import multiply_tokens
@@ -429,7 +429,7 @@ def _product_of_tokens(
 
 
 def _product_of_rows(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Compute `product_by_group` for weights with few outputs, for which torch's grouped product is slow."""
+    """Compute `product_by_group` for weights of few outputs, which the library multiplies slowly."""
     trains = compiles_on(rows.device) and not torch.is_grad_enabled()
     if trains and weights.shape[1] <= _FEW_OUTPUTS and _fits_kernel(weights, rows):
         from dgemma_kernels.ops.grouped import multiply_rows

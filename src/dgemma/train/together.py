@@ -130,7 +130,7 @@ class TogetherPass:
 
 
 def _rotary_tables(shapes: Sequence[LayerShape], positions: Tensor, dtype: torch.dtype) -> list[KeysValues]:
-    """Return each layer's cosines and sines (1, M, 1, H) each, at positions (1, M)."""
+    """Return each layer's cosines and sines at positions (1, M), (1, M, 1, H) each."""
     tables = {s.kind: rotary_table(s, positions, dtype) for s in {s.kind: s for s in shapes}.values()}
     return [tables[shape.kind] for shape in shapes]
 

@@ -1,9 +1,9 @@
 """The product of tokens with the weights of their chosen experts, for training adapters. Reference: `reference.py`.
 
 torch's grouped product needs the tokens copied once per choice, and a second product for the adapters, which is then
-added. Here a program gathers the tokens of its tile and adds the adapters' product to its sums. It computes its tile
-from the ends of the groups, so no table of tiles is needed. Programs of one expert are neighbours and share its weights
-in the cache. The tiles fit the shared memory of Hopper.
+added. Here a program gathers the tokens of its tile, or loads rows that are grouped already, and adds the adapters'
+product to its sums. It computes its tile from the ends of the groups, so no table of tiles is needed. Programs of one
+expert are neighbours and share its weights in the cache. The tiles fit the shared memory of Hopper.
 """
 
 from typing import NamedTuple
@@ -32,11 +32,12 @@ class _Sizes(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """True for transposed weights, a transposed B, and a result that ends in GeGLU."""
+    """Four flags: the weights are transposed; B is transposed; the result ends in GeGLU; rows are grouped by expert."""
 
     FLIPPED: tl.constexpr
     FLIPPED_B: tl.constexpr
     GATED: tl.constexpr
+    GROUPED: tl.constexpr
 
 
 def multiply_tokens(
@@ -44,25 +45,35 @@ def multiply_tokens(
 ) -> Tensor:
     """Return x Wᵀ + narrow Bᵀ of each choice, where W and B are those of its expert: (R, O), sums in float32.
 
-    x: (M, I) tokens. weights: (E, O, I), contiguous or transposed. narrow: (M, E · rank), the values of all experts. b:
-    (E, O, rank), contiguous or transposed. order: (R,), the choices grouped by expert, as token · A + a. ends: (E,)
-    int32, where the group of each expert ends. gated: return gelu(first half) · second half instead, (R, O / 2).
+    x: (M, I) tokens. weights: (E, O, I), contiguous or transposed. narrow: (R, rank), by choice: token · A + a. b: (E,
+    O, rank), contiguous or transposed. order: (R,), the choices grouped by expert. ends: (E,) int32, where the group of
+    each expert ends. gated: return gelu(first half) · second half instead, (R, O / 2).
 
-    Example: `multiply_tokens(x, experts.gate_up_proj, x @ all_a.T, experts.gate_up_lora_b, groups.order, groups.ends)`.
+    Example: `multiply_tokens(x, experts.gate_up_proj, narrow, experts.gate_up_lora_b, groups.order, groups.ends)`.
     """
     if gated and not weights.is_contiguous():
         raise ValueError("multiply_tokens.weights must be contiguous if gated.")
     return _launch("multiply_tokens", x, weights, narrow, b, order, ends, gated)
 
 
-def multiply_rows(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Return rows Wᵀ for rows (R, I) that are grouped by expert, and few outputs, such as a rank: (R, O).
+def multiply_rows(
+    rows: Tensor,
+    weights: Tensor,
+    ends: Tensor,
+    narrow: Tensor | None = None,
+    b: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    by_row: Tensor | None = None,
+) -> Tensor:
+    """Return scale · by_row · (rows Wᵀ + narrow Bᵀ) for rows (R, I) and narrow (R, rank) grouped by expert: (R, O).
 
-    weights: (E, O, I). ends: (E,) int32, where the group of each expert ends.
+    weights: (E, O, I), contiguous or transposed. ends: (E,) int32, where the group of each expert ends. b: (E, O,
+    rank), contiguous or transposed; without narrow and b, only the first product is computed. by_row: (R,) float32.
 
     Example: `multiply_rows(hidden, experts.down_lora_a, groups.ends)`.
     """
-    return _launch("multiply_rows", rows, weights, None, None, None, ends, False)
+    return _launch("multiply_rows", rows, weights, narrow, b, None, ends, False, scale, by_row)
 
 
 def _launch(
@@ -74,11 +85,15 @@ def _launch(
     order: Tensor | None,
     ends: Tensor,
     gated: bool,
+    scale: float = 1.0,
+    by_row: Tensor | None = None,
 ) -> Tensor:
     num_experts, num_cols, depth = weights.shape
     flipped, flipped_b = not weights.is_contiguous(), b is not None and not b.is_contiguous()
     stored, stored_b = weights.mT if flipped else weights, b.mT if b is not None and flipped_b else b
-    if any(each is not None and not each.is_contiguous() for each in (x, narrow, order, ends, stored, stored_b)):
+    if any(
+        each is not None and not each.is_contiguous() for each in (x, narrow, order, ends, stored, stored_b, by_row)
+    ):
         raise ValueError(f"{owner} must get contiguous tensors; only weights and b may be transposed.")
     if depth % _DEPTH or stored.shape[-1] * stored.element_size() % 16:
         raise ValueError(
@@ -95,13 +110,15 @@ def _launch(
     out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
     num_tiles = num_rows // _ROWS + num_experts  # an upper bound on the number of tiles
     _multiply_tokens_kernel[(num_tiles * triton.cdiv(width, cols),)](
-        x,
+        x if order is not None else TensorDescriptor.from_tensor(x, [_ROWS, _DEPTH]),
         *(TensorDescriptor.from_tensor(matrix, block) for block in blocks),
         narrow,
         stored_b,
         order,
         ends,
         out,
+        by_row,
+        scale,
         num_rows // x.shape[0],
         NUM_COLS=num_cols,
         WIDTH=depth,
@@ -132,6 +149,8 @@ def _multiply_tokens_kernel(
     order: tl.tensor,
     ends: tl.tensor,
     out: tl.tensor,
+    by_row: tl.tensor,
+    scale: tl.tensor,
     top_k: tl.tensor,
     NUM_COLS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -148,7 +167,7 @@ def _multiply_tokens_kernel(
     DEPTH: tl.constexpr,
 ) -> None:
     SIZE: tl.constexpr = _Sizes(NUM_COLS, WIDTH, NUM_COLS // 2 if GATED else NUM_COLS, RANK, RANK_BLOCK, DEPTH)
-    LAYOUT: tl.constexpr = _Layout(FLIPPED, FLIPPED_B, GATED)
+    LAYOUT: tl.constexpr = _Layout(FLIPPED, FLIPPED_B, GATED, order is None)
     COL_BLOCKS: tl.constexpr = triton.cdiv(SIZE.OUT_COLS, COLS)
     tile, col = tl.program_id(0) // COL_BLOCKS, tl.program_id(0) % COL_BLOCKS * COLS
     experts = tl.arange(0, EXPERT_BLOCK)
@@ -162,22 +181,43 @@ def _multiply_tokens_kernel(
         start = tl.sum(tl.where(mine, starts + (tile - tile_ends + num_tiles) * ROWS, 0), 0)
         row = start + tl.arange(0, ROWS)
         is_row = row < tl.sum(tl.where(mine, group_ends, 0), 0)
-        token = tl.where(is_row, row, start).to(tl.int64) if order is None else tl.load(order + row, is_row, 0) // top_k
-        tokens, rows = x + token * WIDTH, out + row.to(tl.int64) * SIZE.OUT_COLS
-        low = None if b is None else narrow + token * (NUM_EXPERTS * RANK) + expert * RANK
+        choice = row.to(tl.int64) if order is None else tl.load(order + row, is_row, 0)
+        tokens = x if order is None else x + choice // top_k * WIDTH
+        outs = out + row.to(tl.int64) * SIZE.OUT_COLS
+        low = None if b is None else narrow + choice * RANK
         own_b = None if b is None else b + expert * (NUM_COLS * RANK)
+        factor = scale if by_row is None else scale * tl.load(by_row + row, is_row, 0.0)[:, None]
         if LAST_COLS < COLS and col + COLS > SIZE.OUT_COLS:
-            _multiply_tile(tokens, last_weights, low, own_b, rows, expert, is_row, col, SIZE, LAYOUT, ROWS, LAST_COLS)
+            _multiply_tile(
+                tokens,
+                start,
+                last_weights,
+                low,
+                own_b,
+                factor,
+                outs,
+                expert,
+                is_row,
+                col,
+                SIZE,
+                LAYOUT,
+                ROWS,
+                LAST_COLS,
+            )
         else:
-            _multiply_tile(tokens, weights, low, own_b, rows, expert, is_row, col, SIZE, LAYOUT, ROWS, COLS)
+            _multiply_tile(
+                tokens, start, weights, low, own_b, factor, outs, expert, is_row, col, SIZE, LAYOUT, ROWS, COLS
+            )
 
 
 @triton.jit
 def _multiply_tile(
     tokens: tl.tensor,
+    start: tl.tensor,
     weights: tl.tensor,
     low: tl.tensor,
     b: tl.tensor,
+    factor: tl.tensor,
     out: tl.tensor,
     expert: tl.tensor,
     is_row: tl.tensor,
@@ -187,12 +227,18 @@ def _multiply_tile(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ) -> None:
-    """Compute a tile from column `col` on. tokens, low and out point to its rows; b points to its expert's B."""
-    at = tokens[:, None] + tl.arange(0, SIZE.DEPTH)[None, :]
+    """Compute a tile from column `col` on. low and out point to its rows; b points to its expert's B.
+
+    tokens: pointers to the rows of the tile, or a descriptor of all rows, of which the tile begins at `start`. factor:
+    multiplies the result; a number, or (ROWS, 1).
+    """
     sums = tl.zeros((ROWS, COLS), tl.float32)
     up_sums = sums
     for begin in range(0, SIZE.WIDTH, SIZE.DEPTH):
-        block = tl.load(at + begin)
+        if LAYOUT.GROUPED:
+            block = tokens.load([start, begin])
+        else:
+            block = tl.load(tokens[:, None] + (begin + tl.arange(0, SIZE.DEPTH)[None, :]))
         if LAYOUT.FLIPPED:
             sums = tl.dot(block, weights.load([expert * SIZE.WIDTH + begin, col]), sums)
         else:
@@ -203,7 +249,7 @@ def _multiply_tile(
     cols, rank = col + tl.arange(0, COLS), tl.arange(0, SIZE.RANK_BLOCK)
     is_col, is_rank = cols < SIZE.OUT_COLS, rank < SIZE.RANK
     if b is not None:
-        low_block = tl.load(low[:, None] + rank[None, :], is_rank[None, :], 0.0)
+        low_block = tl.load(low[:, None] + rank[None, :], is_row[:, None] & is_rank[None, :], 0.0)
         if LAYOUT.FLIPPED_B:
             b_at = b + cols[None, :] + rank[:, None] * SIZE.NUM_COLS
         else:
@@ -213,5 +259,5 @@ def _multiply_tile(
         if LAYOUT.GATED:
             up_sums = tl.dot(low_block, tl.load(b_at + SIZE.OUT_COLS * SIZE.RANK, in_b, 0.0), up_sums)
     dtype: tl.constexpr = out.dtype.element_ty
-    result = gelu_tanh_times(sums, up_sums, dtype) if LAYOUT.GATED else sums.to(dtype)
+    result = gelu_tanh_times(sums, up_sums, dtype) if LAYOUT.GATED else (sums * factor).to(dtype)
     tl.store(out[:, None] + cols[None, :], result, is_row[:, None] & is_col[None, :])

@@ -10,17 +10,30 @@ def multiply_tokens(
     x: Tensor, weights: Tensor, narrow: Tensor, b: Tensor, order: Tensor, ends: Tensor, *, gated: bool = False
 ) -> Tensor:
     """Compute the product row by row."""
-    top_k, num_experts = order.shape[0] // x.shape[0], weights.shape[0]
-    experts = torch.searchsorted(ends, torch.arange(order.shape[0], device=ends.device), right=True)
-    rows = []
-    for choice, expert in zip(order.tolist(), experts.tolist(), strict=True):
-        token, low = choice // top_k, narrow[choice // top_k].view(num_experts, -1)[expert]
-        rows.append(weights[expert] @ x[token] + b[expert] @ low)
-    out = torch.stack(rows)
+    tokens = order // (order.shape[0] // x.shape[0])
+    out = multiply_rows(x[tokens], weights, ends, narrow[order], b)
     return gated_gelu(*out.chunk(2, dim=-1)) if gated else out
 
 
-def multiply_rows(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+def multiply_rows(
+    rows: Tensor,
+    weights: Tensor,
+    ends: Tensor,
+    narrow: Tensor | None = None,
+    b: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    by_row: Tensor | None = None,
+) -> Tensor:
     """Compute the product row by row."""
-    experts = torch.searchsorted(ends, torch.arange(rows.shape[0], device=ends.device), right=True)
-    return torch.stack([weights[expert] @ row for row, expert in zip(rows, experts.tolist(), strict=True)])
+    experts = torch.searchsorted(ends, torch.arange(rows.shape[0], device=ends.device), right=True).tolist()
+    out = torch.stack([weights[expert] @ row for row, expert in zip(rows, experts, strict=True)])
+    if narrow is not None and b is not None:
+        out = out + torch.stack([b[expert] @ low for low, expert in zip(narrow, experts, strict=True)])
+    return out * scale if by_row is None else out * (scale * by_row[:, None])
+
+
+def gated_gradient(wide: Tensor, pulled: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Differentiate `gated_gelu`."""
+    hidden, pull_back = torch.func.vjp(gated_gelu, *wide.chunk(2, dim=-1))  # type: ignore[misc]
+    return hidden, torch.cat(pull_back(weights.flatten()[order][:, None] * pulled), -1), (hidden * pulled).sum(-1)

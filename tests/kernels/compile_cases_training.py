@@ -1,0 +1,50 @@
+"""Kernels that only training uses, at the published sizes. Products by expert are in `compile_cases_moe.py`."""
+
+import torch
+
+from dgemma_kernels.ops.choices import kernel as choices
+from dgemma_kernels.ops.heads import kernel as heads
+from dgemma_kernels.ops.residual import kernel as residual
+
+WGMMA: set[str] = set()
+
+
+def empty(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, dtype=torch.bfloat16)
+
+
+def run_heads(num_heads: int, kv_heads: int, head_dim: int, has_value: bool) -> None:
+    raw = empty(2 * 12, (num_heads + kv_heads * (2 if has_value else 1)) * head_dim)
+    inputs = raw, empty(head_dim), empty(head_dim), empty(24, head_dim), empty(24, head_dim)
+    heads.norm_heads(*inputs, num_heads=num_heads, kv_heads=kv_heads, eps=1e-6)
+    firsts, seconds = (
+        [empty(2, size, count, head_dim) for size, count in zip(sizes, (num_heads, kv_heads, kv_heads), strict=True)]
+        for sizes in ((4, 9, 9), (8, 8, 8))
+    )
+    heads.norm_heads_gradient(*inputs, firsts, seconds, eps=1e-6)
+
+
+def run_norms() -> None:
+    row, vector = empty(24, 2816), empty(2816)
+    for added in (None, row):
+        residual.rms_norm_gradient(row, row, vector, 1e-6, added)
+    residual.after_attention_gradient(*[row] * 6, *[vector] * 4, 1e-6)
+    residual.after_experts(*[row] * 3, *[vector] * 3, empty(24, 1), 1e-6)
+    residual.after_experts_gradient(*[row] * 4, *[vector] * 3, empty(24, 1), 1e-6)
+
+
+def run_choices() -> None:
+    logits, scales, experts = empty(24, 128), empty(128), torch.empty(24, 8, dtype=torch.int64)
+    choices.choose_experts(logits, scales, 8)
+    choices.group_choices(experts, 128)
+    choices.weigh_choices(logits, experts, scales)
+    for of_probabilities in (None, empty(24, 128).float()):
+        choices.weigh_choices_gradient(empty(24, 8).float(), of_probabilities, logits, experts, scales)
+
+
+CALLS = {
+    "choices": run_choices,
+    "norms": run_norms,
+    "heads of 256": lambda: run_heads(16, 8, 256, has_value=True),
+    "heads of 512": lambda: run_heads(16, 2, 512, has_value=False),
+}

@@ -1,0 +1,70 @@
+"""Norms and the residual stream in training, and their gradients, against float64."""
+
+import pytest
+import torch
+
+from dgemma_kernels.ops.residual import (
+    after_attention_gradient,
+    after_experts,
+    after_experts_gradient,
+    reference,
+    rms_norm_gradient,
+)
+
+ROWS = 3
+WIDTHS = pytest.mark.parametrize("width", [64, 300])  # one block; several, the last one partly filled
+
+
+def inputs(device, width, num_rows, num_vectors):
+    """Return rows (M, D) and vectors (D,) in float16."""
+    generator = torch.Generator().manual_seed(width)
+    shapes = [(ROWS, width)] * num_rows + [(width,)] * num_vectors
+    drawn = [torch.randn(*shape, generator=generator).to(device, torch.float16) for shape in shapes]
+    return drawn[:num_rows], drawn[num_rows:]
+
+
+def assert_matches(function, exact, *values):
+    got = function(*values, 1e-6)
+    want = exact(*(x.double() if isinstance(x, torch.Tensor) else x for x in values), 1e-6)
+    if isinstance(got, torch.Tensor):
+        got, want = (got,), (want,)
+    for ours, theirs in zip(got, want, strict=True):
+        # Rounding to float16: of the result, and of values that the exact function does not round.
+        assert ((ours.double() - theirs).norm() / theirs.norm()).item() < 2e-3
+
+
+@WIDTHS
+@pytest.mark.parametrize("weighted", [True, False])
+def test_the_gradient_of_a_norm_matches_float64(device, width, weighted):
+    rows, (weight,) = inputs(device, width, 2, 1)
+    assert_matches(rms_norm_gradient, reference.rms_norm_gradient, *rows, weight if weighted else None)
+
+
+def test_another_gradient_is_added_to_that_of_a_norm(device):
+    (grad, x, other), (weight,) = inputs(device, 300, 3, 1)
+    assert_matches(
+        lambda *values: rms_norm_gradient(*values, added=other),
+        lambda *values: reference.rms_norm_gradient(*values, added=other.double()),
+        *(grad, x, weight),
+    )
+
+
+@WIDTHS
+def test_the_gradient_after_attention_matches_float64(device, width):
+    rows, vectors = inputs(device, width, 6, 4)
+    assert_matches(after_attention_gradient, reference.after_attention_gradient, *rows, *vectors)
+
+
+@WIDTHS
+@pytest.mark.parametrize("per_row", [True, False])
+def test_the_stream_after_experts_and_its_gradient_match_float64(device, width, per_row):
+    rows, vectors = inputs(device, width, 4, 3)
+    scalar = torch.tensor([[0.5], [0.75], [2.0]] if per_row else [0.7], dtype=torch.float16, device=device)
+    assert_matches(after_experts, reference.after_experts, *rows[1:], *vectors, scalar)
+    assert_matches(after_experts_gradient, reference.after_experts_gradient, *rows, *vectors, scalar)
+
+
+@pytest.mark.parametrize("other", [torch.zeros(2, 64), torch.zeros(3, 64, dtype=torch.float16)])
+def test_rows_of_different_shapes_or_dtypes_are_refused(device, other):
+    with pytest.raises(ValueError, match="Rows must be"):
+        rms_norm_gradient(other.to(device), torch.zeros(3, 64, device=device), None, 1e-6)
