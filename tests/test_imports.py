@@ -32,7 +32,9 @@ IN_FUNCTIONS = {
     "dgemma.cli.writing": {"readline"},  # not on Windows
     "dgemma.data.vocabulary": {"tokenizers", "transformers"},
     "dgemma.eval.__main__": {"dgemma.eval.harness", "lm_eval.__main__"},
+    "dgemma.model.experts": {"dgemma_kernels.ops.choices"},
     "dgemma.train.lora": {"dgemma_kernels.ops.grouped"},  # needs Triton
+    "dgemma.train.together": {"dgemma_kernels.ops.heads", "dgemma_kernels.ops.residual"},
     "dgemma.view.gif": {"PIL", "matplotlib"},
     # Kernels for Hopper, which need a Triton with Gluon.
     "dgemma_kernels.ops.attention.kernel": {

@@ -40,7 +40,14 @@ from dgemma.train.log import TrainStep
 ON_GPU = torch.cuda.is_available()
 RANK = 8  # of adapters
 OPERATIONS = {  # by a part of a kernel's name; the first that matches
-    "triton_": "compiled functions",
+    "triton_": "functions between products",  # compiled
+    "_norm_heads": "functions between products",
+    "_rms_norm": "functions between products",
+    "_after_": "functions between products",
+    "_attention_residual": "functions between products",
+    "_gated_gradient": "functions between products",
+    "_choices_": "sorting and counting",
+    "_choose_experts": "sorting and counting",
     "sdpa": "attention",
     "fmha": "attention",
     "flash": "attention",
@@ -148,8 +155,8 @@ def print_kernels(watched: torch.profiler.profile, milliseconds: float, num_step
 def floors(config: dgemma.ModelConfig, num_rows: int, prompt_len: int) -> dict[str, float]:
     """Return the least milliseconds of a step that trains adapters, by operation, on an H200.
 
-    Products are counted without adapters, except those of the experts' wide sides, and take 750 TFLOP/s. Compiled
-    functions read their inputs and write their outputs once, at 4.3 TB/s.
+    Products are counted without adapters, except those of the experts' wide sides, and take 750 TFLOP/s. Functions
+    between them read their inputs and write their outputs once, at 4.3 TB/s.
     """
     width, noisy = config.hidden_size, num_rows * config.canvas_length
     text_len, seen = prompt_len + config.canvas_length - 1, prompt_len + config.canvas_length
@@ -182,7 +189,7 @@ def floors(config: dgemma.ModelConfig, num_rows: int, prompt_len: int) -> dict[s
         moved += 2 * (once * (2 * both + noisy) + again * (both + noisy) + gradient * both)
     moved += 2 * 3 * config.vocab_size * both
     milliseconds = {"matrix products": products, "products by expert": experts, "attention": attention}
-    return {name: flop / 750e9 for name, flop in milliseconds.items()} | {"compiled functions": moved / 4.3e9}
+    return {name: flop / 750e9 for name, flop in milliseconds.items()} | {"functions between products": moved / 4.3e9}
 
 
 def operation_of(kernel: str) -> str:

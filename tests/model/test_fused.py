@@ -80,6 +80,37 @@ def test_a_fused_step_has_the_loss_and_the_gradients_of_the_plain_one(graphs):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
+def test_neighbouring_slices_are_joined_without_a_copy():
+    whole = torch.arange(24.0).view(4, 6)
+    for dim in (0, 1):
+        found = fused.joined(whole.split(2, dim), dim)
+        assert torch.equal(found, whole)
+        assert found.data_ptr() == whole.data_ptr()
+
+
+def test_other_tensors_are_not_joined():
+    whole = torch.arange(24.0).view(4, 6)
+    first, second, third = whole.split(2, 1)
+    assert fused.joined([first, third], 1) is None  # not neighbours
+    assert fused.joined([second, first], 1) is None  # in another order
+    assert fused.joined([first, second.clone()], 1) is None  # in other memory
+    assert fused.joined(whole.view(-1).view(2, 2, 6).unbind(), 1) is None  # one below the other
+    assert fused.joined([first, quantize(torch.randn(4, 64), "int4")], 1) is None
+
+
+@fused.fusible_with(num_joined=2)
+def scaled_sum(x, y, weight):
+    return 2 * x + 3 * y * weight
+
+
+@pytest.mark.slow
+def test_gradients_of_joined_arguments_are_slices_of_one_tensor(graphs):
+    x, y = torch.ones(4, 2, requires_grad=True), torch.ones(4, 2, requires_grad=True)
+    with fused.fusing():
+        of_x, of_y = torch.autograd.grad(scaled_sum(x, y, torch.full((2,), 5.0)).sum(), [x, y])
+    assert torch.equal(fused.joined([of_x, of_y], 1), torch.tensor([2.0, 2, 15, 15]).expand(4, -1))
+
+
 @pytest.mark.slow
 def test_a_compiled_step_decodes_quantised_weights_in_one_function(graphs):
     weight = quantize(torch.randn(3, 8, 64), "int4")

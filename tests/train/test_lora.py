@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import dgemma
+from dgemma.model.fused import joined
 from dgemma.train.lora import (
     AdaptedExperts,
     LoRA,
@@ -125,6 +126,22 @@ def test_recomputed_layers_give_the_gradients_of_stored_ones_and_compute_the_exp
     error = sum((a - b).square().sum() for a, b in zip(stored, recomputed, strict=True) if a is not None)
     size = sum(a.square().sum() for a in stored if a is not None)
     assert error.sqrt() <= (3e-2 if mixed else 1e-12) * size.sqrt()
+
+
+def test_weights_of_layers_with_one_input_become_neighbours_and_keep_their_values(tmp_path):
+    model = dgemma.DiffusionGemma(dgemma.presets.tiny())
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    add_lora(model, LoRA(rank=2))
+    for layer in model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        heads = [each.weight for each in (attention.q_proj, attention.k_proj, attention.v_proj) if each is not None]
+        for weights in (heads, [mlp.gate_proj.weight, mlp.up_proj.weight]):
+            assert torch.equal(joined(weights, 0), torch.cat(weights))
+    drop_lora(model)
+    model.save_pretrained(tmp_path)
+    saved = dgemma.DiffusionGemma.from_pretrained(tmp_path).state_dict()
+    for weights in (model.state_dict(), saved):
+        assert all(torch.equal(weights[name], weight) for name, weight in before.items())
 
 
 def test_only_adapters_train_and_dropping_them_restores_the_model():

@@ -6,8 +6,9 @@ import torch
 import dgemma
 from dgemma.model.quantize import quantize
 from dgemma.model.quantized import set_weight
-from dgemma.train import LoRA, Objective, TrainBatch, add_lora
+from dgemma.train import LoRA, Objective, TrainBatch, add_lora, together
 from dgemma.train import objective as objective_module
+from dgemma.train.lora import trained_weights
 from dgemma.train.together import TogetherPass, can_run_together
 
 
@@ -81,3 +82,33 @@ def test_passes_are_separate_without_recomputation_gradients_or_adapters():
     plain = dgemma.DiffusionGemma(dgemma.presets.tiny())
     plain.recompute_activations = True
     assert not can_run_together(plain)
+
+
+@pytest.mark.parametrize("number", [0, -1])  # a sliding layer, and a full one whose values are the keys
+def test_the_kernels_of_heads_equal_the_plain_functions_and_their_gradients(number):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, _ = adapted_model(torch.float32)
+    layer = model.to(device).layers[number]
+    x = torch.randn(2 * 10, model.config.hidden_size, generator=torch.Generator().manual_seed(4)).to(device)
+    shape = model.config.layer_shape(number % model.config.num_hidden_layers)
+    (rope,) = together._rotary_tables([shape], torch.arange(20, device=device)[None], torch.float32)
+    start, ends = 3, (3, 8, 8)  # the last tokens start at 3; the first ones see 5 of them
+
+    def plain():
+        whole = together._project(layer, x, rope, 2)
+        return [part for each, end in zip(whole, ends, strict=True) for part in together._Split.apply(each, start, end)]
+
+    def kernels():
+        raws = layer.self_attn.raw_heads(layer.input_layernorm(x))
+        return list(together._Heads.apply(layer.self_attn, rope, 2, start, ends, *raws))
+
+    x.requires_grad_()
+    generator = torch.Generator().manual_seed(5)
+    weights = [torch.randn(part.shape, generator=generator).to(device) for part in plain()]
+    results = []
+    for function in (plain, kernels):
+        parts = function()
+        total = sum((part * weight).sum() for part, weight in zip(parts, weights, strict=True))
+        results.append([*parts, *torch.autograd.grad(total, [x, *trained_weights(layer.self_attn)], allow_unused=True)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from dgemma.model.config import LayerShape, ModelConfig
-from dgemma.model.fused import fusible, is_fusing
+from dgemma.model.fused import fusible, fusible_with, is_fusing
 from dgemma.model.layers import RMSNorm, project, rms_norm
 from dgemma.model.rotary import rotate
 
@@ -213,9 +213,8 @@ class Attention(nn.Module):
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries (B, T, N, H), keys and values (B, K, T, H) of x (B, T, D): normed per head, then rotated."""
         tokens, heads = x.shape[:2], (-1, self.head_dim)
-        layers = (self.q_proj, self.k_proj) if self.v_proj is None else (self.q_proj, self.k_proj, self.v_proj)
-        raw_queries, raw_keys, *others = (out.unflatten(-1, heads).flatten(0, 1) for out in project(x, *layers))
-        raw_values = others[0] if others else raw_keys
+        raw_queries, raw_keys, *others = (out.unflatten(-1, heads).flatten(0, 1) for out in self.raw_heads(x))
+        raw_values = others[0] if others else None
         cos, sin = (table.expand(*tokens, -1, -1).flatten(0, 1) for table in rope)
         queries, keys, values = (
             normed.unflatten(0, tokens)
@@ -224,6 +223,11 @@ class Attention(nn.Module):
             )
         )
         return queries, keys.transpose(1, 2), values.transpose(1, 2)
+
+    def raw_heads(self, x: Tensor) -> list[Tensor]:
+        """Return the projections of x (..., D): queries, keys and, unless they are the keys, values."""
+        layers = (self.q_proj, self.k_proj) if self.v_proj is None else (self.q_proj, self.k_proj, self.v_proj)
+        return project(x, *layers)
 
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], past: tuple[Tensor, Tensor] | None, mask: Mask | None
@@ -237,18 +241,21 @@ class Attention(nn.Module):
         return self.o_proj(out.flatten(2)), keys, values
 
 
-@fusible
+@fusible_with(num_joined=3)
 def _norm_heads(
     queries: Tensor,
     keys: Tensor,
-    values: Tensor,
+    values: Tensor | None,
     query_norm: Tensor,
     key_norm: Tensor,
     cos: Tensor,
     sin: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Norm each head of queries (M, N, H), keys and values (M, K, H); rotate queries and keys."""
+    """Norm each head of queries (M, N, H), keys and values (M, K, H); rotate queries and keys.
+
+    values: None if they are the keys.
+    """
     queries = rotate(rms_norm(queries, query_norm, eps), cos, sin)
-    keys = rotate(rms_norm(keys, key_norm, eps), cos, sin)
-    return queries, keys, rms_norm(values, None, eps)
+    rotated = rotate(rms_norm(keys, key_norm, eps), cos, sin)
+    return queries, rotated, rms_norm(keys if values is None else values, None, eps)

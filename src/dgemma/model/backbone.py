@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from dgemma.model.attention import Attention, Mask
 from dgemma.model.config import LayerShape, ModelConfig
 from dgemma.model.experts import Experts, Kept, Router, router_input
-from dgemma.model.fused import fusible
+from dgemma.model.fused import Kernels, fusible_with
 from dgemma.model.layers import GatedMLP, RMSNorm, rms_norm
 
 KeysValues = tuple[Tensor, Tensor]  # each (B, K, S, H)
@@ -81,7 +81,7 @@ class Layer(nn.Module):
         )
 
 
-@fusible
+@fusible_with(kernels=Kernels("after_attention", (0, 1)))
 def _after_attention(
     x: Tensor,
     attended: Tensor,
@@ -97,7 +97,7 @@ def _after_attention(
     return residual, dense, experts, router_input(residual, router_scale, eps)
 
 
-@fusible
+@fusible_with(kernels=Kernels("after_experts", (0, 1, 2)))
 def _after_experts(
     residual: Tensor,
     dense: Tensor,

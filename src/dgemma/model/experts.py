@@ -7,9 +7,10 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from dgemma.model.config import ModelConfig
-from dgemma.model.fused import fusible
+from dgemma.model.fused import compiles_on, fusible
 from dgemma.model.layers import gated_gelu, rms_norm, wide_dtype
 from dgemma.model.quantized import QuantizedWeight, Weight, decoded_product
 
@@ -42,6 +43,7 @@ class Kept:
 
     groups: Groups | None = None
     mixed: Tensor | None = None  # (M, D): the output of the experts
+    narrow: Tensor | None = None  # (M, A, rank): the tokens times the first matrix of their experts' adapters
     attended: Tensor | None = None  # (M, D): the output of attention; only if text and canvases run together
 
     def group(self, experts: Tensor, num_experts: int) -> Groups:
@@ -68,7 +70,10 @@ class Router(nn.Module):
         """
         if x is None:
             x = router_input(residual, self.scale, self.eps)
-        probabilities = self.proj(x).softmax(-1, dtype=wide_dtype(x))
+        logits = self.proj(x)
+        if _uses_choice_kernels(logits, self.per_expert_scale):
+            return Routing(*_Choices.apply(logits, self.per_expert_scale, self.top_k, chosen))
+        probabilities = logits.softmax(-1, dtype=wide_dtype(x))
         scales = self.per_expert_scale.expand_as(probabilities)
         if torch.compiler.is_compiling() and probabilities.shape[-1] <= _FEW:
             weights, scale, experts = _choose_among_few(probabilities, scales, self.top_k)
@@ -82,8 +87,53 @@ class Router(nn.Module):
 
 @fusible
 def router_input(residual: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """Return the scaled norm (M, D) of the residual, which a router's product reads."""
+    """Return the normalised and scaled residual (M, D), the input of the router's product."""
     return rms_norm(residual, None, eps) * scale * residual.shape[-1] ** -0.5
+
+
+def _uses_choice_kernels(logits: Tensor, scales: Tensor) -> bool:
+    """Return True if kernels choose and weigh experts: for frozen scales."""
+    return _has_kernels(logits, logits.shape[-1]) and not scales.requires_grad and logits.dtype != torch.float64
+
+
+def _has_kernels(x: Tensor, num_experts: int) -> bool:
+    """Return True in compiled steps on a GPU, outside of compiled layers, if kernels support so many experts."""
+    if not x.is_cuda or not compiles_on(x.device) or torch.compiler.is_compiling():
+        return False
+    from dgemma_kernels.ops.choices import fits
+
+    return fits(num_experts)
+
+
+class _Choices(torch.autograd.Function):
+    """Probabilities, weights and experts of a `Routing`, from logits (M, E). Kernels instead of about 15 launches."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, scales: Tensor, top_k: int, chosen: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from dgemma_kernels.ops.choices import choose_experts, weigh_choices
+
+        if chosen is None:
+            probabilities, weights, experts = choose_experts(logits, scales, top_k)
+        else:
+            experts = chosen.view_as(chosen)
+            probabilities, weights = weigh_choices(logits, chosen, scales)
+        ctx.mark_non_differentiable(experts)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits, scales, experts)
+        return probabilities, weights, experts
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, of_probabilities: Tensor | None, of_weights: Tensor | None, _: Tensor | None
+    ) -> tuple[Tensor, None, None, None]:
+        from dgemma_kernels.ops.choices import weigh_choices_gradient
+
+        logits, scales, experts = ctx.saved_tensors
+        grad = torch.zeros_like(experts, dtype=torch.float32) if of_weights is None else of_weights
+        return weigh_choices_gradient(grad, of_probabilities, logits, experts, scales), None, None, None
 
 
 def _choose_among_few(probabilities: Tensor, scales: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,6 +231,10 @@ def group_by_expert(experts: Tensor, num_experts: int) -> Groups:
 
     Example: `group_by_expert(routing.experts, 128).ends`.
     """
+    if _has_kernels(experts, num_experts) and experts.numel():
+        from dgemma_kernels.ops.choices import group_choices
+
+        return Groups(experts, *group_choices(experts.contiguous(), num_experts))
     count = torch.arange(experts.numel(), device=experts.device)
     if num_experts == 1:  # nothing to sort
         ends = torch.full((1,), experts.numel(), dtype=torch.int32, device=experts.device)

@@ -3,11 +3,11 @@
 Training compiles them on a GPU: one kernel instead of many.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, wraps
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -69,40 +69,101 @@ def fusible(function: Function) -> Function:
 
     Example: `norm = fusible(norm)`.
     """
+    return fusible_with()(function)
 
-    @wraps(function)
-    def run(*args: Any) -> object:
-        if torch.compiler.is_compiling() or not compiles_on(args[0].device):
-            return function(*args)
-        return _Fused.apply(function, *args)
 
-    return run  # type: ignore[return-value]
+class Kernels(NamedTuple):
+    """The name of a function in `dgemma_kernels.ops.residual`. Its gradient is the function "NAME_gradient". The
+    package may have only the gradient.
+
+    The gradient takes the gradients of the results, then the arguments. It returns the gradients of the `trained`
+    arguments, and is used only if exactly these are needed.
+    """
+
+    name: str
+    trained: tuple[int, ...]
+
+
+def fusible_with(*, num_joined: int = 0, kernels: Kernels | None = None) -> Callable[[Function], Function]:
+    """Return `fusible` with options.
+
+    num_joined: the gradients of this many first arguments are slices of one tensor. A product with joined weights can
+    then read them all at once, by `joined`. kernels: replace the compiled function on a GPU.
+
+    Example: `gated_gelu = fusible_with(num_joined=2)(gated_gelu)`.
+    """
+
+    def mark(function: Function) -> Function:
+        @wraps(function)
+        def run(*args: Any) -> object:
+            if torch.compiler.is_compiling() or not compiles_on(args[0].device):
+                return function(*args)
+            return _Fused.apply(function, num_joined, kernels, *args)
+
+        return run  # type: ignore[return-value]
+
+    return mark
+
+
+def joined(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
+    """Return the tensor whose neighbouring slices along `dim` these are, without a copy; None if they are not.
+
+    Example: `joined(torch.ones(3, 8).split(4, 1), 1).shape` is (3, 8).
+    """
+    first, total = tensors[0], sum(tensor.shape[dim] for tensor in tensors)
+    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
+        return None
+    if dim > 0 and first.stride(dim - 1) < total * first.stride(dim):
+        return None
+    end = first.storage_offset()
+    for tensor in tensors:
+        same_memory = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        same_kind = tensor.dtype == first.dtype and tensor.stride() == first.stride()
+        if not same_memory or not same_kind or tensor.storage_offset() != end:
+            return None
+        end += tensor.shape[dim] * tensor.stride(dim)
+    return first.as_strided((*first.shape[:dim], total, *first.shape[dim + 1 :]), first.stride())
 
 
 class _Fused(torch.autograd.Function):
     """A compiled function that saves its arguments alone: its compiled gradient computes the rest again."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Any], *args: Any) -> Any:
-        ctx.function = function
+    def forward(ctx: Any, function: Callable[..., Any], num_joined: int, kernels: Kernels | None, *args: Any) -> Any:
+        ctx.function, ctx.num_joined, ctx.kernels = function, num_joined, kernels
         ctx.others = {number: value for number, value in enumerate(args) if not isinstance(value, Tensor)}
         ctx.save_for_backward(*(value for value in args if isinstance(value, Tensor)))
-        return _compiled(function, False)(*args)
+        return (_kernel(kernels, "", args) or _compiled(function, False))(*args)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        tensors, needed = iter(ctx.saved_tensors), ctx.needs_input_grad[1:]
+        tensors, needed = iter(ctx.saved_tensors), ctx.needs_input_grad[3:]
         args = [ctx.others[number] if number in ctx.others else next(tensors) for number in range(len(needed))]
         wanted = tuple(number for number, is_needed in enumerate(needed) if is_needed)
-        found: Any = _compiled(_gradient(ctx.function, wanted, len(grads)), False)(*grads, *args)
+        kernels = ctx.kernels if ctx.kernels is not None and ctx.kernels.trained == wanted else None
+        kernel = _kernel(kernels, "_gradient", (*grads, *args))
+        gradient = kernel or _compiled(_gradient(ctx.function, wanted, len(grads), ctx.num_joined), False)
+        found: Any = gradient(*grads, *args)
         of = dict(zip(wanted, found, strict=True))
-        return None, *(of.get(number) for number in range(len(args)))
+        return None, None, None, *(of.get(number) for number in range(len(args)))
+
+
+def _kernel(kernels: Kernels | None, suffix: str, values: Sequence[Any]) -> Callable[..., Any] | None:
+    """Return the kernel for these values, or None if it does not support them, such as rows of different dtypes."""
+    if kernels is None or not values[0].is_cuda:
+        return None
+    package = import_module("dgemma_kernels.ops.residual")
+    rows = [value for value in values if isinstance(value, Tensor) and value.shape == values[0].shape]
+    return getattr(package, kernels.name + suffix, None) if package.fits(*rows) else None
 
 
 @cache
-def _gradient(function: Callable[..., Any], wanted: tuple[int, ...], num_outputs: int) -> Callable[..., Any]:
+def _gradient(
+    function: Callable[..., Any], wanted: tuple[int, ...], num_outputs: int, num_joined: int
+) -> Callable[..., Any]:
     """Return the function of (gradients of the outputs, arguments) → gradients of the `wanted` arguments."""
+    num_slices = sum(number < num_joined for number in wanted)
 
     def gradient(*values: Any) -> Any:
         grads, args = values[:num_outputs], list(values[num_outputs:])
@@ -113,9 +174,17 @@ def _gradient(function: Callable[..., Any], wanted: tuple[int, ...], num_outputs
             return function(*args)
 
         pull_back = torch.func.vjp(of_wanted, *(args[number] for number in wanted))[1]
-        return pull_back(grads if num_outputs > 1 else grads[0])
+        found = pull_back(grads if num_outputs > 1 else grads[0])
+        return found if num_slices < 2 else (*_in_one(found[:num_slices]), *found[num_slices:])
 
     return gradient
+
+
+def _in_one(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of tensors (M, …) that are slices of one tensor."""
+    flat = [tensor.flatten(1) for tensor in tensors]
+    parts = torch.cat(flat, 1).split([each.shape[1] for each in flat], 1)
+    return [part.unflatten(1, tensor.shape[1:]) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def fused(function: Function, device: torch.device) -> Function:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgemma.model.fused import fusible
+from dgemma.model.fused import Kernels, fusible_with
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
@@ -18,7 +18,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
 
 
-@fusible
+@fusible_with(kernels=Kernels("rms_norm", (0,)))
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Return x / RMS(x) · weight over the last dimension, in float32, rounded once. Note: w, not 1 + w."""
     wide = x.to(wide_dtype(x))
@@ -47,7 +47,7 @@ def project(x: Tensor, *layers: nn.Module) -> list[Tensor]:
     return [layer(x) for layer in layers] if together is None else together(x, layers)
 
 
-@fusible
+@fusible_with(num_joined=2)
 def gated_gelu(gate: Tensor, up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 

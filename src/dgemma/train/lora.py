@@ -34,7 +34,7 @@ from dgemma.model.experts import (
     require_experts,
     sum_choices,
 )
-from dgemma.model.fused import compiles_on, fusible
+from dgemma.model.fused import compiles_on, fusible, joined
 from dgemma.model.layers import gated_gelu, product_dtype, wide_dtype
 from dgemma.model.quantize import requantize
 from dgemma.model.quantized import (
@@ -55,6 +55,7 @@ _TARGETS = {
 }
 _EXPERT_WEIGHTS = {"gate_up_": "gate_up_proj", "down_": "down_proj"}  # by the prefix of their adapters
 _EXPERT_ADAPTERS = ("gate_up_lora_a", "gate_up_lora_b", "down_lora_a", "down_lora_b")
+_SAME_INPUT = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # layers of one module
 _FEW_OUTPUTS = 16  # of a product that has its own kernel
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
@@ -148,14 +149,34 @@ class AdaptedExperts(Experts):
         return mixed
 
     def hidden(self, x: Tensor, groups: Groups) -> Tensor:
-        a, b = (weight.to(x.dtype) for weight in (self.gate_up_lora_a, self.gate_up_lora_b))
+        return self.hidden_after(self.narrow(x, groups), x, groups)
+
+    def narrow(self, x: Tensor, groups: Groups) -> Tensor:
+        """Return scale · A x for A of each chosen expert's gate_up: x (M, D) → (M, A, rank)."""
         # For small ranks, one product of all tokens with all experts' A is faster than thin products by expert.
-        narrow = F.linear(x, a.flatten(0, 1)) * self.lora.scale  # (M, E · rank)
-        return _product_of_tokens(x, self.gate_up_proj, narrow, b, groups, gated=True)
+        a = self.gate_up_lora_a.to(x.dtype).flatten(0, 1)
+        of_all = (
+            F.linear(x, a) * self.lora.scale if torch.is_grad_enabled() else _scaled_product(x, a.T, self.lora.scale)
+        )
+        taken: Tensor = _Take.apply(of_all, groups)
+        return taken
+
+    def hidden_after(self, narrow: Tensor, x: Tensor, groups: Groups) -> Tensor:
+        """Return `hidden` of x (M, D), from `narrow` of x."""
+        b = self.gate_up_lora_b.to(x.dtype)
+        return _product_of_tokens(x, self.gate_up_proj, narrow.flatten(0, 1), b, groups, gated=True)
 
     def mix(self, hidden: Tensor, weights: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
+        down_a = self.down_lora_a.to(hidden.dtype)
+        if _uses_kernel(self.down_proj, hidden):
+            from dgemma_kernels.ops.grouped import multiply_rows
+
+            narrow = _thin_product(hidden, down_a, groups.ends, self.lora.scale)
+            adapter = narrow, self.down_lora_b.to(hidden.dtype)
+            rows = multiply_rows(hidden, self.down_proj, groups.ends, *adapter, by_row=weights.flatten()[groups.order])
+            return sum_choices(rows, groups.back).to(dtype)
         mixed = super().mix(hidden, weights, groups, dtype)
-        narrow = _product_of_rows(hidden, self.down_lora_a.to(hidden.dtype), groups.ends)
+        narrow = product_by_group(hidden, down_a, groups.ends)
         narrow = (narrow * (_by_row(weights, groups)[:, None] * self.lora.scale)).to(hidden.dtype)
         # Zeros for the other experts make the sum over a token's experts one product with all experts' B.
         spread = _Put.apply(narrow, groups)  # (M, E · rank)
@@ -163,39 +184,48 @@ class AdaptedExperts(Experts):
         return mixed.addmm_(spread, b) if mixed.dtype == spread.dtype else mixed + spread @ b
 
     def gradients(
-        self, grad: Tensor, x: Tensor, weights: Tensor, groups: Groups, dtype: torch.dtype
+        self, grad: Tensor, x: Tensor, narrow: Tensor, weights: Tensor, groups: Groups, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the gradients of x (M, D), of the routing weights (M, A) and of the parameters that require one.
 
-        grad: that of the experts' output (M, D). Hidden values are computed again, the output is not: `grad` is
-        multiplied by the transposed down weights instead. dtype: that of products.
+        grad: that of the experts' output (M, D). Hidden values are recomputed. The output is not: the gradient of the
+        routing weights comes from `grad` times the transposed down weights. narrow: as from `self.narrow`. dtype: that
+        of products.
         """
         assert isinstance(self.gate_up_proj, Tensor)
         assert isinstance(self.down_proj, Tensor)
         scale, ends = self.lora.scale, groups.ends
         x, grad, gate_up, down = x.to(dtype), grad.to(dtype), self.gate_up_proj.to(dtype), self.down_proj.to(dtype)
         up_a, up_b, down_a, down_b = (getattr(self, name).to(dtype) for name in _EXPERT_ADAPTERS)
-        narrow = _scaled_product(x, up_a.flatten(0, 1).T, scale)  # (M, E · rank)
+        narrow = narrow.flatten(0, 1).to(dtype)
         wide = _product_of_tokens(x, gate_up, narrow, up_b, groups)  # (R, 2F)
-        along = _scaled_product(grad, down_b.transpose(1, 2).flatten(0, 1).T, scale)
+        along = _take(_scaled_product(grad, down_b.transpose(1, 2).flatten(0, 1).T, scale), groups).flatten(0, 1)
         pulled = _product_of_tokens(grad, down.transpose(1, 2), along, down_a.transpose(1, 2), groups)  # (R, F)
-        hidden, of_wide, of_rows = _gated_and_grad(wide, pulled, weights, groups.order)
-        along_rows = (_take(along, groups) * _by_row(weights, groups)[:, None]).to(dtype)
-        down_narrow = _product_of_rows(hidden, down_a, ends) * (_by_row(weights, groups)[:, None] * scale)
-        of_narrow = _put(_product_of_rows(of_wide, up_b.mT.contiguous(), ends) * scale, groups)
-        of_x = sum_choices(product_by_group(of_wide, gate_up.transpose(1, 2), ends), groups.back)
+        hidden, of_wide, of_rows = _grad_of_gates(wide, pulled, weights, groups.order)
+        by_row, narrow, along = _narrow_by_row(weights, narrow, along, groups.order)
+        down_narrow = _thin_product(hidden, down_a, ends, scale, by_row)
+        of_narrow = _thin_product(of_wide, up_b.mT.contiguous(), ends, scale)
+        of_all = _put(of_narrow, groups)  # (M, E · rank)
         found = {
-            "gate_up_lora_a": (of_narrow.T @ x).view_as(up_a),
-            "gate_up_lora_b": outer_by_group(of_wide, _take(narrow, groups), ends),
-            "down_lora_a": outer_by_group(along_rows, hidden, ends),
-            "down_lora_b": (_put(down_narrow.to(dtype), groups).T @ grad).view_as(down_b.mT).mT,
+            "gate_up_lora_a": (of_all.T @ x).view_as(up_a),
+            "gate_up_lora_b": outer_by_group(of_wide, narrow, ends),
+            "down_lora_a": outer_by_group(along, hidden, ends),
+            "down_lora_b": (_put(down_narrow, groups).T @ grad).view_as(down_b.mT).mT,
         }
+        if _uses_kernel(gate_up, of_wide):
+            from dgemma_kernels.ops.grouped import multiply_rows
+
+            of_rows_of_x = multiply_rows(of_wide, gate_up.transpose(1, 2), ends, of_narrow, up_a.transpose(1, 2))
+            of_x = sum_choices(of_rows_of_x, groups.back)
+        else:
+            of_x = sum_choices(product_by_group(of_wide, gate_up.transpose(1, 2), ends), groups.back)
+            of_x.addmm_(of_all, up_a.flatten(0, 1))
         if self.gate_up_proj.requires_grad:
             found["gate_up_proj"] = outer_by_group(of_wide, dispatch(x, groups), ends)
         if self.down_proj.requires_grad:
-            weighted = dispatch(grad, groups) * _by_row(weights, groups)[:, None]
+            weighted = dispatch(grad, groups) * by_row[:, None]
             found["down_proj"] = outer_by_group(weighted.to(dtype), hidden, ends)
-        return of_x.addmm_(of_narrow, up_a.flatten(0, 1)), of_rows[groups.back], found
+        return of_x, of_rows[groups.back], found
 
     def updates(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name of each base weight in this module, and the update of its adapter."""
@@ -236,10 +266,14 @@ class _AdaptedProducts(torch.autograd.Function):
             ctx.save_for_backward(rows, a, narrow, *b, *pairs[2 * count :])
             if known is not None:
                 return tuple(out.detach() for out in known)
-            outs = [part @ of_pair.T for part, of_pair in zip(narrow.chunk(count, 1), b, strict=True)]
-            for out, weight in zip(outs, weights, strict=True):
-                out.addmm_(rows, (weight.to(dtype) if isinstance(weight, Tensor) else weight.decode(dtype)).T)
-        return tuple(out.unflatten(0, x.shape[:-1]) for out in outs)
+            out = rows.new_empty(rows.shape[0], sum(weight.shape[0] for weight in weights))
+            outs = out.split([weight.shape[0] for weight in weights], 1)
+            for part, of_pair, low in zip(narrow.chunk(count, 1), b, outs, strict=True):
+                torch.mm(part, of_pair.T, out=low)
+            together = _join(weights)
+            for part, weight in zip(outs, weights, strict=True) if together is None else ((out, together),):
+                part.addmm_(rows, _decoded(weight, dtype).T)
+        return tuple(part.unflatten(0, x.shape[:-1]) for part in outs)
 
     @staticmethod
     @once_differentiable
@@ -249,14 +283,16 @@ class _AdaptedProducts(torch.autograd.Function):
         b, tensors = others[:count], iter(others[count:])
         weights = [next(tensors) if weight is None else weight for weight in ctx.quantized]
         flat = [grad.flatten(0, -2) for grad in grads]
-        grad_narrow = torch.cat(
-            [_scaled_product(grad, of_pair, ctx.scale) for grad, of_pair in zip(flat, b, strict=True)], 1
-        )
+        grad_narrow = torch.empty_like(narrow)
+        for grad, of_pair, part in zip(flat, b, grad_narrow.chunk(count, 1), strict=True):
+            torch.addmm(part, grad, of_pair, beta=0, alpha=ctx.scale, out=part)
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = grad_narrow @ a
-            for grad, weight in zip(flat, weights, strict=True):
-                grad_x.addmm_(grad, weight.to(rows.dtype) if isinstance(weight, Tensor) else weight.decode(rows.dtype))
+            at_once, together = joined(flat, 1), _join(weights)
+            pairs = zip(flat, weights, strict=True)
+            for grad, weight in pairs if at_once is None or together is None else ((at_once, together),):
+                grad_x.addmm_(grad, _decoded(weight, rows.dtype))
             grad_x = grad_x.to(x_dtype).unflatten(0, grads[0].shape[:-1])
         grad_a = (grad_narrow.T @ rows).to(wide).chunk(count)
         parts = zip(flat, narrow.chunk(count, 1), strict=True)
@@ -267,6 +303,16 @@ class _AdaptedProducts(torch.autograd.Function):
             if isinstance(weight, Tensor)
         ]
         return grad_x, None, None, None, None, *grad_a, *grad_b, *of_weights
+
+
+def _join(weights: Sequence[Weight]) -> Tensor | None:
+    """Return the tensor whose rows are those of all weights, if they are neighbours in memory."""
+    tensors = [weight for weight in weights if isinstance(weight, Tensor)]
+    return joined(tensors, 0) if len(tensors) == len(weights) else None
+
+
+def _decoded(weight: Weight, dtype: torch.dtype) -> Tensor:
+    return weight.to(dtype) if isinstance(weight, Tensor) else weight.decode(dtype)
 
 
 @contextmanager
@@ -316,7 +362,7 @@ def _cast(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tens
 
 
 class _Take(torch.autograd.Function):
-    """`_take`, whose gradient is a copy too, because all its places are different."""
+    """`_take`, whose gradient is a copy without additions, because it reads no position twice."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, groups: Groups) -> Tensor:
@@ -325,7 +371,7 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _put(grad, ctx.groups), None
+        return _put(grad.flatten(0, 1)[ctx.groups.order], ctx.groups), None
 
 
 class _Put(torch.autograd.Function):
@@ -338,12 +384,12 @@ class _Put(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _take(grad, ctx.groups), None
+        return _take(grad, ctx.groups).flatten(0, 1)[ctx.groups.order], None
 
 
 def _take(x: Tensor, groups: Groups) -> Tensor:
-    """Return the values (R, rank) of each row's expert from those of all experts, (M, E · rank)."""
-    return _take_rows(x.unflatten(1, (groups.ends.shape[0], -1)), groups.experts, groups.order)
+    """Return the values (M, A, rank) of each choice's expert from those of all experts, (M, E · rank)."""
+    return _take_choices(x.unflatten(1, (groups.ends.shape[0], -1)), groups.experts)
 
 
 def _put(rows: Tensor, groups: Groups) -> Tensor:
@@ -352,8 +398,8 @@ def _put(rows: Tensor, groups: Groups) -> Tensor:
 
 
 @fusible
-def _take_rows(x: Tensor, experts: Tensor, order: Tensor) -> Tensor:
-    return x[order // experts.shape[1], experts.flatten()[order]]
+def _take_choices(x: Tensor, experts: Tensor) -> Tensor:
+    return x[torch.arange(x.shape[0], device=x.device)[:, None], experts]
 
 
 @fusible
@@ -389,18 +435,19 @@ class _KeptOutput(torch.autograd.Function):
         ctx: Any, module: AdaptedExperts, kept: Kept, x: Tensor, weights: Tensor, experts: Tensor, *_: Tensor
     ) -> Tensor:
         groups = kept.group(experts, module.gate_up_proj.shape[0])
-        if kept.mixed is None:
-            kept.mixed = module.mix(module.hidden(x, groups), weights, groups, x.dtype)
+        if kept.mixed is None or kept.narrow is None:
+            kept.narrow = module.narrow(x, groups)
+            kept.mixed = module.mix(module.hidden_after(kept.narrow, x, groups), weights, groups, x.dtype)
         ctx.module, ctx.dtype = module, product_dtype(x)
-        ctx.save_for_backward(x, weights, *groups)
+        ctx.save_for_backward(x, kept.narrow, weights, *groups)
         return kept.mixed.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights, *groups = ctx.saved_tensors
+        x, narrow, weights, *groups = ctx.saved_tensors
         with torch.autocast(x.device.type, enabled=False):
-            of_x, of_weights, found = ctx.module.gradients(grad, x, weights, Groups(*groups), ctx.dtype)
+            of_x, of_weights, found = ctx.module.gradients(grad, x, narrow, weights, Groups(*groups), ctx.dtype)
         trained = [(name, weight) for name, weight in ctx.module.named_parameters() if weight.requires_grad]
         of_trained = [found[name].to(weight.dtype) for name, weight in trained]
         return None, None, of_x.to(x.dtype), of_weights, None, *of_trained
@@ -414,34 +461,37 @@ def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
 def _product_of_tokens(
     x: Tensor, weights: Weight, narrow: Tensor, b: Tensor, groups: Groups, *, gated: bool = False
 ) -> Tensor:
-    """Return x W_eᵀ + narrow_e B_eᵀ of each choice: x (M, I), weights (E, O, I), narrow (M, E · rank), b (E, O, rank).
+    """Return x W_eᵀ + narrow_e B_eᵀ of each choice: x (M, I), weights (E, O, I), narrow (R, rank), b (E, O, rank).
 
-    The result is (R, O), or (R, O / 2) if gated, by `gated_gelu`. On a GPU, the compiled steps of training use one
-    kernel, which copies no tokens.
+    The result is (R, O), or (R, O / 2) if gated, by `gated_gelu`. On a Hopper GPU, compiled training steps use one
+    kernel, which does not copy the tokens.
     """
-    if compiles_on(x.device) and not torch.is_grad_enabled() and _fits_kernel(weights, x):
+    if _uses_kernel(weights, x):
         from dgemma_kernels.ops.grouped import multiply_tokens
 
         return multiply_tokens(x.contiguous(), weights, narrow, b, groups.order, groups.ends, gated=gated)
-    low = product_by_group(_Take.apply(narrow, groups), b, groups.ends)
+    low = product_by_group(_ByRow.apply(narrow, groups.order, groups.back.flatten()), b, groups.ends)
     out = product_by_group(dispatch(x, groups), weights, groups.ends) + low
     return gated_gelu(*out.chunk(2, dim=-1)) if gated else out
 
 
-def _product_of_rows(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Compute `product_by_group` for weights of few outputs, which the library multiplies slowly."""
-    trains = compiles_on(rows.device) and not torch.is_grad_enabled()
-    if trains and weights.shape[1] <= _FEW_OUTPUTS and _fits_kernel(weights, rows):
+def _thin_product(rows: Tensor, weights: Tensor, ends: Tensor, scale: float, by_row: Tensor | None = None) -> Tensor:
+    """Return scale · by_row · `product_by_group` for weights with few outputs, for which torch's grouped product is
+    slow."""
+    if weights.shape[1] <= _FEW_OUTPUTS and _uses_kernel(weights, rows):
         from dgemma_kernels.ops.grouped import multiply_rows
 
-        return multiply_rows(rows, weights, ends)
-    return product_by_group(rows, weights, ends)
+        return multiply_rows(rows, weights, ends, scale=scale, by_row=by_row)
+    factor = scale if by_row is None else scale * by_row[:, None]
+    return (product_by_group(rows, weights, ends) * factor).to(rows.dtype)
 
 
-def _fits_kernel(weights: Weight, x: Tensor) -> TypeGuard[Tensor]:
-    """Return True if the kernel of `_product_of_tokens` is for this GPU, dtype and these widths."""
+def _uses_kernel(weights: Weight, x: Tensor) -> TypeGuard[Tensor]:
+    """Return True in compiled steps without gradients, if our kernels are for this GPU, dtype and these widths."""
     return (
-        x.is_cuda
+        compiles_on(x.device)
+        and not torch.is_grad_enabled()
+        and x.is_cuda
         and torch.cuda.get_device_capability(x.device)[0] == 9  # Hopper has the shared memory for its tiles
         and isinstance(weights, Tensor)
         and x.dtype == weights.dtype in (torch.bfloat16, torch.float16)
@@ -467,15 +517,32 @@ def trained_weights(module: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in module.parameters() if weight.requires_grad]
 
 
-@fusible
-def _gated_and_grad(wide: Tensor, pulled: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _grad_of_gates(wide: Tensor, pulled: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return hidden values (R, F), gradients of gate and up (R, 2F), and those of the routing weights by row, (R,).
 
     pulled: the gradient of the hidden values (R, F), before it is multiplied by the routing weights (M, A).
     """
+    if compiles_on(wide.device) and wide.is_cuda:
+        from dgemma_kernels.ops.grouped import gated_gradient
+
+        return gated_gradient(wide, pulled, weights.contiguous(), order)
+    return _gated_and_grad(wide, pulled, weights, order)
+
+
+@fusible
+def _gated_and_grad(wide: Tensor, pulled: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `_grad_of_gates` by automatic differentiation."""
     hidden, pull_back = torch.func.vjp(gated_gelu, *wide.chunk(2, dim=-1))  # type: ignore[misc]
     by_row, exact = weights.flatten()[order][:, None], pulled.to(wide_dtype(pulled))
     return hidden, torch.cat(pull_back((by_row * exact).to(hidden.dtype)), -1), (hidden * exact).sum(-1)
+
+
+@fusible
+def _narrow_by_row(weights: Tensor, narrow: Tensor, along: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the routing weights (R,), narrow, and weights · along, (R, rank) each, in the order of the rows. The
+    inputs are in the order of the choices."""
+    by_row = weights.flatten()[order]
+    return by_row, narrow[order], (along[order] * by_row[:, None]).to(along.dtype)
 
 
 @typed
@@ -493,12 +560,29 @@ def add_lora(model: DiffusionGemma, lora: LoRA | None = None, *, seed: int = 0) 
         adapted = AdaptedExperts(module, lora) if isinstance(module, Experts) else AdaptedLinear(module, lora)
         adapted.base_generation = model.generation
         _set_module(model, name, adapted)
+    for module in model.modules():
+        for names in _SAME_INPUT:
+            layers = (getattr(module, name, None) for name in names)
+            _make_neighbours([layer for layer in layers if isinstance(layer, AdaptedLinear)])
     generator = torch.Generator().manual_seed(seed)
     for name, weight in _adapter_weights(model):
         if name.endswith("lora_a"):  # drawn on the CPU, so that the adapter does not depend on the device
             values = torch.randn(weight.shape, generator=generator) * weight.shape[-1] ** -0.5
             weight.data.copy_(values)
     return [weight for _, weight in _adapter_weights(model)]
+
+
+def _make_neighbours(layers: Sequence[AdaptedLinear]) -> None:
+    """Move the base weights of layers with the same input next to each other in memory, so that they have one product.
+
+    Each weight stays a contiguous tensor.
+    """
+    weights = [layer.weight for layer in layers if isinstance(layer.weight, nn.Parameter)]
+    if len(weights) < 2 or len(weights) < len(layers) or len({(w.dtype, w.device) for w in weights}) > 1:
+        return
+    whole = torch.cat([weight.detach() for weight in weights])
+    for weight, part in zip(weights, whole.split([len(weight) for weight in weights]), strict=True):
+        weight.data = part
 
 
 @torch.no_grad()

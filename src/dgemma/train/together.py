@@ -16,11 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dgemma.model.attention import Mask, attend, in_words, words
+from dgemma.model.attention import Attention, Mask, attend, in_words, words
 from dgemma.model.backbone import KeysValues, Layer
 from dgemma.model.config import LayerShape
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import Kept, group_by_expert
+from dgemma.model.fused import compiles_on, joined
+from dgemma.model.layers import RMSNorm, product_dtype
 from dgemma.model.rotary import rotary_table
 from dgemma.train.lora import AdaptedLinear, is_adapted, same_autocast, trained_weights
 
@@ -101,12 +103,16 @@ class TogetherPass:
     def run_layer(self, number: int, x: Tensor, kept: Kept) -> tuple[Tensor, Tensor, Tensor]:
         """Return the output (B·L, D) of a layer for x (B·L, D), and the keys and values that canvases see."""
         layer, num_noisy = self.layers[number], self.num_noisy
-        queries, keys, values = _project(layer, x, self.ropes[number], self.batch_size)
-        noisy_queries, queries = _Split.apply(queries, num_noisy, num_noisy)
-        (noisy_keys, keys), (noisy_values, values) = (
-            (part.transpose(1, 2) for part in _Split.apply(of_all, num_noisy, num_noisy + self.num_seen))
-            for of_all in (keys, values)
-        )
+        ends = num_noisy, num_noisy + self.num_seen, num_noisy + self.num_seen  # of queries, keys, values
+        if _uses_head_kernel(layer, x):
+            normed, x = _NormOf.apply(x, layer.input_layernorm)
+            raws = layer.self_attn.raw_heads(normed)
+            both = _Heads.apply(layer.self_attn, self.ropes[number], self.batch_size, num_noisy, ends, *raws)
+        else:
+            whole = _project(layer, x, self.ropes[number], self.batch_size)
+            both = [part for each, end in zip(whole, ends, strict=True) for part in _Split.apply(each, num_noisy, end)]
+        noisy_queries, queries = both[:2]
+        noisy_keys, keys, noisy_values, values = (part.transpose(1, 2) for part in both[2:])
         noisy = attend(noisy_queries, noisy_keys, noisy_values, self.canvases.masks[number])
         text = attend(queries, keys, values, self.text.masks[number])
         attended = _project_out(layer, _JoinTokens.apply(noisy, text), kept)
@@ -116,8 +122,13 @@ class TogetherPass:
 
     def run_canvases(self, number: int, x: Tensor, result: _FromText, kept: Kept) -> Tensor:
         """Return the output of a layer for canvases x (B·C, D), and replace the keys and values of the earlier ones."""
-        layer = self.layers[number]
-        queries, keys, values = _project(layer, x, self.noisy_ropes[number], self.batch_size)
+        layer, rope = self.layers[number], self.noisy_ropes[number]
+        if _uses_head_kernel(layer, x):
+            raws = layer.self_attn.raw_heads(layer.input_layernorm(x))
+            heads = _norm_heads(layer.self_attn, rope, raws)
+            queries, keys, values = (each.unflatten(0, (self.batch_size, -1)) for each in heads)
+        else:
+            queries, keys, values = _project(layer, x, rope, self.batch_size)
         for old, new in ((result.keys, keys), (result.values, values)):
             _replace(old[:, :, : self.num_noisy], new.transpose(1, 2))
         attended = attend(queries, result.keys, result.values, self.canvases.masks[number])
@@ -130,7 +141,7 @@ class TogetherPass:
 
 
 def _rotary_tables(shapes: Sequence[LayerShape], positions: Tensor, dtype: torch.dtype) -> list[KeysValues]:
-    """Return each layer's cosines and sines at positions (1, M), (1, M, 1, H) each."""
+    """Return each layer's cosines and sines, (1, M, 1, H) each, at positions (1, M)."""
     tables = {s.kind: rotary_table(s, positions, dtype) for s in {s.kind: s for s in shapes}.values()}
     return [tables[shape.kind] for shape in shapes]
 
@@ -150,6 +161,89 @@ def _project_out(layer: Layer, heads: Tensor, kept: Kept) -> Tensor:
     attended: Tensor = project(flat, kept.attended)
     kept.attended = attended.detach()
     return attended
+
+
+class _NormOf(torch.autograd.Function):
+    """norm(x) and x. The kernel of the gradient adds both gradients of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        ctx.norm = norm
+        ctx.save_for_backward(x)
+        return norm(x), x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, added: Tensor) -> tuple[Tensor, None]:
+        from dgemma_kernels.ops.residual import rms_norm_gradient
+
+        (x,) = ctx.saved_tensors
+        return rms_norm_gradient(grad, x, ctx.norm.weight, ctx.norm.eps, added)[0], None
+
+
+def _uses_head_kernel(layer: Layer, x: Tensor) -> bool:
+    """Return True if our kernels norm and rotate heads: in compiled steps on a GPU, for frozen norms."""
+    attention = layer.self_attn
+    return (
+        compiles_on(x.device)
+        and x.is_cuda
+        and product_dtype(x) in (torch.bfloat16, torch.float16)
+        and attention.head_dim & (attention.head_dim - 1) == 0
+        and not any(norm.weight.requires_grad for norm in (layer.input_layernorm, attention.q_norm, attention.k_norm))
+    )
+
+
+def _norm_heads(attention: Attention, rope: KeysValues, raws: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries (M, N, H), keys and values (M, K, H) of their projections (M, heads · H)."""
+    from dgemma_kernels.ops.heads import norm_heads
+
+    raw, *others = _inputs_of_heads(attention, rope, raws)
+    num_heads, kv_heads = (part.shape[-1] // attention.head_dim for part in raws[:2])
+    return norm_heads(raw, *others, num_heads=num_heads, kv_heads=kv_heads, eps=attention.eps)
+
+
+def _inputs_of_heads(
+    attention: Attention, rope: KeysValues, raws: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the projections as one tensor, both norms' weights, cosines and sines."""
+    raw = joined(raws, 1)
+    raw = torch.cat(list(raws), 1) if raw is None else raw
+    cos, sin = (table.flatten(0, 2).contiguous() for table in rope)
+    return raw, attention.q_norm.weight, attention.k_norm.weight, cos, sin
+
+
+class _Heads(torch.autograd.Function):
+    """Compute queries, keys and values, (B, T, heads, H) each, of the first and of the last tokens of each row.
+
+    Kernels norm and rotate the heads. That of the gradient adds both parts, so the gradients are not joined before.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        attention: Attention,
+        rope: KeysValues,
+        batch_size: int,
+        start: int,
+        ends: tuple[int, int, int],
+        *raws: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """start: where the last tokens begin. ends: where the first tokens end, for queries, keys and values."""
+        ctx.attention, ctx.rope = attention, rope
+        ctx.save_for_backward(*raws)
+        heads = (each.unflatten(0, (batch_size, -1)) for each in _norm_heads(attention, rope, raws))
+        return tuple(part for each, end in zip(heads, ends, strict=True) for part in (each[:, :end], each[:, start:]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from dgemma_kernels.ops.heads import norm_heads_gradient
+
+        raws = ctx.saved_tensors
+        inputs = _inputs_of_heads(ctx.attention, ctx.rope, raws)
+        parts = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads]
+        of_raw = norm_heads_gradient(*inputs, parts[::2], parts[1::2], eps=ctx.attention.eps)
+        return None, None, None, None, None, *of_raw.split([part.shape[1] for part in raws], 1)
 
 
 class _Split(torch.autograd.Function):
@@ -204,9 +298,11 @@ class _TogetherLayer(torch.autograd.Function):
         out = run.run_canvases(number, run.of_canvases(x).flatten(0, 1), result, kept)
         assert kept.groups is not None
         assert result.kept.groups is not None
-        stored = result.kept.groups.experts, result.kept.mixed, result.kept.attended
-        olds, news = (*stored, result.out), (kept.groups.experts, kept.mixed, kept.attended, out)
-        for old, new in zip(olds, news, strict=True):
+        stored, news = (
+            (groups.experts, each.mixed, each.narrow, each.attended)
+            for each, groups in ((result.kept, result.kept.groups), (kept, kept.groups))
+        )
+        for old, new in zip((*stored, result.out), (*news, out), strict=True):
             if old is not None and new is not None:
                 _replace(run.of_canvases(old), new.unflatten(0, (run.batch_size, -1)))
         ctx.run, ctx.number, ctx.autocast = run, number, same_autocast(x.device)
