@@ -30,6 +30,19 @@ def test_of_equal_experts_the_first_are_chosen(device):
     assert torch.equal(experts, torch.arange(CHOICES, device=device).expand(TOKENS, -1))
 
 
+def test_a_token_whose_logits_are_nan_gets_valid_experts_and_nan_weights(device):
+    logits, scales = draw(device)
+    logits[5, 3] = float("nan")
+    probabilities, weights, experts = choose_experts(logits, scales, CHOICES)
+    assert experts.min() >= 0
+    assert experts.max() < EXPERTS
+    assert probabilities[5].isnan().all()
+    assert weights[5].isnan().all()
+    others = torch.arange(TOKENS, device=device) != 5
+    want = reference.choose_experts(logits[others].double(), scales.double(), CHOICES)
+    torch.testing.assert_close(weights[others].double(), want[1], rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("with_probabilities", [False, True])
 def test_weights_of_known_choices_and_their_gradient_match_float64(device, with_probabilities):
     logits, scales = draw(device)

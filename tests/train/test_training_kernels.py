@@ -48,10 +48,10 @@ def kernels_on_cpu(monkeypatch):
     return ran
 
 
-@pytest.mark.slow
-def test_a_step_with_the_kernels_has_the_loss_and_gradients_of_the_plain_one(kernels_on_cpu):
+def losses_and_gradients(dtype, kernels):
+    """Return loss and gradients of a plain step, and those of a step with kernels."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = dgemma.DiffusionGemma(dgemma.presets.tiny().replace(**CONFIG), dtype=torch.float16)
+    model = dgemma.DiffusionGemma(dgemma.presets.tiny().replace(**CONFIG), dtype=dtype)
     model.reset_parameters(torch.Generator().manual_seed(1))
     model.recompute_activations = True
     adapters = add_lora(model.to(device), LoRA(rank=2))
@@ -67,10 +67,20 @@ def test_a_step_with_the_kernels_has_the_loss_and_gradients_of_the_plain_one(ker
         loss = objective.reduce(objective(model, batch, seeds=torch.arange(2, device=device)))
         return loss.detach(), torch.autograd.grad(loss, adapters)
 
-    loss, gradients = step()
-    assert kernels_on_cpu == set()
+    plain = step()
+    assert kernels == set()
     with fused.fusing():
-        kernel_loss, kernel_gradients = step()
+        return plain, step()
+
+
+def relative_error(gradients, expected):
+    error = sum((ours - theirs).square().sum() for ours, theirs in zip(gradients, expected, strict=True))
+    return (error / sum(theirs.square().sum() for theirs in expected)).sqrt()
+
+
+@pytest.mark.slow
+def test_a_step_with_the_kernels_has_the_loss_and_gradients_of_the_plain_one(kernels_on_cpu):
+    (loss, gradients), (kernel_loss, kernel_gradients) = losses_and_gradients(torch.float16, kernels_on_cpu)
     assert kernels_on_cpu == {
         *("choose_experts", "weigh_choices", "weigh_choices_gradient", "group_choices"),
         *("multiply_tokens", "multiply_rows", "gated_gradient"),
@@ -78,6 +88,13 @@ def test_a_step_with_the_kernels_has_the_loss_and_gradients_of_the_plain_one(ker
         *("rms_norm", "rms_norm_gradient", "after_attention_gradient", "after_experts", "after_experts_gradient"),
     }
     torch.testing.assert_close(kernel_loss, loss, rtol=1e-3, atol=0)
-    error = sum((ours - theirs).square().sum() for ours, theirs in zip(kernel_gradients, gradients, strict=True))
     # Both round to float16 (0.0005), at different places, in every function of two layers.
-    assert error.sqrt() <= 0.02 * sum(theirs.square().sum() for theirs in gradients).sqrt()
+    assert relative_error(kernel_gradients, gradients) <= 0.02
+
+
+@pytest.mark.slow
+def test_a_compiled_step_in_float64_uses_no_kernel_that_computes_in_float32(kernels_on_cpu):
+    (loss, gradients), (kernel_loss, kernel_gradients) = losses_and_gradients(torch.float64, kernels_on_cpu)
+    assert kernels_on_cpu == {"group_choices"}  # integers
+    torch.testing.assert_close(kernel_loss, loss, rtol=1e-12, atol=0)
+    assert relative_error(kernel_gradients, gradients) <= 1e-12

@@ -522,7 +522,7 @@ def _grad_of_gates(wide: Tensor, pulled: Tensor, weights: Tensor, order: Tensor)
 
     pulled: the gradient of the hidden values (R, F), before it is multiplied by the routing weights (M, A).
     """
-    if compiles_on(wide.device) and wide.is_cuda:
+    if compiles_on(wide.device) and wide.is_cuda and wide.dtype != torch.float64:  # the kernel computes in float32
         from dgemma_kernels.ops.grouped import gated_gradient
 
         return gated_gradient(wide, pulled, weights.contiguous(), order)

@@ -182,12 +182,18 @@ class _NormOf(torch.autograd.Function):
 
 
 def _uses_head_kernel(layer: Layer, x: Tensor) -> bool:
-    """Return True if our kernels norm and rotate heads: in compiled steps on a GPU, for frozen norms."""
+    """Return True if our kernels norm and rotate heads: in compiled steps on a GPU, for frozen norms.
+
+    Under autocast, rotary tables are float32 and the results of their products are not rounded as in the kernel.
+    """
+    if not x.is_cuda or not compiles_on(x.device):
+        return False
+    from dgemma_kernels.ops.residual import fits
+
     attention = layer.self_attn
     return (
-        compiles_on(x.device)
-        and x.is_cuda
-        and product_dtype(x) in (torch.bfloat16, torch.float16)
+        fits(x)
+        and x.dtype == product_dtype(x) != torch.float32
         and attention.head_dim & (attention.head_dim - 1) == 0
         and not any(norm.weight.requires_grad for norm in (layer.input_layernorm, attention.q_norm, attention.k_norm))
     )

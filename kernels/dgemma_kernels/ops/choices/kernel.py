@@ -151,7 +151,8 @@ def _choose_experts_kernel(
     is_row = row < num_tokens
     likely = _load_probabilities(logits, row, is_row, E)
     tl.store(probabilities + row[:, None] * E + expert[None, :], likely, is_row[:, None])
-    left, total = likely, tl.zeros((ROWS,), tl.float32)
+    # NaN equals nothing, so no expert would be found. As 0, it leads to the first experts, with NaN weights.
+    left, total = tl.where(likely == likely, likely, 0.0), tl.zeros((ROWS,), tl.float32)
     found = ()
     for choice in tl.static_range(A):
         largest = tl.max(left, 1)

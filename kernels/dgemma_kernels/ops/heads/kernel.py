@@ -211,7 +211,7 @@ def _norm_heads_gradient_kernel(
 ) -> None:
     """of_queries, of_keys, of_values: of each, the first and the second part, as for `_load_both`."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS
-    row, place = token // length, (token % length).to(tl.int32)
+    row, place = token // length, token % length
     pair, heads = tl.arange(0, HALF), tl.arange(0, HEADS)
     width: tl.constexpr = (NUM_HEADS + KV_HEADS * (2 if HAS_VALUE else 1)) * 2 * HALF
     own = token * width + head * (2 * HALF) + heads[:, None] * (2 * HALF) + pair[None, :]
@@ -258,14 +258,14 @@ def _load_both(
 
     A part is a pointer, its strides by row, token and head, and where the first part ends or the second one starts.
     """
-    heads, pair = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
+    heads, pair = head.to(tl.int64) + tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
     places = place + 0 * (heads + pair)
     one, two = parts[0], parts[1]
-    at = one[0] + row * one[1] + place * one[2] + (head + heads) * one[3] + pair
+    at = one[0] + row * one[1] + place * one[2] + heads * one[3] + pair
     is_there = places < one[4]
     left = tl.load(at, is_there, 0.0).to(tl.float32)
     right = tl.load(at + HALF, is_there, 0.0).to(tl.float32)
-    at = two[0] + row * two[1] + (place - two[4]) * two[2] + (head + heads) * two[3] + pair
+    at = two[0] + row * two[1] + (place - two[4]) * two[2] + heads * two[3] + pair
     is_there = places >= two[4]
     left += tl.load(at, is_there, 0.0).to(tl.float32)
     right += tl.load(at + HALF, is_there, 0.0).to(tl.float32)
