@@ -33,7 +33,8 @@ IN_FUNCTIONS = {
     "dgemma.data.vocabulary": {"tokenizers", "transformers"},
     "dgemma.eval.__main__": {"dgemma.eval.harness", "lm_eval.__main__"},
     "dgemma.model.experts": {"dgemma_kernels.ops.choices"},
-    "dgemma.train.lora": {"dgemma_kernels.ops.grouped"},  # needs Triton
+    "dgemma.train.lora.expert_products": {"dgemma_kernels.ops.grouped"},  # needs Triton
+    "dgemma.train.lora.experts": {"dgemma_kernels.ops.grouped"},
     "dgemma.train.together": {"dgemma_kernels.ops.heads", "dgemma_kernels.ops.residual"},
     "dgemma.view.gif": {"PIL", "matplotlib"},
     # Kernels for Hopper, which need a Triton with Gluon.

@@ -54,7 +54,7 @@ def describe_sampler(sampler: Sampler) -> dict[str, Any]:
             f"describe_sampler must get a sampler of dgemma ({', '.join(SAMPLERS)}), got {type(sampler).__name__}. "
             "A checkpoint cannot store another class; pass it to each run as sampler=."
         )
-    return {"name": name, **_settings(sampler)}
+    return {"name": name, **describe_settings(sampler)}
 
 
 def rebuild_sampler(description: Mapping[str, Any]) -> Sampler:
@@ -95,7 +95,7 @@ def describe_noise(noise: Noise) -> dict[str, Any]:
     """
     if type(noise) is not NOISES.get(noise.kind):
         return {"kind": type(noise).__name__}  # a user's class cannot be rebuilt, so the user passes it again
-    return {"kind": noise.kind, **_settings(noise, without=("vocab_size", "schedule"))}
+    return {"kind": noise.kind, **describe_settings(noise, without=("vocab_size", "schedule"))}
 
 
 def rebuild_noise(description: Mapping[str, Any], vocab_size: int) -> Noise:
@@ -105,6 +105,15 @@ def rebuild_noise(description: Mapping[str, Any], vocab_size: int) -> Noise:
     """
     settings = dict(description)
     return _build(NOISES, settings.pop("kind"), settings, vocab_size=vocab_size, schedule=Linear())
+
+
+def describe_settings(value: Any, *, without: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the fields of a dataclass. NumPy and torch scalars become Python numbers, for JSON.
+
+    Example: `describe_settings(LoRA(rank=4))["rank"]` is 4.
+    """
+    own = {field.name: getattr(value, field.name) for field in fields(value) if field.name not in without}
+    return {name: item.item() if hasattr(item, "item") else item for name, item in own.items()}
 
 
 def label(value: Any) -> str:
@@ -195,12 +204,6 @@ def rebuild_value(description: Any, tensors: Mapping[str, Tensor], classes: Iter
     Example: `rebuild_value(describe_value(UniformNoise(512), tensors), tensors)`.
     """
     return _rebuild(description, tensors, _Classes(_library_classes(), _derived_classes(), tuple(classes)))
-
-
-def _settings(value: Any, *, without: Iterable[str] = ()) -> dict[str, Any]:
-    """The fields of a dataclass. NumPy and torch scalars become Python numbers, for JSON."""
-    own = {field.name: getattr(value, field.name) for field in fields(value) if field.name not in without}
-    return {name: item.item() if hasattr(item, "item") else item for name, item in own.items()}
 
 
 def _literal(text: str) -> Any:

@@ -10,7 +10,7 @@
 | `objective.py` | the loss as a value: `Objective` |
 | `recipes.py` | the objectives of public recipes and papers; models prepared for them |
 | `likelihood.py`, `readers.py`, `estimates.py` | `evaluate`: the bound on text, with intervals and curves |
-| `lora.py` | low-rank adapters |
+| `lora` | low-rank adapters: settings, adapted modules, files |
 | `optimizer.py`, `muon.py` | AdamW, the learning rate, averaged weights; Muon |
 | `config.py` | `TrainConfig`, and the description that a resumed run must match |
 | `loop.py`, `replay.py` | `train`; its passes as CUDA graphs |

@@ -8,7 +8,9 @@ text, and the second shares the recomputation and the backward pass with it. Wei
 seven times, and products have more rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +26,7 @@ from dgemma.model.experts import Kept, group_by_expert
 from dgemma.model.fused import compiles_on, joined
 from dgemma.model.layers import RMSNorm, product_dtype
 from dgemma.model.rotary import rotary_table
-from dgemma.train.lora import AdaptedLinear, is_adapted, same_autocast, trained_weights
+from dgemma.train.lora import AdaptedLinear, is_adapted, trained_weights
 
 
 class Tokens(NamedTuple):
@@ -311,7 +313,7 @@ class _TogetherLayer(torch.autograd.Function):
         for old, new in zip((*stored, result.out), (*news, out), strict=True):
             if old is not None and new is not None:
                 _replace(run.of_canvases(old), new.unflatten(0, (run.batch_size, -1)))
-        ctx.run, ctx.number, ctx.autocast = run, number, same_autocast(x.device)
+        ctx.run, ctx.number, ctx.autocast = run, number, _same_autocast(x.device)
         ctx.save_for_backward(x, *stored)
         return result.out
 
@@ -325,3 +327,10 @@ class _TogetherLayer(torch.autograd.Function):
         with torch.enable_grad(), ctx.autocast():
             out, _, _ = ctx.run.run_layer(ctx.number, x, kept)
         return None, None, *torch.autograd.grad(out, [x, *trained_weights(layer)], grad, allow_unused=True)
+
+
+def _same_autocast(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+    """Return a function that makes a context with the current autocast, for a backward pass that computes again."""
+    if not torch.is_autocast_enabled(device.type):
+        return nullcontext
+    return partial(torch.autocast, device.type, torch.get_autocast_dtype(device.type), cache_enabled=False)

@@ -1,0 +1,196 @@
+"""Adapters of a model: added to its modules, merged into its weights, or removed."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from dgemma.checks import typed
+from dgemma.model.diffusion import DiffusionGemma
+from dgemma.model.experts import Experts, require_experts
+from dgemma.model.quantize import requantize
+from dgemma.model.quantized import QuantizedWeight, quantized_weights, set_weight
+from dgemma.train.lora.experts import AdaptedExperts
+from dgemma.train.lora.linear import AdaptedLinear, make_neighbours
+from dgemma.train.lora.settings import LoRA, is_target
+
+_SAME_INPUT = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # layers of one module
+
+
+@typed
+def add_lora(model: DiffusionGemma, lora: LoRA | None = None, *, seed: int = 0) -> list[nn.Parameter]:
+    """Freeze the model, add adapters to its targets, and return the adapters' weights for an optimizer.
+
+    Example: `add_lora(model, LoRA(rank=8)); train(model, objective, source, config, out="run")`.
+    """
+    lora = lora or LoRA()
+    refuse_adapters(model, "add_lora")
+    model.requires_grad_(False)
+    for name, module in list(model.named_modules()):
+        if not is_target(name, lora.targets):
+            continue
+        adapted = AdaptedExperts(module, lora) if isinstance(module, Experts) else AdaptedLinear(module, lora)
+        adapted.base_generation = model.generation
+        _set_module(model, name, adapted)
+    for module in model.modules():
+        for names in _SAME_INPUT:
+            layers = (getattr(module, name, None) for name in names)
+            make_neighbours([layer for layer in layers if isinstance(layer, AdaptedLinear)])
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in adapter_weights(model):
+        if name.endswith("lora_a"):  # drawn on the CPU, so that the adapter does not depend on the device
+            values = torch.randn(weight.shape, generator=generator) * weight.shape[-1] ** -0.5
+            weight.data.copy_(values)
+    return [weight for _, weight in adapter_weights(model)]
+
+
+@torch.no_grad()
+def merge_lora(model: DiffusionGemma, *, quantized: str | None = None) -> dict[str, float]:
+    """Add the adapters to the weights and remove them. The model can then be saved and accelerated.
+
+    Plain weights are rounded to their dtype, and the logits change only by that rounding. Quantised weights need a
+    choice: "dequantize" gives weights of the model's dtype; "requantize" rounds to the same format again, which changes
+    the logits. Return the relative rounding error |rounded - exact| / |exact| of each weight that was quantised.
+
+    Example: `merge_lora(model); model.save_pretrained("merged")`.
+    """
+    require_adapters(model, "merge_lora")
+    if quantized not in (None, "dequantize", "requantize"):
+        raise ValueError(f"merge_lora quantized must be None, 'dequantize' or 'requantize', got {quantized!r}.")
+    adapted = list(_adapted_modules(model))
+    if quantized is None and any(list(quantized_weights(module)) for _, module in adapted):
+        raise ValueError(
+            "merge_lora quantized must be 'dequantize' or 'requantize' for a quantised model, got None. The sum of a "
+            "quantised weight and its adapter fits the format only after rounding."
+        )
+    errors = {}
+    for name, module in adapted:
+        merged = {}
+        for attribute, update in module.updates():
+            weight = getattr(module, attribute)
+            if isinstance(weight, QuantizedWeight):
+                exact = weight.decode(update.dtype) + update
+                rounded = requantize(exact, weight) if quantized == "requantize" else exact.to(model.dtype)
+                merged[attribute] = rounded
+                values = rounded if isinstance(rounded, Tensor) else rounded.decode(exact.dtype)
+                errors[f"{name}.{attribute}"] = float((values - exact).norm() / exact.norm())
+            else:
+                # Added in the wider dtype of the two, and rounded once.
+                wide = torch.promote_types(weight.dtype, update.dtype)
+                weight.copy_((weight.to(wide) + update).to(weight.dtype))
+        _set_module(model, name, module.base())
+        for attribute, weight in merged.items():
+            set_weight(model, f"{name}.{attribute}", weight)
+    model.requires_grad_(True)
+    return errors
+
+
+def drop_lora(model: DiffusionGemma) -> None:
+    """Remove the adapters. The base model is trainable again and samples under its own noise.
+
+    Example: `load_lora(model, "sudoku-lora.safetensors"); ...; drop_lora(model)`.
+    """
+    require_adapters(model, "drop_lora")
+    # A model that an earlier version pickled has no base_generation, and keeps its noise.
+    base = next(getattr(module, "base_generation", model.generation) for _, module in _adapted_modules(model))
+    model.generation = replace(
+        model.generation, noise=base.noise, entropy_bound=base.entropy_bound, sampler=base.sampler
+    )
+    _take_off(model)
+
+
+@contextmanager
+def rounded_once(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Round all adapters to the dtype of products within the context, for a forward and its backward pass.
+
+    Otherwise every use rounds them. Gradients reach the adapters themselves.
+
+    Example: `with rounded_once(model, torch.bfloat16): objective.reduce(objective(model, batch, seeds=s)).backward()`.
+    """
+    places = [
+        (module, name)
+        for _, module in _adapted_modules(model)
+        for name, weight in module.named_parameters(recurse=False)
+        if "lora_" in name and weight.dtype != dtype
+    ]
+    weights = [getattr(module, name) for module, name in places]
+    for (module, name), rounded in zip(places, _Rounded.apply(dtype, *weights) if places else (), strict=True):
+        module._parameters[name] = rounded
+    try:
+        yield
+    finally:
+        for (module, name), weight in zip(places, weights, strict=True):
+            module._parameters[name] = weight
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.dtypes = [weight.dtype for weight in weights]
+        ctx.set_materialize_grads(False)  # an adapter that is not used keeps no gradient
+        return tuple(_cast(weights, [dtype] * len(weights)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        used = [number for number, grad in enumerate(grads) if grad is not None]
+        found = _cast([grads[number] for number in used], [ctx.dtypes[number] for number in used])
+        of = dict(zip(used, found, strict=True))
+        return None, *(of.get(number) for number in range(len(grads)))
+
+
+def _cast(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    out = [torch.empty_like(tensor, dtype=dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
+    torch._foreach_copy_(out, list(tensors))  # a few launches for all
+    return out
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Return True if the model has adapters."""
+    return adapters_of(model) is not None
+
+
+def adapters_of(model: nn.Module) -> LoRA | None:
+    """Return the settings of a model's adapters, or None.
+
+    Example: `add_lora(model, LoRA(rank=4)); adapters_of(model).rank` is 4.
+    """
+    return next((module.lora for _, module in _adapted_modules(model)), None)
+
+
+def _adapted_modules(model: nn.Module) -> Iterator[tuple[str, AdaptedLinear | AdaptedExperts]]:
+    return ((name, m) for name, m in list(model.named_modules()) if isinstance(m, AdaptedLinear | AdaptedExperts))
+
+
+def adapter_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, weight) for name, weight in model.named_parameters() if name.endswith(("lora_a", "lora_b")))
+
+
+def refuse_adapters(model: nn.Module, owner: str) -> None:
+    require_experts(model, owner)
+    if is_adapted(model):
+        raise ValueError(
+            f"{owner} model must have no adapters, but it has some. Call merge_lora(model) or drop_lora(model) first."
+        )
+
+
+def require_adapters(model: nn.Module, owner: str) -> None:
+    if not is_adapted(model):
+        raise ValueError(
+            f"{owner} model must have adapters, but it has none. Call add_lora(model) or load_lora(model, path) first."
+        )
+
+
+def _take_off(model: DiffusionGemma) -> None:
+    for name, module in _adapted_modules(model):
+        _set_module(model, name, module.base())
+    model.requires_grad_(True)
+
+
+def _set_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)

@@ -1,0 +1,148 @@
+"""Products of tokens with the weights of their chosen experts, and of rows that are grouped by expert."""
+
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from dgemma.model.experts import Groups, dispatch, product_by_group
+from dgemma.model.fused import compiles_on, fusible
+from dgemma.model.layers import gated_gelu, wide_dtype
+from dgemma.model.quantized import Weight
+
+_FEW_OUTPUTS = 16  # of a product that has its own kernel
+
+
+def product_of_tokens(
+    x: Tensor, weights: Weight, narrow: Tensor, b: Tensor, groups: Groups, *, gated: bool = False
+) -> Tensor:
+    """Return x W_eᵀ + narrow_e B_eᵀ of each choice: x (M, I), weights (E, O, I), narrow (R, rank), b (E, O, rank).
+
+    The result is (R, O), or (R, O / 2) if gated, by `gated_gelu`. On a Hopper GPU, compiled training steps use one
+    kernel, which does not copy the tokens.
+    """
+    if uses_kernel(weights, x):
+        from dgemma_kernels.ops.grouped import multiply_tokens
+
+        return multiply_tokens(x.contiguous(), weights, narrow, b, groups.order, groups.ends, gated=gated)
+    low = product_by_group(_ByRow.apply(narrow, groups.order, groups.back.flatten()), b, groups.ends)
+    out = product_by_group(dispatch(x, groups), weights, groups.ends) + low
+    return gated_gelu(*out.chunk(2, dim=-1)) if gated else out
+
+
+def thin_product(rows: Tensor, weights: Tensor, ends: Tensor, scale: float, by_row: Tensor | None = None) -> Tensor:
+    """Return scale · by_row · `product_by_group` for weights with few outputs, for which torch's grouped product is
+    slow."""
+    if weights.shape[1] <= _FEW_OUTPUTS and uses_kernel(weights, rows):
+        from dgemma_kernels.ops.grouped import multiply_rows
+
+        return multiply_rows(rows, weights, ends, scale=scale, by_row=by_row)
+    factor = scale if by_row is None else scale * by_row[:, None]
+    return (product_by_group(rows, weights, ends) * factor).to(rows.dtype)
+
+
+def uses_kernel(weights: Weight, x: Tensor) -> TypeGuard[Tensor]:
+    """Return True in compiled steps without gradients, if our kernels are for this GPU, dtype and these widths."""
+    return (
+        compiles_on(x.device)
+        and not torch.is_grad_enabled()
+        and x.is_cuda
+        and torch.cuda.get_device_capability(x.device)[0] == 9  # Hopper has the shared memory for its tiles
+        and isinstance(weights, Tensor)
+        and x.dtype == weights.dtype in (torch.bfloat16, torch.float16)
+        and x.shape[1] % 64 == weights.shape[1] % 8 == 0
+    )
+
+
+def grad_of_gates(wide: Tensor, pulled: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hidden values (R, F), gradients of gate and up (R, 2F), and those of the routing weights by row, (R,).
+
+    pulled: the gradient of the hidden values (R, F), before it is multiplied by the routing weights (M, A).
+    """
+    if compiles_on(wide.device) and wide.is_cuda and wide.dtype != torch.float64:  # the kernel computes in float32
+        from dgemma_kernels.ops.grouped import gated_gradient
+
+        return gated_gradient(wide, pulled, weights.contiguous(), order)
+    return _gated_and_grad(wide, pulled, weights, order)
+
+
+@fusible
+def _gated_and_grad(wide: Tensor, pulled: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `grad_of_gates` by automatic differentiation."""
+    hidden, pull_back = torch.func.vjp(gated_gelu, *wide.chunk(2, dim=-1))  # type: ignore[misc]
+    by_row, exact = weights.flatten()[order][:, None], pulled.to(wide_dtype(pulled))
+    return hidden, torch.cat(pull_back((by_row * exact).to(hidden.dtype)), -1), (hidden * exact).sum(-1)
+
+
+@fusible
+def narrow_by_row(weights: Tensor, narrow: Tensor, along: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the routing weights (R,), narrow, and weights · along, (R, rank) each, in the order of the rows. The
+    inputs are in the order of the choices."""
+    by_row = weights.flatten()[order]
+    return by_row, narrow[order], (along[order] * by_row[:, None]).to(along.dtype)
+
+
+def take(x: Tensor, groups: Groups) -> Tensor:
+    """Return the values (M, A, rank) of each choice's expert from those of all experts, (M, E · rank)."""
+    return _take_choices(x.unflatten(1, (groups.ends.shape[0], -1)), groups.experts)
+
+
+def put(rows: Tensor, groups: Groups) -> Tensor:
+    """Return (M, E · rank) with rows (R, rank) at the places of `take`, and zeros elsewhere."""
+    return _put_rows(rows, groups.experts, groups.order, groups.ends.shape[0]).flatten(1)
+
+
+@fusible
+def _take_choices(x: Tensor, experts: Tensor) -> Tensor:
+    return x[torch.arange(x.shape[0], device=x.device)[:, None], experts]
+
+
+@fusible
+def _put_rows(rows: Tensor, experts: Tensor, order: Tensor, num_experts: int) -> Tensor:
+    zeros = rows.new_zeros(experts.shape[0], num_experts, rows.shape[1])
+    return zeros.index_put((order // experts.shape[1], experts.flatten()[order]), rows)
+
+
+class Take(torch.autograd.Function):
+    """`take`, whose gradient is a copy without additions, because it reads no position twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, groups: Groups) -> Tensor:
+        ctx.groups = groups
+        return take(x, groups)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return put(grad.flatten(0, 1)[ctx.groups.order], ctx.groups), None
+
+
+class Put(torch.autograd.Function):
+    """`put`, the transpose of `take`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, groups: Groups) -> Tensor:
+        ctx.groups = groups
+        return put(rows, groups)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return take(grad, ctx.groups).flatten(0, 1)[ctx.groups.order], None
+
+
+def in_rows(weights: Tensor, groups: Groups) -> Tensor:
+    """Return the weights (M, A) of the choices in the order of the rows, (R,)."""
+    out: Tensor = _ByRow.apply(weights.flatten(), groups.order, groups.back.flatten())
+    return out
+
+
+class _ByRow(torch.autograd.Function):
+    """x[order], whose gradient is a copy too, because `back` inverts `order`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return x[order]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad[ctx.saved_tensors[0]], None, None

@@ -1,0 +1,187 @@
+"""Experts with adapters, whose output is kept and not computed again in the backward pass."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from dgemma.model.config import GenerationDefaults
+from dgemma.model.experts import (
+    Experts,
+    Groups,
+    Kept,
+    Routing,
+    dispatch,
+    outer_by_group,
+    product_by_group,
+    sum_choices,
+)
+from dgemma.model.layers import product_dtype
+from dgemma.train.lora.expert_products import (
+    Put,
+    Take,
+    grad_of_gates,
+    in_rows,
+    narrow_by_row,
+    product_of_tokens,
+    put,
+    take,
+    thin_product,
+    uses_kernel,
+)
+from dgemma.train.lora.linear import new_pair, scaled_product
+from dgemma.train.lora.settings import LoRA
+
+_EXPERT_ADAPTERS = ("gate_up_lora_a", "gate_up_lora_b", "down_lora_a", "down_lora_b")
+
+
+class AdaptedExperts(Experts):
+    """Experts whose every product gains scale · B_e A_e x."""
+
+    base_generation: GenerationDefaults
+
+    def __init__(self, base: Experts, lora: LoRA) -> None:
+        nn.Module.__init__(self)
+        self.gate_up_proj, self.down_proj, self.lora = base.gate_up_proj, base.down_proj, lora
+        self.gate_up_lora_a, self.gate_up_lora_b = new_pair(base.gate_up_proj, lora.rank)
+        self.down_lora_a, self.down_lora_b = new_pair(base.down_proj, lora.rank)
+
+    @property
+    def keeps_output(self) -> bool:  # type: ignore[override]
+        # Quantised weights are chosen to save memory, so nothing more is kept next to them.
+        # Weights spread over processes are there only during the forward.
+        return type(self.gate_up_proj) is type(self.down_proj) is nn.Parameter
+
+    def forward(self, x: Tensor, routing: Routing, kept: Kept | None = None) -> Tensor:
+        if kept is None or not self.keeps_output:
+            return super().forward(x, routing, kept)
+        mixed: Tensor = _KeptOutput.apply(self, kept, x, routing.weights, routing.experts, *trained_weights(self))
+        return mixed
+
+    def hidden(self, x: Tensor, groups: Groups) -> Tensor:
+        return self.hidden_after(self.narrow(x, groups), x, groups)
+
+    def narrow(self, x: Tensor, groups: Groups) -> Tensor:
+        """Return scale · A x for A of each chosen expert's gate_up: x (M, D) → (M, A, rank)."""
+        # For small ranks, one product of all tokens with all experts' A is faster than thin products by expert.
+        a = self.gate_up_lora_a.to(x.dtype).flatten(0, 1)
+        of_all = (
+            F.linear(x, a) * self.lora.scale if torch.is_grad_enabled() else scaled_product(x, a.T, self.lora.scale)
+        )
+        taken: Tensor = Take.apply(of_all, groups)
+        return taken
+
+    def hidden_after(self, narrow: Tensor, x: Tensor, groups: Groups) -> Tensor:
+        """Return `hidden` of x (M, D), from `narrow` of x."""
+        b = self.gate_up_lora_b.to(x.dtype)
+        return product_of_tokens(x, self.gate_up_proj, narrow.flatten(0, 1), b, groups, gated=True)
+
+    def mix(self, hidden: Tensor, weights: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
+        down_a = self.down_lora_a.to(hidden.dtype)
+        if uses_kernel(self.down_proj, hidden):
+            from dgemma_kernels.ops.grouped import multiply_rows
+
+            narrow = thin_product(hidden, down_a, groups.ends, self.lora.scale)
+            adapter = narrow, self.down_lora_b.to(hidden.dtype)
+            rows = multiply_rows(hidden, self.down_proj, groups.ends, *adapter, by_row=weights.flatten()[groups.order])
+            return sum_choices(rows, groups.back).to(dtype)
+        mixed = super().mix(hidden, weights, groups, dtype)
+        narrow = product_by_group(hidden, down_a, groups.ends)
+        narrow = (narrow * (in_rows(weights, groups)[:, None] * self.lora.scale)).to(hidden.dtype)
+        # Zeros for the other experts make the sum over a token's experts one product with all experts' B.
+        spread = Put.apply(narrow, groups)  # (M, E · rank)
+        b = self.down_lora_b.to(hidden.dtype).transpose(1, 2).flatten(0, 1)
+        return mixed.addmm_(spread, b) if mixed.dtype == spread.dtype else mixed + spread @ b
+
+    def gradients(
+        self, grad: Tensor, x: Tensor, narrow: Tensor, weights: Tensor, groups: Groups, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return the gradients of x (M, D), of the routing weights (M, A) and of the parameters that require one.
+
+        grad: that of the experts' output (M, D). Hidden values are recomputed. The output is not: the gradient of the
+        routing weights comes from `grad` times the transposed down weights. narrow: as from `self.narrow`. dtype: that
+        of products.
+        """
+        assert isinstance(self.gate_up_proj, Tensor)
+        assert isinstance(self.down_proj, Tensor)
+        scale, ends = self.lora.scale, groups.ends
+        x, grad, gate_up, down = x.to(dtype), grad.to(dtype), self.gate_up_proj.to(dtype), self.down_proj.to(dtype)
+        up_a, up_b, down_a, down_b = (getattr(self, name).to(dtype) for name in _EXPERT_ADAPTERS)
+        narrow = narrow.flatten(0, 1).to(dtype)
+        wide = product_of_tokens(x, gate_up, narrow, up_b, groups)  # (R, 2F)
+        along = take(scaled_product(grad, down_b.transpose(1, 2).flatten(0, 1).T, scale), groups).flatten(0, 1)
+        pulled = product_of_tokens(grad, down.transpose(1, 2), along, down_a.transpose(1, 2), groups)  # (R, F)
+        hidden, of_wide, of_rows = grad_of_gates(wide, pulled, weights, groups.order)
+        by_row, narrow, along = narrow_by_row(weights, narrow, along, groups.order)
+        down_narrow = thin_product(hidden, down_a, ends, scale, by_row)
+        of_narrow = thin_product(of_wide, up_b.mT.contiguous(), ends, scale)
+        of_all = put(of_narrow, groups)  # (M, E · rank)
+        found = {
+            "gate_up_lora_a": (of_all.T @ x).view_as(up_a),
+            "gate_up_lora_b": outer_by_group(of_wide, narrow, ends),
+            "down_lora_a": outer_by_group(along, hidden, ends),
+            "down_lora_b": (put(down_narrow, groups).T @ grad).view_as(down_b.mT).mT,
+        }
+        if uses_kernel(gate_up, of_wide):
+            from dgemma_kernels.ops.grouped import multiply_rows
+
+            of_rows_of_x = multiply_rows(of_wide, gate_up.transpose(1, 2), ends, of_narrow, up_a.transpose(1, 2))
+            of_x = sum_choices(of_rows_of_x, groups.back)
+        else:
+            of_x = sum_choices(product_by_group(of_wide, gate_up.transpose(1, 2), ends), groups.back)
+            of_x.addmm_(of_all, up_a.flatten(0, 1))
+        if self.gate_up_proj.requires_grad:
+            found["gate_up_proj"] = outer_by_group(of_wide, dispatch(x, groups), ends)
+        if self.down_proj.requires_grad:
+            weighted = dispatch(grad, groups) * by_row[:, None]
+            found["down_proj"] = outer_by_group(weighted.to(dtype), hidden, ends)
+        return of_x, of_rows[groups.back], found
+
+    def updates(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name of each base weight in this module, and the update of its adapter."""
+        yield "gate_up_proj", self.gate_up_lora_b @ self.gate_up_lora_a * self.lora.scale
+        yield "down_proj", self.down_lora_b @ self.down_lora_a * self.lora.scale
+
+    def base(self) -> Experts:
+        """Return the experts without their adapters."""
+        experts = Experts.__new__(Experts)
+        nn.Module.__init__(experts)
+        experts.gate_up_proj, experts.down_proj = self.gate_up_proj, self.down_proj
+        return experts
+
+
+class _KeptOutput(torch.autograd.Function):
+    """The experts' output, whose gradient computes the hidden values again. The output itself is computed once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, module: AdaptedExperts, kept: Kept, x: Tensor, weights: Tensor, experts: Tensor, *_: Tensor
+    ) -> Tensor:
+        groups = kept.group(experts, module.gate_up_proj.shape[0])
+        if kept.mixed is None or kept.narrow is None:
+            kept.narrow = module.narrow(x, groups)
+            kept.mixed = module.mix(module.hidden_after(kept.narrow, x, groups), weights, groups, x.dtype)
+        ctx.module, ctx.dtype = module, product_dtype(x)
+        ctx.save_for_backward(x, kept.narrow, weights, *groups)
+        return kept.mixed.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, narrow, weights, *groups = ctx.saved_tensors
+        with torch.autocast(x.device.type, enabled=False):
+            of_x, of_weights, found = ctx.module.gradients(grad, x, narrow, weights, Groups(*groups), ctx.dtype)
+        trained = [(name, weight) for name, weight in ctx.module.named_parameters() if weight.requires_grad]
+        of_trained = [found[name].to(weight.dtype) for name, weight in trained]
+        return None, None, of_x.to(x.dtype), of_weights, None, *of_trained
+
+
+def trained_weights(module: nn.Module) -> list[nn.Parameter]:
+    """Return the module's parameters that require gradients.
+
+    Example: `trained_weights(model.layers[0])`.
+    """
+    return [weight for weight in module.parameters() if weight.requires_grad]
