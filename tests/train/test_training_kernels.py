@@ -11,6 +11,7 @@ CONFIG = {
     "num_hidden_layers": 2,
     "layer_types": ("sliding_attention", "full_attention"),
     "num_experts": 4,
+    "top_k_experts": 4,  # all, because a rounding error could change the choice of an expert
     "moe_intermediate_size": 64,
     "canvas_length": 8,
 }
