@@ -367,6 +367,17 @@ class AddLabel(dgemma.Sampler):
         return dgemma.Decision(tokens=tokens, write=positions < state.limit, renoise=positions > state.limit)
 
 
+def test_a_step_keeps_a_field_added_to_the_state(models, device):
+    knobs = Knobs(sampler=AddLabel(), temperature=dgemma.LinearTemperature(), stop=None)
+    seeds = torch.tensor([3], device=device)
+    plain = start_state(knobs, dgemma.UniformNoise(VOCAB), seeds=seeds, canvas_len=CANVAS, num_steps=2)
+    state = TracedState(**{f.name: getattr(plain, f.name) for f in fields(plain)}, label=seeds + 2, limit=2)
+    want, got = (model.step(state, cache=model.new_cache(1), knobs=knobs)[0] for model in models)
+    assert type(got) is TracedState
+    assert (got.label.tolist(), got.limit) == ([5], 2)
+    assert torch.equal(got.canvas, want.canvas)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", [AddLabel(), dgemma.EntropyBound(bound=0.5)], ids=["own", "published"])
 def test_a_field_added_to_the_state_arrives_in_the_captured_step_and_in_the_next_state(models, sampler, device):

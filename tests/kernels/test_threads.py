@@ -1,7 +1,7 @@
 """Several threads use one accelerated model: each gets what it would get alone."""
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch
@@ -10,6 +10,8 @@ import dgemma
 from dgemma.run.knobs import Knobs
 from dgemma.run.step import start_state
 from dgemma_kernels import accelerate
+from dgemma_kernels.engine.graphs import Turn
+from dgemma_kernels.engine.prediction import LogitsBuffer
 from dgemma_kernels.ops.vocabulary import kernel as vocabulary
 from kernel_inputs import make_model
 
@@ -46,6 +48,31 @@ def alone(fast) -> list[list[torch.Tensor]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vocabulary, "CHUNK", 16)
         return [write(fast, seed) for seed in range(2)]
+
+
+@pytest.mark.parametrize("method", ["encode", "causal_logits", "causal_step", "denoise", "step"])
+def test_a_call_waits_while_another_thread_holds_the_turn(fast, method):
+    # The arguments are wrong, so that the call ends in an error as soon as it has the turn.
+    wrong = {"causal_step": {"cache": None, "rule": None}, "step": {"cache": None, "knobs": None}}.get(method, {})
+    arguments = (None, None) if method == "denoise" else (None,)
+    with ThreadPoolExecutor(1) as threads:
+        with fast.turn:
+            call = threads.submit(getattr(fast, method), *arguments, **wrong)
+            assert not wait([call], timeout=0.05).done
+        assert call.exception(timeout=60) is not None
+
+
+def test_logits_stay_readable_until_their_own_thread_takes_the_next_step():
+    buffer = LogitsBuffer(torch.zeros(1, 2, 3), Turn(torch.device("cpu")))
+    mine = buffer.renew()
+    with ThreadPoolExecutor(1) as threads:
+        theirs = threads.submit(buffer.renew).result()
+    buffer.tensor.fill_(1.0)  # the other thread's step
+    assert mine.read().eq(0).all()
+    assert theirs.read().eq(1).all()
+    first, _ = buffer.renew(), buffer.renew()
+    with pytest.raises(RuntimeError, match="overwritten by a later step"):
+        first.read()
 
 
 @pytest.mark.slow
