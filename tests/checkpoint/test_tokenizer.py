@@ -357,7 +357,7 @@ def test_tokens_that_the_config_alone_lists_are_read_as_transformers_does(words_
     assert ours.encode("sky <mask>turn<think>", bos=False) == [4, 8, 7, 6]
     assert ours.mask_token_id == theirs.mask_token_id == 8
     assert ours.vocab_size == 9
-    found = ours._pieces.get_added_tokens_decoder()
+    found = ours.backend_tokenizer.get_added_tokens_decoder()
     assert [found[id].special for id in (6, 7, 8)] == [True, False, True]
 
 

@@ -265,20 +265,20 @@ class PretrainedTokenizer(Tokenizer):
             )
         data = read_bytes(file, most=_MOST_BYTES)
         with _explained(f"{file} holds no tokenizer", "Download it again."):
-            self._pieces = tokenizers.Tokenizer.from_buffer(data)
-        self._pieces.no_truncation()  # ignore truncation stored in the file
-        self._pieces.no_padding()
+            self.backend_tokenizer = tokenizers.Tokenizer.from_buffer(data)
+        self.backend_tokenizer.no_truncation()  # ignore truncation stored in the file
+        self.backend_tokenizer.no_padding()
         config = self._read_config()
         self._names_template = config.get("chat_template") is not None
         self._add_tokens(config)
-        ids = self._pieces.get_vocab().values()
+        ids = self.backend_tokenizer.get_vocab().values()
         require(bool(ids), f"the vocabulary of {file}", "have at least one token", len(ids), "Download it again.")
         self.vocab_size = max(ids) + 1
         for name in ("pad", "eos", "bos", "mask"):
             token = config.get(f"{name}_token")
             token = token.get("content") if isinstance(token, dict) else token
             with _explained(f"{name}_token in {folder} is no text", "Complete its tokenizer_config.json."):
-                token_id = self._pieces.token_to_id(token) if isinstance(token, str) else None
+                token_id = self.backend_tokenizer.token_to_id(token) if isinstance(token, str) else None
             if token_id is None and name != "mask":
                 raise ValueError(
                     f"Tokenizer.{name}_token_id must be set, got None in {folder}. Complete its tokenizer_config.json."
@@ -308,10 +308,10 @@ class PretrainedTokenizer(Tokenizer):
                     f"got {token!r} at {key!r} in {file}. Download the file again."
                 ) from None
         listed = dict(sorted(listed.items()))
-        new = {id: token for id, token in listed.items() if self._pieces.token_to_id(token.content) is None}
-        self._pieces.add_tokens(list(listed.values()))  # in one call, because each call rebuilds the matcher
+        new = {id: token for id, token in listed.items() if self.backend_tokenizer.token_to_id(token.content) is None}
+        self.backend_tokenizer.add_tokens(list(listed.values()))  # in one call, because each call rebuilds the matcher
         for listed_id, token in new.items():
-            found = self._pieces.token_to_id(token.content)
+            found = self.backend_tokenizer.token_to_id(token.content)
             if found != listed_id:
                 raise ValueError(
                     "Tokenizer.added_tokens_decoder must continue the ids of tokenizer.json, "
@@ -321,11 +321,11 @@ class PretrainedTokenizer(Tokenizer):
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
         _require_text(text, bos)
         text = text.encode(errors="replace").decode()  # a lone surrogate has no UTF-8 form and becomes "?"
-        ids: list[int] = self._pieces.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=False).ids
         return [self.bos_token_id, *ids] if bos else ids
 
     def token_id(self, token: str) -> int | None:
-        found: int | None = self._pieces.token_to_id(token)
+        found: int | None = self.backend_tokenizer.token_to_id(token)
         return found
 
     @property
@@ -347,7 +347,7 @@ class PretrainedTokenizer(Tokenizer):
             write_bytes(folder / _TEMPLATES[1] / template.name, read_bytes(template))
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._pieces.decode(ids, skip_special_tokens=False)
+        text: str = self.backend_tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
     def _render(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:

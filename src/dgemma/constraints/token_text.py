@@ -58,8 +58,7 @@ def _read(tokenizer: Any) -> list[bytes | None]:
 
 
 def _pieces(tokenizer: Any) -> tokenizers.Tokenizer:
-    found = [getattr(tokenizer, name) for name in ("_pieces", "backend_tokenizer") if hasattr(tokenizer, name)]
-    pieces = (found or [tokenizer])[0]
+    pieces = getattr(tokenizer, "backend_tokenizer", tokenizer)  # of dgemma and of transformers
     if not isinstance(pieces, tokenizers.Tokenizer):
         raise ValueError(
             f"A constraint's tokenizer must be one of dgemma, a fast one of transformers or one of tokenizers, "

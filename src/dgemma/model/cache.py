@@ -60,6 +60,14 @@ class Cache(Protocol):
         """Forget everything after `mark`, and later marks. This mark can be used again."""
 
 
+def require_cache(owner: str, cache: Any) -> None:
+    """Raise for a value that no denoiser has made.
+
+    Example: `require_cache("generate", model.encode(prompt_tokens))`.
+    """
+    require(hasattr(cache, "num_slots"), f"{owner} cache", "come from encode", cache)
+
+
 @dataclass(frozen=True)
 class CacheMark:
     """A block boundary a cache can be rolled back to."""

@@ -16,7 +16,7 @@ from dgemma.checks import read_device, require, require_tensor, typed
 from dgemma.diffusion.prediction import Prediction, SoftCap
 from dgemma.model.attention import Mask
 from dgemma.model.backbone import KeysValues, Layer, run_layers
-from dgemma.model.cache import Cache, LayerCache, PrefixCache
+from dgemma.model.cache import Cache, LayerCache, PrefixCache, require_cache
 from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig
 from dgemma.model.experts import Experts
 from dgemma.model.layers import GatedMLP, RMSNorm, rms_norm, wide_dtype
@@ -360,9 +360,9 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
 
     def _check_condition(self, canvas: Tensor, self_cond: Any, self_cond_mask: Any) -> None:
         shape = (*canvas.shape, self.config.vocab_size)
-        logits = isinstance(self_cond, Prediction) or (isinstance(self_cond, Tensor) and self_cond.is_floating_point())
-        is_dense = getattr(self_cond, "layout", torch.strided) is torch.strided
-        if self_cond is not None and (not logits or not is_dense or tuple(self_cond.shape) != shape):
+        is_dense = isinstance(self_cond, Tensor) and self_cond.layout is torch.strided
+        fits = isinstance(self_cond, Prediction) or (is_dense and self_cond.is_floating_point())
+        if self_cond is not None and (not fits or tuple(self_cond.shape) != shape):
             require(False, "DiffusionGemma self_cond", f"be a Prediction or logits of shape {shape}", self_cond)
         if self_cond_mask is not None:
             rule = f"be one flag per row, ({len(canvas)},)"
@@ -402,8 +402,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
     def check_tokens(self, tokens: Tensor, cache: Cache, name: str) -> None:
         """Check tokens (B, T), the prefix's or a canvas's, against the cache they are read with."""
         _check_ids(tokens, name)
-        if not hasattr(cache, "num_slots"):
-            require(False, "DiffusionGemma cache", "come from encode", cache)
+        require_cache("DiffusionGemma", cache)
         if tokens.device != self.device:
             raise ValueError(
                 f"DiffusionGemma {name} must be on the model's device {self.device}, got {tokens.device}. Move it."

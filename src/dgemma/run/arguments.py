@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from dgemma.checks import as_int, as_lists, as_number, has_values, require, require_tensor, show
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.schedule import LEAST_NOISE
-from dgemma.model.cache import Cache
+from dgemma.model.cache import Cache, require_cache
 from dgemma.model.config import DenoiserConfig
 from dgemma.run.options import Allowed
 from dgemma.sampling.base import Sampler
@@ -267,12 +267,12 @@ def check_prompt(
             f"generate prompt_tokens must be on the model's device {device}, got {prompt_tokens.device}. "
             "Pass prompt_tokens.to(model.device)."
         )
+    if cache is not None:
+        require_cache("generate", cache)
+        rows = len(prompt_tokens)
+        require(cache.batch_size == rows, "generate cache", f"have the prompt's {rows} rows", cache.batch_size)
     if prompt_tokens.shape[0] == 0 or (prompt_tokens.shape[1] == 0 and (cache is None or cache.num_slots == 0)):
         raise ValueError(_NO_TOKEN)
-    if cache is not None and (not hasattr(cache, "num_slots") or cache.batch_size != len(prompt_tokens)):
-        raise ValueError(
-            f"generate cache must come from encode and have the prompt's {len(prompt_tokens)} rows, got {show(cache)}."
-        )
     num_blocks = -(-max_new_tokens // config.canvas_length)
     total = (cache.num_slots if cache else 0) + prompt_tokens.shape[1] + num_blocks * config.canvas_length
     if total > config.max_position_embeddings:

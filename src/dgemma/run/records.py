@@ -121,3 +121,8 @@ class Denoised(NamedTuple):
 
 OnStep = Callable[[StepRecord], Changes]
 Events = Generator[StepRecord | BlockCommit, Changes, Output]
+
+
+def shows_progress(on_step: OnStep | None) -> bool:
+    """Return True for a callback that replaces the progress bar, as a live view does by its attribute of this name."""
+    return bool(getattr(on_step, "shows_progress", False))

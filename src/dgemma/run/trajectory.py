@@ -11,14 +11,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from dgemma.checks import show, typed
-from dgemma.model.cache import Cache
+from dgemma.checks import typed
+from dgemma.model.cache import Cache, require_cache
 from dgemma.progress import progress_bar
 from dgemma.run import arguments
 from dgemma.run.changes import Changes, apply_changes, merge_changes, snapshot
 from dgemma.run.loop import run_plan, start_block
 from dgemma.run.recording import Place, Recording
-from dgemma.run.records import Events, Moment, OnStep, Output, StepRecord
+from dgemma.run.records import Events, Moment, OnStep, Output, StepRecord, shows_progress
 from dgemma.run.step import Denoiser, check_denoiser, clock, shape
 from dgemma.values import find_unknown
 
@@ -202,8 +202,8 @@ class Trajectory(Recording):
     def _check_model(self, model: Denoiser, cache: Cache | None) -> None:
         check_denoiser("Trajectory", model)
         plan, config = self.plan, model.config
-        if cache is not None and not hasattr(cache, "lengths"):
-            raise ValueError(f"Trajectory cache must come from encode, got {show(cache)}.")
+        if cache is not None:
+            require_cache("Trajectory", cache)
         missing = find_unknown((plan, self.changes))
         if missing is not None:
             fix = f"Pass it: Trajectory.load(path, classes=[{missing.name}])."
@@ -239,8 +239,7 @@ def drain(
 ) -> Generation:
     """Run a stream to its end, pass the changes of `on_step` back into it, and record into `trajectory`."""
     changes: Changes = None
-    progress = progress and not getattr(on_step, "shows_progress", False)  # a live view replaces the bar
-    with progress_bar(desc="denoising", unit="step", show=progress) as bar:
+    with progress_bar(desc="denoising", unit="step", show=progress and not shows_progress(on_step)) as bar:
         while True:
             try:
                 event = events.send(changes)

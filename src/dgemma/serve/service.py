@@ -118,17 +118,17 @@ class Service:
 
     def _plan(self, body: ChatRequest | CompletionRequest) -> tuple[Plan, GrowingText]:
         """Check a request, and return its plan and its text."""
-        max_tokens = getattr(body, "max_completion_tokens", None) or body.max_tokens
+        is_chat = isinstance(body, ChatRequest)
+        max_tokens = (body.max_completion_tokens if is_chat else None) or body.max_tokens
         max_tokens = min(self.model.generation.max_new_tokens, self.limits.tokens) if max_tokens is None else max_tokens
         if max_tokens > self.limits.tokens:
             message = f"max_tokens must be at most {self.limits.tokens}, got {max_tokens}."
             raise ApiError(400, message, param="max_tokens", code="invalid_value")
         options = self._options(body) | {"max_new_tokens": max_tokens}
         options["seed"] = [secrets.randbits(62) if body.seed is None else body.seed]
-        is_chat = isinstance(body, ChatRequest)
         try:
             options |= self._constraint(body)
-            tokens = self._read_chat(body) if isinstance(body, ChatRequest) else self._read_prompt(body)
+            tokens = self._read_chat(body) if is_chat else self._read_prompt(body)
             plan = read_plan(self.model, _as_row(tokens, self.model), **options)
         except ImportError as error:
             raise ApiError(501, str(error)) from None
@@ -160,15 +160,15 @@ class Service:
 
     def _constraint(self, body: ChatRequest | CompletionRequest) -> dict[str, Any]:
         """Return the constraint of a response format or of required tools, as an option of `generate`."""
-        form, choice = body.response_format, getattr(body, "tool_choice", None)
+        form, chat = body.response_format, body if isinstance(body, ChatRequest) else None
         if form is not None and form.type == "json_schema":
             if form.json_schema is None:
                 raise ApiError(400, "response_format.json_schema is required.", param="response_format.json_schema")
             return {"constraint": _json_schema(json.dumps(form.json_schema.schema_), self.tokenizer)}
-        if choice == "required" or isinstance(choice, ToolChoice):
-            tools = [tool.model_dump(exclude_none=True) for tool in getattr(body, "tools", None) or []]
-            if isinstance(choice, ToolChoice):
-                tools = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
+        if chat is not None and (chat.tool_choice == "required" or isinstance(chat.tool_choice, ToolChoice)):
+            tools = [tool.model_dump(exclude_none=True) for tool in chat.tools or []]
+            if isinstance(chat.tool_choice, ToolChoice):
+                tools = [tool for tool in tools if tool["function"]["name"] == chat.tool_choice.function.name]
             if not tools:
                 raise ApiError(400, "tool_choice must name one of the tools.", param="tool_choice")
             return {"constraint": _tool_calls(json.dumps(tools), self.tokenizer)}
@@ -326,7 +326,7 @@ class Answer:
         return message
 
     def _tool_calls(self) -> list[dict[str, Any]]:
-        if self._text.reply is None or not getattr(self._body, "tools", None):
+        if self._text.reply is None or not isinstance(self._body, ChatRequest) or not self._body.tools:
             return []
         calls = [call for call in self._text.reply.tool_calls if call.arguments is not None]
         return [

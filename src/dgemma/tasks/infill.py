@@ -27,7 +27,7 @@ from dgemma.run.knobs import Knobs
 from dgemma.run.loop import denoise_canvas, start_block
 from dgemma.run.options import CanvasOptions, takes_options
 from dgemma.run.plan import Plan, read_plan
-from dgemma.run.records import BlockCommit, Denoised, OnStep
+from dgemma.run.records import BlockCommit, Denoised, OnStep, shows_progress
 from dgemma.run.step import Denoiser, check_denoiser
 from dgemma.run.trajectory import Trajectory
 
@@ -228,7 +228,7 @@ class _Writer:
         language = None if self.constraint is None else self._language(rows)
         cache: Cache | None = None
         knobs, trajectories = self.plan.knobs, []
-        show = self.progress and not getattr(self.on_step, "shows_progress", False)
+        show = self.progress and not shows_progress(self.on_step)
         with progress_bar(desc="denoising", unit="step", show=show) as bar:
             for number in itertools.count():
                 for row in rows:
