@@ -63,7 +63,7 @@ def expert_gate_up(
     Example: `hidden = expert_gate_up(expert_in, experts.gate_up_proj, tiles)`.
     """
     rows, row_scale = values_and_scale(x)
-    _require("expert_gate_up", x, gate_up_proj, gate_up_proj.shape[1] // 2 * 2, tiles)
+    _check("expert_gate_up", x, gate_up_proj, gate_up_proj.shape[1] // 2 * 2, tiles)
     num_pairs = tiles.pairs.numel()
     if rows.shape[0] * tiles.num_active != num_pairs:
         raise ValueError(
@@ -136,7 +136,7 @@ def expert_down(
     Example: `rows = expert_down(hidden, experts.down_proj, weights, tiles)`; their sum over k is the experts' output.
     """
     rows, row_scale = values_and_scale(hidden)
-    _require("expert_down", hidden, down_proj, down_proj.shape[1], tiles)
+    _check("expert_down", hidden, down_proj, down_proj.shape[1], tiles)
     num_pairs = tiles.pairs.numel()
     if weights.numel() != num_pairs or rows.shape[0] != num_pairs:
         raise ValueError(
@@ -406,7 +406,7 @@ def _expert_down_kernel(
         tl.extra.cuda.gdc_wait()  # so that a kernel that waits for this one also waits for all earlier ones
 
 
-def _require(owner: str, x: Tensor | Quantized, weights: ExpertWeights, out_width: int, tiles: ExpertTiles) -> None:
+def _check(owner: str, x: Tensor | Quantized, weights: ExpertWeights, out_width: int, tiles: ExpertTiles) -> None:
     (rows, row_scale), shape = values_and_scale(x), tuple(weights.shape)
     if rows.ndim != 2 or len(shape) != 3 or shape[1:] != (out_width, rows.shape[-1]):
         raise ValueError(f"{owner} rows must be (M, K) and weights (E, N, K), got {tuple(rows.shape)} and {shape}.")
