@@ -385,7 +385,7 @@ def _published_config(model: "DiffusionGemma") -> dict[str, Any]:
             config[name] = dict(getattr(model.generation, name))
     quantized = dict(quantized_weights(model))
     if quantized:
-        config["quantization_config"] = compressed_tensors.describe(quantized)
+        config["quantization_config"] = compressed_tensors.describe_weights(quantized)
     return config
 
 

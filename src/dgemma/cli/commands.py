@@ -49,7 +49,7 @@ def _add_generate(commands: Any) -> None:
     )
     group.add_argument(
         "--out",
-        type=types.new_file,
+        type=types.writable_file,
         metavar="FILE",
         help="JSON lines file for the results; prompts with a result in it are skipped",
     )

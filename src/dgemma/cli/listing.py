@@ -13,7 +13,7 @@ _ASSETS = Path(__file__).parents[1] / "assets"
 def run_info(arguments: argparse.Namespace) -> None:
     """Describe a checkpoint, or list those that ship with dgemma."""
     if arguments.checkpoint is not None:
-        import_quickly("dgemma.cli.study").describe(arguments)
+        import_quickly("dgemma.cli.study").describe_checkpoint(arguments)
         return
     folders = shipped()
     if arguments.json:

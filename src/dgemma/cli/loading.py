@@ -42,7 +42,7 @@ class Writer(NamedTuple):
         return torch.tensor([row], device=self.denoiser.device)
 
 
-def read_constraint(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Regex | None:
+def pick_constraint(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Regex | None:
     """Return the constraint that --regex, --json-schema or --choice describes."""
     names = ("regex", "json_schema", "choice")
     given = [name for name in names if getattr(arguments, name, None) is not None]
@@ -115,19 +115,19 @@ def load_denoiser(arguments: argparse.Namespace) -> Denoiser:
 def load_writer(arguments: argparse.Namespace) -> Writer:
     """Load what `generate`, `race`, `chat`, `infill` and `edit` need."""
     tokenizer = Tokenizer.from_pretrained(arguments.model)
-    constraint = read_constraint(arguments, tokenizer)  # first, because it may be refused
+    constraint = pick_constraint(arguments, tokenizer)  # first, because it may be refused
     denoiser = load_denoiser(arguments)
     names = ("steps", "sampler", "temperature", "top_k", "top_p", "seed")
     settings = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     settings["noise"] = make_noise(arguments, denoiser, tokenizer)
     if constraint is not None:
         settings["constraint"] = constraint
-    check_sampler(arguments, settings["noise"], denoiser)
+    check_chosen_sampler(arguments, settings["noise"], denoiser)
     warn_of_noise(denoiser, settings["noise"])  # now, before the live view starts
     return Writer(denoiser, tokenizer, settings)
 
 
-def check_sampler(arguments: argparse.Namespace, noise: Noise, denoiser: Denoiser) -> None:
+def check_chosen_sampler(arguments: argparse.Namespace, noise: Noise, denoiser: Denoiser) -> None:
     """Raise ValueError if the sampler, or the checkpoint's default, is not valid for the noise."""
     sampler = arguments.sampler
     chosen = sampler or own_sampler(arguments, denoiser)
@@ -197,7 +197,7 @@ def _in_config(arguments: argparse.Namespace, entry: str) -> Iterator[None]:
         raise ValueError(f'"{entry}" in {file} {rule}. Correct it there{fix}.') from None
 
 
-def read_text(words: Sequence[str]) -> str:
+def join_words(words: Sequence[str]) -> str:
     """Return the words of the command line as one text; without words, or for "-", read standard input."""
     if len(words) > 1 and (words[0].startswith("dgemma/") or Path(words[0], "config.json").is_file()):
         raise ValueError(f"{words[0]} is a model, not part of the text. Write --model before it.")

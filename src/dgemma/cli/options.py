@@ -112,7 +112,10 @@ def add_view_options(parser: argparse.ArgumentParser, *, pictures: bool = True) 
     group.add_argument("--quiet", action="store_true", help="show no live view and no progress bar")
     if pictures:
         group.add_argument(
-            "--html", type=types.new_file, metavar="FILE", help="write a web page that plays the denoising step by step"
+            "--html",
+            type=types.writable_file,
+            metavar="FILE",
+            help="write a web page that plays the denoising step by step",
         )
         group.add_argument(
             "--gif",

@@ -23,7 +23,7 @@ from dgemma.values import join_settings
 _CONFIG_FILES = ("config.json", "*.index.json")
 
 
-def describe(arguments: argparse.Namespace) -> None:
+def describe_checkpoint(arguments: argparse.Namespace) -> None:
     """Print a checkpoint's geometry, tensors and memory."""
     _, published, stored, contents = read_checkpoint(arguments.checkpoint, files=_CONFIG_FILES)
     config = ModelConfig.from_hf(published)

@@ -32,7 +32,7 @@ def run_sudoku(arguments: argparse.Namespace) -> int:
     if noise is not None:
         warn_of_noise(denoiser, noise)  # now, before the live view starts
     if arguments.sampler is not None:
-        loading.check_sampler(arguments, noise or sudoku.sudoku_noise("mask"), denoiser)
+        loading.check_chosen_sampler(arguments, noise or sudoku.sudoku_noise("mask"), denoiser)
     is_watched = output.is_watched(arguments)
     settings: dict[str, Any] = {
         "keep_clues": not arguments.write_clues,

@@ -115,7 +115,7 @@ def describe_samplers() -> str:
     return "\n".join(lines)
 
 
-def new_file(text: str) -> Path:
+def writable_file(text: str) -> Path:
     """Read the path of a file that can be written."""
     path = Path(text)
     is_new = not path.exists()
@@ -136,7 +136,7 @@ def new_gif(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"must be a file that ends in .gif, got {text!r}")
     if any(importlib.util.find_spec(name) is None for name in _PICTURE_PACKAGES):
         raise argparse.ArgumentTypeError("needs Pillow and matplotlib: pip install 'dgemma[plots]'")
-    return new_file(text)
+    return writable_file(text)
 
 
 def _default(field: Field[Any]) -> str:

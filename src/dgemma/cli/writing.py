@@ -32,7 +32,7 @@ def run_generate(arguments: argparse.Namespace) -> None:
     if arguments.input or arguments.out:
         _generate_many(arguments)
         return
-    text = loading.read_text(arguments.prompt)
+    text = loading.join_words(arguments.prompt)
     writer = loading.load_writer(arguments)
     tokenizer = writer.tokenizer
     _note_length(arguments, writer)
@@ -91,7 +91,7 @@ def _generate_many(arguments: argparse.Namespace) -> None:
 
 def run_race(arguments: argparse.Namespace) -> None:
     """Continue a prompt by diffusion and autoregressively."""
-    text = loading.read_text(arguments.prompt)
+    text = loading.join_words(arguments.prompt)
     writer = loading.load_writer(arguments)
     _note_length(arguments, writer)
     canvas_len, prompt = writer.denoiser.config.canvas_length, writer.tokens(writer.tokenizer.encode(text))
@@ -177,7 +177,7 @@ def _note_length(arguments: argparse.Namespace, writer: Writer) -> None:
 
 def run_infill(arguments: argparse.Namespace) -> None:
     """Fill the holes of a text."""
-    text = loading.read_text(arguments.text)
+    text = loading.join_words(arguments.text)
     if not _HOLE.search(text):
         raise ValueError('The text must have a hole. Write two underscores or more: "The ____ sat down."')
     writer = loading.load_writer(arguments)
@@ -199,7 +199,7 @@ def run_infill(arguments: argparse.Namespace) -> None:
 
 def run_edit(arguments: argparse.Namespace) -> None:
     """Rewrite a text in place."""
-    text = loading.read_text(arguments.text)
+    text = loading.join_words(arguments.text)
     missing = [words for words in arguments.keep if words not in text or not words]
     if missing:
         raise ValueError(f"--keep must name words of the text, got {missing[0]!r}.")

@@ -345,10 +345,10 @@ def _pack_rows(codes: Tensor) -> Tensor:
     return pack_nibbles(by_word).flatten().view(torch.int32).view(by_word.shape[:2])
 
 
-def describe(weights: Mapping[str, QuantizedWeight]) -> dict[str, Any]:
+def describe_weights(weights: Mapping[str, QuantizedWeight]) -> dict[str, Any]:
     """Return the quantization_config of a checkpoint with these quantised weights, by our names.
 
-    Example: `describe(dict(quantized_weights(model)))["config_groups"]`.
+    Example: `describe_weights(dict(quantized_weights(model)))["config_groups"]`.
     """
     settings: dict[str, tuple[str, dict[str, Any]]] = {}
     for name, weight in weights.items():
