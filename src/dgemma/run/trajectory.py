@@ -4,12 +4,13 @@ A draw is a function of (seed, block, step, position, purpose). So the plan, the
 callbacks determine a run. A trajectory keeps the plan and the changes; with the model, any step can be repeated.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from dgemma.checks import typed
 from dgemma.model.cache import Cache, require_cache
@@ -18,10 +19,11 @@ from dgemma.run import arguments
 from dgemma.run.changes import Changes, apply_changes, merge_changes, snapshot
 from dgemma.run.loop import run_plan, start_block
 from dgemma.run.recording import Place, Recording
-from dgemma.run.records import Events, Moment, OnStep, Output, StepRecord, shows_progress
+from dgemma.run.records import BlockCommit, Events, Moment, OnStep, Output, StepRecord, shows_progress
 from dgemma.run.step import Denoiser, check_denoiser, clock, shape
 from dgemma.values import find_unknown
 
+Result = TypeVar("Result")
 Script = Callable[[Place, Moment, StepRecord | None], Changes]
 
 
@@ -238,22 +240,39 @@ def drain(
     events: Events, *, on_step: OnStep | None, trajectory: Trajectory | None = None, progress: bool = False
 ) -> Generation:
     """Run a stream to its end, pass the changes of `on_step` back into it, and record into `trajectory`."""
-    changes: Changes = None
     with progress_bar(desc="denoising", unit="step", show=progress and not shows_progress(on_step)) as bar:
-        while True:
-            try:
-                event = events.send(changes)
-            except StopIteration as finished:
-                return Generation(**vars(finished.value), trajectory=trajectory)
-            changes = None
-            if isinstance(event, StepRecord):
-                bar.update()
-                before = snapshot(event.state) if trajectory is not None and on_step is not None else None
-                changes = on_step(event) if on_step is not None else None
-                if trajectory is not None:
-                    trajectory.add_step(event, changes, before=before)
-            elif trajectory is not None:
-                trajectory.add_commit(event)
+        output = run_events(events, bar, on_step=on_step, trajectory=trajectory)
+    return Generation(**vars(output), trajectory=trajectory)
+
+
+def run_events(
+    events: Generator[StepRecord | BlockCommit, Changes, Result] | Generator[StepRecord, Changes, Result],
+    bar: tqdm,
+    *,
+    on_step: OnStep | None,
+    trajectory: Trajectory | None,
+    rows: Tensor | None = None,
+) -> Result:
+    """Do what `drain` does, with any result and a given progress bar.
+
+    rows: the row numbers of the recorded batch, in ascending order, if the events have others.
+    """
+    changes: Changes = None
+    while True:
+        try:
+            event = events.send(changes)
+        except StopIteration as finished:
+            return finished.value
+        changes = None
+        if isinstance(event, StepRecord):
+            bar.update()
+            before = snapshot(event.state) if trajectory is not None and on_step is not None else None
+            changes = on_step(event) if on_step is not None else None
+            if trajectory is not None:
+                here = event if rows is None else replace(event, rows=torch.searchsorted(rows, event.rows))
+                trajectory.add_step(here, changes, before=before)
+        elif trajectory is not None:
+            trajectory.add_commit(event)
 
 
 class _Reached(Exception):

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 
 from dgemma.checks import as_int, check_flags, require, require_tensor
 from dgemma.diffusion.state import DenoiseState
@@ -21,15 +20,14 @@ from dgemma.model.cache import Cache
 from dgemma.progress import progress_bar
 from dgemma.run import arguments
 from dgemma.run.arguments import Span
-from dgemma.run.changes import Changes, snapshot
 from dgemma.run.constrain import Constraint, HoleLanguage
 from dgemma.run.knobs import Knobs
 from dgemma.run.loop import denoise_canvas, start_block
 from dgemma.run.options import CanvasOptions, takes_options
 from dgemma.run.plan import Plan, read_plan
-from dgemma.run.records import BlockCommit, Denoised, OnStep, shows_progress
+from dgemma.run.records import BlockCommit, OnStep, shows_progress
 from dgemma.run.step import Denoiser, check_denoiser
-from dgemma.run.trajectory import Trajectory
+from dgemma.run.trajectory import Trajectory, run_events
 
 Holes = Tensor | int | Sequence[tuple[int, int]]
 
@@ -201,6 +199,17 @@ class _TextRow:
         part = values[self.place.start : self.place.start + canvas_len]
         return F.pad(part, (0, canvas_len - len(part)), value=beyond)
 
+    def keep(self, draft: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the holes that the placement keeps, from a finished canvas (C,).
+
+        Return their places (k,) on the canvas and in the row of the batch.
+        """
+        start, keep_until = self.place
+        kept = self.todo[start:keep_until].nonzero()[:, 0]
+        self.text[start + kept] = draft.cpu()[kept]
+        self.todo[start + kept] = False
+        return kept.to(draft.device), self.columns[start + kept].to(draft.device)
+
 
 @dataclass(frozen=True)
 class _Writer:
@@ -240,21 +249,20 @@ class _Writer:
                 state = replace(
                     start_block(self.model, plan, 0, torch.arange(len(rows), device=device), knobs), rows=index
                 )
-                drafts, num_forwards, knobs = self._denoise(state, cache, knobs, trajectory, bar)
+                events = denoise_canvas(self.model, state, cache, knobs)
+                drafts, num_forwards, knobs = run_events(
+                    events, bar, on_step=self.on_step, trajectory=trajectory, rows=state.rows
+                )
                 scores = self._score(state, cache, drafts)
                 if trajectory is not None:
                     written, finished = plan.cut_text(drafts)[0], torch.zeros_like(index, dtype=torch.bool)
                     trajectory.add_commit(BlockCommit(block=0, tokens=written, finished=finished, steps=num_forwards))
                     trajectories.append(trajectory)
                 forwards[index] += num_forwards
-                for i, row in enumerate(rows):
-                    start, keep_until = row.place
-                    kept = row.todo[start:keep_until].nonzero()[:, 0]  # places on the canvas
-                    row.text[start + kept] = drafts[i].cpu()[kept]
-                    row.todo[start + kept] = False
-                    columns = row.columns[start + kept].to(device)
-                    out[row.index, columns] = drafts[i, kept]
-                    log_probs[row.index, columns] = scores[i, kept]
+                for row, draft, score in zip(rows, drafts, scores, strict=True):
+                    kept, columns = row.keep(draft)
+                    out[row.index, columns] = draft[kept]
+                    log_probs[row.index, columns] = score[kept]
                 unfinished = [i for i, row in enumerate(rows) if bool(row.todo.any())]
                 if not unfinished:
                     break
@@ -324,24 +332,6 @@ class _Writer:
         for row in rows:
             row.num_read = row.place.start
         return cache if tokens.shape[1] == 0 and cache is not None else self.model.encode(tokens, cache, is_new)
-
-    def _denoise(
-        self, state: DenoiseState, cache: Cache, knobs: Knobs, trajectory: Trajectory | None, bar: tqdm
-    ) -> Denoised:
-        """Denoise a canvas to its end, with callbacks and recording."""
-        events = denoise_canvas(self.model, state, cache, knobs)
-        changes: Changes = None
-        while True:
-            try:
-                record = events.send(changes)
-            except StopIteration as finished:
-                return finished.value
-            bar.update()
-            before = snapshot(record.state) if trajectory is not None and self.on_step is not None else None
-            changes = self.on_step(record) if self.on_step is not None else None
-            if trajectory is not None:
-                here = torch.searchsorted(state.rows, record.rows)  # rows are in ascending order
-                trajectory.add_step(replace(record, rows=here), changes, before=before)
 
     def _score(self, state: DenoiseState, cache: Cache, drafts: Tensor) -> Tensor:
         """The log-probability of every draft given the canvas before its first step, (R, C)."""
