@@ -146,6 +146,7 @@ def _triton(jit: Callable[..., Any]) -> Names:
         minimum=functools.partial(elementwise, torch.minimum),
         exp=functools.partial(elementwise, torch.exp),
         exp2=functools.partial(elementwise, torch.exp2),
+        rsqrt=functools.partial(elementwise, torch.rsqrt),
         log2=functools.partial(elementwise, torch.log2),
         max=functools.partial(tiles.reduce, torch.amax),
         sum=functools.partial(tiles.reduce, torch.sum),
@@ -170,6 +171,7 @@ def _triton(jit: Callable[..., Any]) -> Names:
             async_copy=Names(
                 async_copy_global_to_shared=machine.copy_by_threads,
                 commit_group=machine.commit_group,
+                mbarrier_arrive=machine.arrive_after_copies,
                 wait_group=machine.wait_group,
             ),
             mbarrier=Names(

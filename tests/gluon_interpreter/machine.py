@@ -34,6 +34,7 @@ from gluon_interpreter.tiles import (
 )
 
 SHARED_BYTES = 232_448  # per block on Hopper
+_THREADS = 128  # of a partition that copies
 
 
 class Block:
@@ -44,7 +45,7 @@ class Block:
         self.events = itertools.count()
         self.shared_bytes = 0
         self.partitions: list[Partition] = []
-        self.copies: list[Copy] = []
+        self.copies: list[Copy | CopiesByThreads] = []
         self.copied: set[int] = set()
         self.failure: BaseException | None = None
         self.current: Partition
@@ -99,6 +100,7 @@ class Partition:
     def __init__(self, call: Callable[[], None], knows: set[int], name: str, priority: float) -> None:
         self.knows = set(knows)  # events that happened before the next operation
         self.unfenced: list[Chunk | Barrier] = []
+        self.fenced: set[int] = set()  # events that happened before its last fence
         self.products: deque[Product] = deque()
         self.group: list[tuple[SharedTile, Pointer, Value | None, int]] = []  # copies by threads
         self.groups: deque[list[tuple[SharedTile, Pointer, Value | None, int]]] = deque()
@@ -177,7 +179,7 @@ class Chunk:
         return self.written
 
     def _check_fence(self, asynchronous: bool) -> None:
-        if asynchronous and not self.fenced:
+        if asynchronous and not self.fenced and self.written not in block.current.fenced:
             raise Hazard("accesses a thread's writes asynchronously without fence_async_shared()")
 
 
@@ -203,6 +205,11 @@ class SharedTile:
     def _reinterpret(self, dtype: torch.dtype, shape: tuple[int, ...], layout: NVMMASharedLayout) -> "SharedTile":
         data = self.data.reshape(-1).view(torch.uint8)[: torch.Size(shape).numel() * dtype.itemsize]
         return SharedTile(self.chunk, data.view(dtype).view(shape), layout)
+
+    def slice(self, start: int, length: int) -> "SharedTile":
+        if start < 0 or start + length > self.shape[0]:
+            raise ValueError(f"rows {start} to {start + length} are not inside {self.shape}")
+        return SharedTile(self.chunk, self.data[start : start + length], self.layout)
 
     def load(self, layout: Any) -> Value:
         self.chunk.begin_read(asynchronous=False)
@@ -258,11 +265,14 @@ class Barrier:
 
     def _arrive(self, count: int, bytes: int) -> None:
         block.pause()
+        self.count_arrivals(count, bytes, block.current.knows)
+
+    def count_arrivals(self, count: int, bytes: int, before: set[int]) -> None:
         if self.missing < count:
             raise Hazard(f"arrives at {self.name}, which expects no more arrivals in phase {self.phase}")
         self.missing -= count
         self.bytes += bytes
-        self.arriving |= block.current.knows
+        self.arriving |= before
         self.end_phase()
 
     def wait(self, phase: Any) -> None:
@@ -282,6 +292,7 @@ def fence_async_shared() -> None:
     for one in block.current.unfenced:
         one.fenced = True
     block.current.unfenced.clear()
+    block.current.fenced |= block.current.knows
 
 
 class Allocation:
@@ -335,6 +346,23 @@ class Allocation:
 
 
 @dataclass(eq=False)
+class CopiesByThreads:
+    """Copies in flight by the threads of a partition, each of which arrives at a barrier when its own are complete."""
+
+    copies: list[tuple[SharedTile, Pointer, Value | None, int]]
+    barrier: Barrier
+    before: set[int]  # events
+    priority: float
+
+    def go_on(self) -> None:
+        block.copies.remove(self)
+        for target, source, mask, event in self.copies:
+            target.data.copy_(source.load(mask).data)
+            self.before.add(event)
+        self.barrier.count_arrivals(_THREADS, 0, self.before)
+
+
+@dataclass(eq=False)
 class Copy:
     """A copy in flight from a tensor to shared memory."""
 
@@ -359,7 +387,8 @@ def copy_to_shared(desc: TensorDescriptor, at: list[Any], barrier: Barrier, targ
     _check_copy(desc, target)
     if not barrier.fenced:
         raise Hazard(f"copies with {barrier.name} without a fence_async_shared() after its init")
-    under_way = sum(copy.target.data.nbytes for copy in block.copies if copy.barrier is barrier)
+    others = (copy for copy in block.copies if isinstance(copy, Copy) and copy.barrier is barrier)
+    under_way = sum(copy.target.data.nbytes for copy in others)
     if barrier.bytes < under_way + target.data.nbytes:
         raise Hazard(f"copies bytes that {barrier.name} does not expect")
     event = target.chunk.write(asynchronous=True)
@@ -380,6 +409,16 @@ def copy_by_threads(target: SharedTile, source: Pointer, mask: Value | None = No
 def commit_group() -> None:
     block.current.groups.append(block.current.group)
     block.current.group = []
+
+
+def arrive_after_copies(barrier: Barrier, increment_count: bool) -> None:
+    """Let every thread of four warps arrive at the barrier when the copies that it started are complete."""
+    block.pause()
+    if increment_count or block.current.groups:
+        raise ValueError("copies must arrive with the count of the barrier, without groups")
+    copies, block.current.group = block.current.group, []
+    block.copied.update(event for *_, event in copies)
+    block.copies.append(CopiesByThreads(copies, barrier, set(block.current.knows), block.order.random()))
 
 
 def wait_group(num_outstanding: int) -> None:

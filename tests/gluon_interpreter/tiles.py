@@ -100,12 +100,18 @@ class Value:
     type = property(lambda self: self)  # kernels use `tile.type.layout`
     dtype = property(lambda self: self.data.dtype)
 
-    def reshape(self, *shape: int) -> "Value":
+    def reshape(self, *shape: Any) -> "Value":
+        shape = shape[0] if isinstance(shape[0], tuple) else shape
         return Value(self.data.reshape(shape), Derived(len(shape)))
 
     def permute(self, *order: Any) -> "Value":
         order = order[0] if isinstance(order[0], tuple) else order
         return Value(self.data.permute(order), Derived(len(order)))
+
+    def split(self) -> "tuple[Value, Value]":
+        """Return the two halves of the last dimension, which has two elements."""
+        first, second = self.data.unbind(-1)
+        return Value(first, Derived(first.dim())), Value(second, Derived(first.dim()))
 
     shape = property(lambda self: list(self.data.shape))
 
@@ -142,24 +148,29 @@ def elementwise(function: Callable[..., Tensor], *operands: Any) -> Value:
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq")
 
 
+Value.__neg__ = lambda self: elementwise(operator.neg, self)
+
+
 def _overload(name: str, function: Callable[..., Tensor]) -> None:
     setattr(Value, f"__{name}__", lambda x, y: elementwise(function, x, y))
     if name not in _COMPARISONS:
         setattr(Value, f"__r{name}__", lambda x, y: elementwise(function, y, x))
 
 
-for _name in ("add", "sub", "mul", "truediv", "and", "xor", "lshift", "rshift", *_COMPARISONS):
+for _name in ("add", "sub", "mul", "truediv", "and", "or", "xor", "lshift", "rshift", *_COMPARISONS):
     _overload(_name, getattr(operator, f"__{_name}__"))
 _overload("floordiv", functools.partial(torch.div, rounding_mode="trunc"))  # integers divide as in C
 _overload("mod", torch.fmod)
 
 
 def where(condition: Value, x: Any, y: Any) -> Value:
+    x = int32(x) if isinstance(x, int) and not isinstance(y, Value) else x  # not of the dtype of the condition
     return elementwise(lambda c, a, b: torch.where(c != 0, a, b), condition, x, y)
 
 
 def reduce(function: Callable[..., Tensor], tile: Value, axis: int) -> Value:
-    return Value(function(tile.data, axis), SliceLayout(axis, tile.layout))
+    result = function(tile.data, axis)
+    return Value(result, SliceLayout(axis, tile.layout) if result.dim() else None)
 
 
 def expand_dims(tile: Value, axis: int) -> Value:
@@ -202,10 +213,10 @@ class Pointer:
         values[inside] = self.memory.view(bits).view(-1)[self._check(at[inside])]
         return Value(values.view(self.memory.dtype), self.offset.layout)
 
-    def atomic_add(self, value: int, sem: str) -> Value:
+    def atomic_add(self, value: Any, sem: str) -> Value:
         at = self._check(self.offset.data)
         before = self.memory.view(-1)[at].clone()
-        self.memory.view(-1)[at] += value
+        self.memory.view(-1)[at] += number(value)
         return Value(before)
 
     def store(self, value: Value, mask: Value, eviction_policy: str = "") -> None:

@@ -18,7 +18,7 @@ from dgemma_kernels.ops.router import reference
 
 E, A, D, F, DENSE = 128, 8, 2816, 704, 2112
 HEADS = 16
-WGMMA = {"_expert_gate_up_kernel", "_expert_down_kernel", "_multiply_deep_kernel"}
+WGMMA = {"_expert_gate_up_kernel", "_expert_down_kernel", "_experts_many_kernel", "_multiply_deep_kernel"}
 
 
 def empty(*shape: int) -> Quantized:
@@ -26,13 +26,14 @@ def empty(*shape: int) -> Quantized:
     return Quantized(values=values, scale=torch.empty(shape[:-1]), dtype=torch.bfloat16)
 
 
-def run_experts(gpu: str, tokens: int) -> None:
+@patch.object(experts, "is_hopper", lambda device: True)
+def run_experts(gpu: str, tokens: int, config: configs.ExpertConfig | None = None) -> None:
     with patch.object(configs, "gpu_name", lambda device: gpu):
         index = torch.zeros(tokens, A, dtype=torch.int32)
-        rows = configs.expert_config(tokens, index.device, "fp8").rows
-        tiles = router.sort_by_expert(index, reference.count_pairs(index, E), rows)
-        hidden = experts.expert_gate_up(empty(tokens, D), empty(E, 2 * F, D), tiles)
-        experts.expert_down(hidden, empty(E, D, F), torch.empty(tokens, A), tiles, overlap=True)
+        config = config or configs.expert_config(tokens, index.device, "fp8")
+        tiles = router.sort_by_expert(index, reference.count_pairs(index, E), config.rows)
+        hidden = experts.expert_gate_up(empty(tokens, D), empty(E, 2 * F, D), tiles, config=config)
+        experts.expert_down(hidden, empty(E, D, F), torch.empty(tokens, A), tiles, overlap=True, config=config)
 
 
 def run_norms() -> None:
@@ -66,12 +67,15 @@ def run_attention(kv_heads: int, head_dim: int, projections: int) -> None:
 # one canvas and for the most tokens.
 SIZES = {"NVIDIA H200": (256, 4096), "default": (1024,)}
 if triton.__version__.startswith("3.6."):
-    SIZES = {"NVIDIA H200": (1, 256, 512, 1024, 1536, 4096), "default": (256, 1024)}
+    SIZES = {"NVIDIA H200": (1, 256, 512, 1024, 1536, 2048, 4096), "default": (256, 1024)}
 CALLS = {
     f"{gpu}, {tokens} tokens": lambda case=(gpu, tokens): run_experts(*case)
     for gpu, sizes in SIZES.items()
     for tokens in sizes
 }
+CALLS["4096 tokens, without Gluon"] = lambda: run_experts(
+    "NVIDIA H200", 4096, configs.EXPERTS["fp8"]["NVIDIA H200"][-1]
+)
 CALLS["norms"] = run_norms
 CALLS["soft embedding"] = lambda: multiply_deep(empty(256, 16_384), empty(D, 16_384))
 CALLS["attention, sliding"] = lambda: run_attention(8, 256, 2)

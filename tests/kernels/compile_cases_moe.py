@@ -1,5 +1,7 @@
 """The mixture-of-experts half of a layer at the published sizes, from one token to sixteen canvases."""
 
+from unittest.mock import patch
+
 import torch
 
 from dgemma_kernels.ops import configs
@@ -13,7 +15,7 @@ from dgemma_kernels.ops.router import kernel as router
 E, A, D, F, DENSE = 128, 8, 2816, 704, 2112
 WGMMA = {
     *("_partial_scores_kernel", "_expert_gate_up_kernel", "_expert_down_kernel", "_dense_mlp_kernel"),
-    "_multiply_tokens_kernel",
+    *("_multiply_tokens_kernel", "_experts_many_kernel"),
 }
 
 
@@ -21,12 +23,14 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype)
 
 
-def run_routed_experts(tokens: int) -> None:
+@patch.object(experts, "is_hopper", lambda device: True)
+def run_routed_experts(tokens: int, config: configs.ExpertConfig | None = None) -> None:
     _, index, counts = router.route(empty(tokens, D), empty(E, D), empty(E), A)
-    tiles = router.sort_by_expert(index, counts, configs.expert_config(tokens, None).rows)
-    hidden = experts.expert_gate_up(empty(tokens, D), empty(E, 2 * F, D), tiles)
+    config = config or configs.expert_config(tokens, None)
+    tiles, weights = router.sort_by_expert(index, counts, config.rows), empty(tokens, A, dtype=torch.float32)
+    hidden = experts.expert_gate_up(empty(tokens, D), empty(E, 2 * F, D), tiles, config=config)
     for overlap in (True, False) if tokens == 256 else (True,):  # the engine always overlaps
-        experts.expert_down(hidden, empty(E, D, F), empty(tokens, A, dtype=torch.float32), tiles, overlap=overlap)
+        experts.expert_down(hidden, empty(E, D, F), weights, tiles, overlap=overlap, config=config)
 
 
 def run_dense(tokens: int) -> None:
@@ -60,8 +64,9 @@ def run_norms() -> None:
 CALLS = {
     **{
         f"router and experts, {tokens} tokens": lambda tokens=tokens: run_routed_experts(tokens)
-        for tokens in (1, 16, 256, 512, 1024, 1536, 4096)
+        for tokens in (1, 16, 256, 512, 1024, 1536, 2048, 4096)
     },
+    "experts, 4096 tokens, without Gluon": lambda: run_routed_experts(4096, configs.EXPERTS["bf16"]["NVIDIA H200"][-1]),
     "dense MLP, whole blocks of tokens": lambda: run_dense(256),
     "dense MLP, ragged": lambda: run_dense(500),
     "tokens with adapters": run_training,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import torch
+import triton
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,8 @@ class ExpertConfig:
     `rows` is a power of two or the sum of two powers of two. In the second case, a tile has two blocks that share the
     weights: 96 rows are 64 + 32. With `one_scale` float8 hidden values have one scale per row, and tensor cores add all
     products (in at least 14 bits). If `one_launch` is not 0, int4 weights with `FourBit.float8_rows` use
-    `experts.multiply_experts`, with that many rows per tile.
+    `experts.multiply_experts`, with that many rows per tile. With `persistent`, plain and float8 weights whose sizes
+    allow it use `experts.hopper_many`, and the shapes are those for all other weights.
     """
 
     max_tokens: int
@@ -44,6 +46,7 @@ class ExpertConfig:
     down: TileShape
     one_scale: bool = False
     one_launch: int = 0
+    persistent: bool = False
 
     def __post_init__(self) -> None:
         if self.rows < 16 or self.rows % 16 or self.rows.bit_count() > 2:
@@ -136,6 +139,20 @@ EXPERTS: dict[str, dict[str, tuple[ExpertConfig, ...]]] = {
             ),
             # An expert with 128 or 256 rows on average often has a few more. So the tiles have room for them.
             ExpertConfig(
+                max_tokens=2560,
+                rows=160,
+                gate_up=TileShape(cols=64, depth=64, warps=8, stages=3),
+                down=TileShape(cols=128, depth=64, warps=8, stages=3),
+                persistent=True,
+            ),
+            ExpertConfig(
+                max_tokens=_ANY,
+                rows=288,
+                gate_up=TileShape(cols=64, depth=64, warps=8, stages=3),
+                down=TileShape(cols=128, depth=64, warps=8, stages=3),
+                persistent=True,
+            ),
+            ExpertConfig(  # for versions of Triton in which `experts.hopper_many` does not run
                 max_tokens=_ANY,
                 rows=144,
                 gate_up=TileShape(cols=64, depth=64, warps=4, stages=3),
@@ -197,6 +214,22 @@ EXPERTS: dict[str, dict[str, tuple[ExpertConfig, ...]]] = {
                 rows=64,
                 gate_up=TileShape(cols=64, depth=128, warps=4, stages=4),
                 down=TileShape(cols=128, depth=64, warps=4, stages=5),
+            ),
+            ExpertConfig(
+                max_tokens=2560,
+                rows=160,
+                gate_up=TileShape(cols=64, depth=128, warps=8, stages=3),
+                down=TileShape(cols=128, depth=128, warps=8, stages=3),
+                one_scale=True,
+                persistent=True,
+            ),
+            ExpertConfig(
+                max_tokens=_ANY,
+                rows=288,
+                gate_up=TileShape(cols=64, depth=128, warps=8, stages=3),
+                down=TileShape(cols=128, depth=128, warps=8, stages=3),
+                one_scale=True,
+                persistent=True,
             ),
             ExpertConfig(
                 max_tokens=_ANY,
@@ -375,6 +408,8 @@ def expert_config(
     """
     tables = EXPERTS["bf16" if format == "float32" else format]
     table = tables.get(_tiles_of(device, format), tables["default"])
+    if not triton.__version__.startswith(GLUON_RAN_WITH):
+        table = tuple(config for config in table if not config.persistent)
     if one_order and format == "fp8":
         table = _of_one_order(table)
     config = next(config for config in table if num_tokens <= config.max_tokens)

@@ -12,6 +12,8 @@ tokens one per row. `tiles` has the work of a program on its tile. `hopper` has 
 launch. Reference: `reference.py`.
 """
 
+from types import ModuleType
+
 import torch
 import triton
 import triton.language as tl
@@ -76,6 +78,9 @@ def expert_gate_up(
     tile, one_scale = config.gate_up, config.one_scale and isinstance(x, Quantized)
     _, double, width = gate_up_proj.shape
     hidden_width = double // 2
+    if config.persistent and _fits_many(rows, gate_up_proj, tiles, width, hidden_width):
+        out = _many().expert_gate_up(x, gate_up_proj, tiles)
+        return round_rows(out) if one_scale else out
     out = torch.empty(num_pairs, hidden_width, dtype=x.dtype if one_scale else rows.dtype, device=rows.device)
     col_blocks = triton.cdiv(hidden_width, tile.cols)
     out_scale = None
@@ -148,13 +153,16 @@ def expert_down(
     config = config or expert_config(num_pairs // tiles.num_active, rows.device, format_of(down_proj))
     tile, block = config.down, hidden.block if isinstance(hidden, Quantized) else None
     one_scale = isinstance(hidden, Quantized) and block is None
-    overlap = overlap and not one_scale  # the previous launch is then `round_rows`
+    # With one scale per row, the previous launch is `round_rows`. `hopper_many` does not count its tiles.
+    overlap = overlap and not (one_scale or config.persistent)
     if block is not None and block % tile.depth:
         raise ValueError(
             f"expert_down.hidden must have a multiple of {tile.depth} columns per scale, got {block}. "
             "Use a down tile whose depth divides the columns of the gate_up tile."
         )
     _, width, hidden_width = down_proj.shape
+    if config.persistent and block is None and _fits_many(rows, down_proj, tiles, width, hidden_width):
+        return _many().expert_down(hidden, down_proj, weights, tiles)
     out = torch.empty(num_pairs // tiles.num_active, tiles.num_active, width, dtype=hidden.dtype, device=rows.device)
     grid_tiles, proj = _grid_tiles(tiles), _weight_arguments(down_proj, tile)
     _expert_down_kernel[(triton.cdiv(width, tile.cols) * grid_tiles,)](
@@ -232,6 +240,28 @@ def float8_obstacle(gate_up_proj: ExpertWeights, down_proj: ExpertWeights) -> st
     if not triton.__version__.startswith(GLUON_RAN_WITH):
         return f"Triton {', '.join(GLUON_RAN_WITH)}*, got {triton.__version__}"
     return None
+
+
+def _fits_many(rows: Tensor, weights: ExpertWeights, tiles: ExpertTiles, width: int, hidden_width: int) -> bool:
+    """Tell if `hopper_many` multiplies these rows and weights."""
+    if not isinstance(weights, (Tensor, Quantized)):
+        return False
+    values, _ = values_and_scale(weights)
+    return (
+        is_hopper(values.device)
+        and values.element_size() <= 2
+        and tiles.rows_per_tile <= _many().WIDE_ROWS
+        and tiles.pairs.numel() * max(width, hidden_width) < 1 << 31  # its offsets have 32 bits
+        and width % 128 == 0
+        and hidden_width % 64 == 0
+        and all(tensor.data_ptr() % 16 == 0 for tensor in (rows, values))
+    )
+
+
+def _many() -> ModuleType:
+    from dgemma_kernels.ops.experts import hopper_many  # here, because other versions of Triton may lack its functions
+
+    return hopper_many
 
 
 def _weight_arguments(weights: ExpertWeights, tile: TileShape) -> tuple[Tensor | TensorDescriptor | None, ...]:
