@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 
 from dgemma import DiffusionGemma, UniformNoise, presets
 from dgemma.checkpoint.tokenizer import ByteTokenizer, Tokenizer
+from dgemma.data import documents
 from dgemma.data.text import Document, PromptSource, TextSource, TokenFile, permute, read_documents, scan
 from dgemma.data.vocabulary import train_tokenizer
 from dgemma.train.objective import Objective
@@ -63,21 +63,15 @@ def test_documents_equal_those_of_str_split(tmp_path, monkeypatch, separator, ch
     assert [d.text for d in read_documents(tmp_path / "a.txt", separator=separator)] == expected
 
 
-def test_reading_a_long_document_takes_linear_time(tmp_path, monkeypatch):
+def test_the_parts_of_a_long_document_are_joined_once(tmp_path, monkeypatch):
+    """Joining them after every chunk would take quadratic time."""
     monkeypatch.setattr("dgemma.data.documents._CHUNK", 64)
-
-    def seconds(num_characters):
-        (tmp_path / "a.txt").write_text("x" * num_characters)
-        taken = []
-        for _ in range(3):
-            start = time.perf_counter()
-            list(read_documents(tmp_path / "a.txt", separator="<end>"))
-            taken.append(time.perf_counter() - start)
-        return min(taken)
-
-    assert seconds(1_600_000) < 30 * seconds(
-        200_000
-    )  # the text is 8 times as long; quadratic time would be 64 times as long
+    joined, join = [], documents._document
+    monkeypatch.setattr(documents, "_document", lambda pieces: joined.append(list(pieces)) or join(pieces))
+    (tmp_path / "a.txt").write_text("x" * 20_000 + "<end>y")
+    assert [len(document.text) for document in read_documents(tmp_path / "a.txt", separator="<end>")] == [20_000, 1]
+    assert [sum(map(len, pieces)) for pieces in joined] == [20_000, 1]
+    assert max(map(len, joined[0])) < 64 + len("<end>")
 
 
 @pytest.mark.parametrize(

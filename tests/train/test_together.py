@@ -12,8 +12,9 @@ from dgemma.train.lora import trained_weights
 from dgemma.train.together import TogetherPass, can_run_together
 
 
-def adapted_model(dtype=torch.float64, *, quantized=False):
+def adapted_model(dtype=torch.float64, *, quantized=False, **config_changes):
     config = dgemma.presets.tiny().replace(sliding_window=16, num_experts=4)  # a window shorter than the text
+    config = config.replace(**config_changes)
     model = dgemma.DiffusionGemma(config, dtype=dtype)
     model.reset_parameters(torch.Generator().manual_seed(1))
     for layer in model.layers:
@@ -27,7 +28,7 @@ def adapted_model(dtype=torch.float64, *, quantized=False):
     trained = add_lora(model, LoRA(rank=8))
     generator = torch.Generator().manual_seed(2)
     for weight in trained:
-        weight.data = 0.1 * torch.randn(weight.shape, generator=generator).to(weight.dtype)
+        weight.data = 0.03 * torch.randn(weight.shape, generator=generator).to(weight.dtype)
     model.recompute_activations = True
     return model, trained
 
@@ -48,13 +49,22 @@ def loss_and_gradients(objective, model, trained, batch):
     return loss.detach(), torch.autograd.grad(loss, trained)
 
 
+def distance(found, expected):
+    """Return the error of gradients relative to the norm of the expected ones."""
+    error = sum((ours - theirs).square().sum() for ours, theirs in zip(found, expected, strict=True))
+    return (error / sum(theirs.square().sum() for theirs in expected)).sqrt()
+
+
+# With few layers, all experts and small adapters, rounding to bfloat16 changes the gradients by a few percent only.
+STABLE = {"num_hidden_layers": 2, "layer_types": ("sliding_attention", "full_attention"), "top_k_experts": 4}
 CASES = ["one canvas", "all canvases", "packed texts", "quantised"]
 
 
 @pytest.mark.parametrize("case", [*CASES, pytest.param("mixed precision", marks=pytest.mark.slow)])
 def test_text_and_canvases_together_have_the_loss_and_gradients_of_separate_passes(case, monkeypatch):
     dtype = torch.float32 if case in ("quantised", "mixed precision") else torch.float64
-    model, trained = adapted_model(dtype, quantized=case == "quantised")
+    changes = STABLE if case == "mixed precision" else {}
+    model, trained = adapted_model(dtype, quantized=case == "quantised", **changes)
     canvases = "all" if case in ("all canvases", "packed texts") else "one"
     objective = Objective(noise=dgemma.UniformNoise(512), canvas_len=12, canvases=canvases)
     batch, runs = rows(packed=case == "packed texts"), []
@@ -65,11 +75,15 @@ def test_text_and_canvases_together_have_the_loss_and_gradients_of_separate_pass
         monkeypatch.setattr(objective_module, "can_run_together", lambda model: False)
         expected_loss, expected = loss_and_gradients(objective, model, trained, batch)
     assert len(runs) == 1
-    # bfloat16 has a rounding error of 0.004; sums over text and canvases are rounded once instead of twice.
-    tolerance = {"mixed precision": 1e-2, "quantised": 1e-5}.get(case, 1e-12)
-    torch.testing.assert_close(loss, expected_loss, rtol=tolerance, atol=0)
-    error = sum((ours - theirs).square().sum() for ours, theirs in zip(gradients, expected, strict=True))
-    assert error.sqrt() <= tolerance * sum(theirs.square().sum() for theirs in expected).sqrt()
+    if case == "mixed precision":
+        # Both passes round to bfloat16, and how differs between CPUs. Their errors are compared, not their bits.
+        expected_loss, exact = loss_and_gradients(objective, model, trained, batch)
+        tolerance, expected = 2 * distance(expected, exact).item(), exact
+        assert tolerance < 0.25
+    else:
+        tolerance = 1e-5 if case == "quantised" else 1e-12
+    torch.testing.assert_close(loss, expected_loss, rtol=min(tolerance, 1e-2), atol=0)
+    assert distance(gradients, expected) <= tolerance
 
 
 def test_passes_are_separate_without_recomputation_gradients_or_adapters():
