@@ -40,8 +40,8 @@ def interpret_quickly() -> None:
 
     It patches `triton.language` once, not again at every launch and call of a device function. It does not compute
     tests for overflow whose assertions are off. It builds each type and shape of a block once, and each constant of a
-    type and shape. It does not convert operands that have one type. It reduces a block by combining its halves, as a
-    GPU does, and not one element after another.
+    type and shape. It does not convert operands that have one type, and fills a block with a scalar directly. It
+    reduces a block by combining its halves, as a GPU does, and not one element after another.
     """
     import triton.language as tl
     from triton.language.semantic import TritonSemantic
@@ -103,7 +103,7 @@ def interpret_quickly() -> None:
     make_type, make_tensor, types, shapes = tl.block_type.__init__, tl.tensor.__init__, {}, {}
 
     def remembered_type(self: tl.block_type, element_ty: tl.dtype, shape: Sequence) -> None:
-        sizes = tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
+        sizes = tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
         key = (element_ty.name, getattr(element_ty, "address_space", None), sizes)
         if key not in types:
             make_type(self, element_ty, shape)
@@ -111,14 +111,32 @@ def interpret_quickly() -> None:
         self.__dict__ = types[key]
 
     def remembered_shape(self: tl.tensor, handle: object, type: tl.dtype) -> None:
-        key = tuple(type.shape) if type.is_block() else ()
-        if key not in shapes:
+        fields = type.__dict__.get("fields_of_tensors")
+        if fields is None:
             make_tensor(self, handle, type)
-            shapes[key] = {"shape": self.shape, "numel": self.numel}
-        self.__dict__ = {"handle": handle, "type": type, "dtype": type.scalar} | shapes[key]
+            key = tuple(type.shape) if type.is_block() else ()
+            shape = shapes.setdefault(key, {"shape": self.shape, "numel": self.numel})
+            fields = type.__dict__["fields_of_tensors"] = {"dtype": type.scalar} | shape
+        self.__dict__ = {"handle": handle, "type": type, **fields}
+
+    def fill(scalar: tl.tensor, block: tl.tensor) -> tl.tensor:
+        data = np.empty(block.handle.data.shape, interpreter._get_np_dtype(scalar.dtype))
+        data.fill(scalar.handle.data.item())
+        return tl.tensor(interpreter.TensorHandle(data, scalar.dtype), block.type.with_element_ty(scalar.dtype))
 
     def broadcast_if_needed(self: TritonSemantic, left: tl.tensor, right: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-        return (left, right) if left.shape is right.shape else broadcast(self, left, right)
+        if left.shape is right.shape:
+            return left, right
+        if left.type.is_block() and not right.type.is_block():
+            return left, fill(right, left)
+        if right.type.is_block() and not left.type.is_block():
+            return fill(left, right), right
+        return broadcast(self, left, right)
+
+    unwrap, bare = tl.core._unwrap_if_constexpr, frozenset({tl.tensor, tl.dtype, int, float, bool, str, type(None)})
+
+    def unwrap_if_needed(value: object) -> object:
+        return value if type(value) in bare else unwrap(value)
 
     convert, constants = TritonSemantic.binary_op_type_checking_impl, {}
     of_one_type = {"fp32", "fp64", "int1", "int32", "int64"}  # two operands of one of these types need no conversion
@@ -127,7 +145,10 @@ def interpret_quickly() -> None:
         self: TritonSemantic, left: object, right: object, *rules: bool, **named: bool
     ) -> tuple[tl.tensor, tl.tensor]:
         if type(left) is tl.tensor and not named:
-            if type(right) is tl.tensor and left.dtype is right.dtype and left.dtype.name in of_one_type:
+            if type(right) is tl.tensor and (
+                (left.dtype is right.dtype and left.dtype.name in of_one_type)
+                or (rules == (True, True) and left.dtype.is_ptr() and right.dtype.is_int())  # a pointer plus an offset
+            ):
                 return self.broadcast_impl_value(left, right)
             if isinstance(right, int | float):
                 key = (left.dtype.name, id(left.shape), repr(right), rules)
@@ -142,6 +163,7 @@ def interpret_quickly() -> None:
     tl.block_type.__init__, tl.tensor.__init__ = remembered_type, remembered_shape
     broadcast, TritonSemantic.broadcast_impl_value = TritonSemantic.broadcast_impl_value, broadcast_if_needed
     TritonSemantic.binary_op_type_checking_impl = convert_if_needed
+    tl.core._unwrap_if_constexpr = unwrap_if_needed
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
