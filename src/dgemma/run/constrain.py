@@ -189,8 +189,8 @@ class _Factors:
         canvas, frozen = self.span.canvas, self.span.frozen
         if canvas is not None and frozen is not None and position < frozen.shape[1]:
             own = self.automaton.token_class[canvas[:, position].clamp(min=0)].long()
-            pinned = torch.nn.functional.one_hot(own, self.automaton.num_classes).bool()
-            classes = torch.where(frozen[:, position, None], pinned, classes)
+            frozen_class = torch.nn.functional.one_hot(own, self.automaton.num_classes).bool()
+            classes = torch.where(frozen[:, position, None], frozen_class, classes)
         links = classes[:, self.automaton.link_class]
         arcs = any_by(links, self.automaton.link_arc, len(self.automaton.arc_source))
         if self.may_end is not None:
