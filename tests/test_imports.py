@@ -42,7 +42,10 @@ IN_FUNCTIONS = {
         "dgemma_kernels.ops.attention.hopper",
         "dgemma_kernels.ops.attention.hopper_shared",
     },
-    "dgemma_kernels.ops.experts.kernel": {"dgemma_kernels.ops.experts.hopper"},
+    "dgemma_kernels.ops.experts.kernel": {
+        "dgemma_kernels.ops.experts.hopper",
+        "dgemma_kernels.ops.experts.hopper_many",
+    },
 }
 # The folders that a folder must not import.
 FORBIDDEN = {
