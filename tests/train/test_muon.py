@@ -9,7 +9,7 @@ from torch import nn
 
 import next_token
 from dgemma.train import TrainConfig, train
-from dgemma.train.muon import muon, orthogonal
+from dgemma.train.optimizer import muon, orthogonal
 
 SHAPES = {
     "layers.0.mlp.up_proj.weight": (12, 6),

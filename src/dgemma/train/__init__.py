@@ -11,7 +11,7 @@
 | `recipes.py` | the objectives of public recipes and papers; models prepared for them |
 | `likelihood.py`, `readers.py`, `estimates.py` | `evaluate`: the bound on text, with intervals and curves |
 | `lora` | low-rank adapters: settings, adapted modules, files |
-| `optimizer.py`, `muon.py` | AdamW, the learning rate, averaged weights; Muon |
+| `optimizer.py` | AdamW, Muon, the learning rate, averaged weights |
 | `config.py` | `TrainConfig`, and the description that a resumed run must match |
 | `loop.py`, `replay.py` | `train`; its passes as CUDA graphs |
 | `stopping.py` | Ctrl-C, and runs limited by minutes |
@@ -29,8 +29,8 @@ from dgemma.train.likelihood import evaluate
 from dgemma.train.log import TrainResult
 from dgemma.train.loop import train
 from dgemma.train.lora import LoRA, add_lora, drop_lora, load_lora, merge_lora, save_lora
-from dgemma.train.muon import muon
 from dgemma.train.objective import Objective, Terms
+from dgemma.train.optimizer import muon
 from dgemma.train.recipes import soften_attention
 
 __all__ = [
