@@ -54,7 +54,7 @@ _load_by_threads = (
 )
 
 
-class _Product(NamedTuple):
+class _ProductSizes(NamedTuple):
     """One of the two products, and its sizes."""
 
     GATED: bool
@@ -165,7 +165,7 @@ def _experts_many_kernel(
 ) -> None:
     ALL_UNITS: gl.constexpr = OUT // (_UNIT // 2 if GATED else _UNIT)
     BLOCKS: gl.constexpr = (ALL_UNITS + 1) // 2 if TALL else ALL_UNITS
-    SIZE: gl.constexpr = _Product(GATED, WIDTH, OUT, NUM_ACTIVE, TALL, ALL_UNITS, BLOCKS)
+    SIZE: gl.constexpr = _ProductSizes(GATED, WIDTH, OUT, NUM_ACTIVE, TALL, ALL_UNITS, BLOCKS)
     dtype: gl.constexpr = proj.dtype
     out_type: gl.constexpr = out.dtype.element_ty
     BITS: gl.constexpr = proj.layout.element_bitwidth
