@@ -12,13 +12,13 @@
 | `likelihood.py`, `readers.py`, `estimates.py` | `evaluate`: the bound on text, with intervals and curves |
 | `lora` | low-rank adapters: settings, adapted modules, files |
 | `optimizer.py` | AdamW, Muon, the learning rate, averaged weights |
-| `config.py` | `TrainConfig`, and the description that a resumed run must match |
+| `config.py`, `description.py` | `TrainConfig`; the description that a resumed run must match |
 | `loop.py`, `replay.py` | `train`; its passes as CUDA graphs |
 | `stopping.py` | Ctrl-C, and runs limited by minutes |
 | `balance.py` | an auxiliary loss that balances the experts |
 | `log.py` | numbers per step, router load, `log.jsonl`, `TrainResult` |
-| `checkpoints.py`, `state_files.py` | the folder of a run: lock and checkpoints; files of named tensors |
-| `parallel.py`, `distributed.py` | one process; many, with `FullySharded` |
+| `checkpoints.py` | the folder of a run: lock and checkpoints |
+| `parallel.py`, `distributed.py` | one process, and the files of a state; many processes, with `FullySharded` |
 """
 
 from dgemma.train import recipes

@@ -17,8 +17,7 @@ from torch import Tensor
 from dgemma.checks import as_number, show
 from dgemma.files import clear_temporaries, flush, open_file, read_json, write_json, writing
 from dgemma.printing import printable
-from dgemma.train.parallel import Parallel
-from dgemma.train.state_files import load_state, stored_names
+from dgemma.train.parallel import Parallel, load_state, stored_names
 
 try:
     import fcntl

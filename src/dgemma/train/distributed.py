@@ -22,11 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from dgemma.checks import require
 from dgemma.model.experts import Experts, Routing, combine, dispatch, group_by_expert
 from dgemma.model.layers import wide_dtype
 from dgemma.model.quantized import quantized_weights
-from dgemma.train.parallel import Model, Parallel, Result
-from dgemma.train.state_files import save_parts
+from dgemma.train.parallel import Model, Parallel, Result, save_parts
 
 _TORCHRUN = "torchrun --nproc-per-node 2 train.py"
 
@@ -79,8 +79,7 @@ class FullySharded(Parallel):
 
     def _require_sizes(self, expert_parallel: int, replicas: int) -> None:
         for name, value in (("expert_parallel", expert_parallel), ("replicas", replicas)):
-            if value < 1:
-                raise ValueError(f"FullySharded.{name} must be >= 1, got {value}. Use 1 or more.")
+            require(value >= 1, f"FullySharded.{name}", "be >= 1", value, "Use 1 or more.")
         if self.world_size % (expert_parallel * replicas):
             raise ValueError(
                 f"FullySharded.expert_parallel times replicas must divide the {self.world_size} processes, got "

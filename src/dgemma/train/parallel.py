@@ -1,28 +1,55 @@
-"""The contract between the training loop and the machines it runs on: one process here, many in `distributed.py`.
+"""The contract between the training loop and the machines it runs on, and the files of tensors that they write.
 
-The training loop uses parallelism only through this class. A subclass must follow these rules:
+One process is here, many are in `distributed.py`.
+
+The training loop uses parallelism only through `Parallel`. A subclass must follow these rules:
 
 - Every process runs the same loop over its own `rows` of the global batch; nothing else differs between processes.
 - A loss is this process's *part* of the global loss, so gradients are **summed** over processes, never averaged.
 - State is a flat dictionary of named tensors (`model.…`, `optimizer.…`, `ema.…`), which may be DTensors. All processes
-  call `save` with the same names. `state_files.load_state` must be able to read it with any number of processes.
+  call `save` with the same names. `load_state` must be able to read it with any number of processes.
 - Only the main process makes folders, renames them and writes text, between two barriers.
+
+The files of a state are one safetensors file, or one per process with its parts of the tensors. N processes can write a
+state and M can read it, with other meshes and placements or with no process group. Nothing is unpickled: the place of
+each part in its tensor is JSON in the file's metadata.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from dgemma.checks import show
+from dgemma.files import open_tensors, parse_json, write_tensors
 from dgemma.train.lora import is_adapted, save_lora
-from dgemma.train.state_files import save_whole
 
 Model = TypeVar("Model", bound=nn.Module)
 Result = TypeVar("Result")
 
 ADAPTERS_FILE = "adapters.safetensors"
+STATE_FILE = "state.safetensors"
+_PART_FILE = re.compile(r"state-(\d{5})-of-(\d{5})\.safetensors")
+_PARTS = "parts"  # the metadata entry with the place of each part
+_PICKLE = ".metadata"  # a file of torch.distributed.checkpoint, which earlier versions wrote
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 class Parallel:
@@ -99,3 +126,139 @@ class Parallel:
             save_lora(model, folder / ADAPTERS_FILE)  # type: ignore[arg-type]
         else:
             model.save_pretrained(folder)  # type: ignore[operator]
+
+
+class TensorPart(NamedTuple):
+    """A block of a tensor in one file: the tensor's shape, the first index of the block, and the block's shape."""
+
+    file: Path
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+
+
+def save_whole(folder: Path, state: Mapping[str, Tensor]) -> list[Path]:
+    """Write whole tensors to one file; return its path.
+
+    Example: `save_whole(folder, {"model.norm.weight": weight})`.
+    """
+    write_tensors(folder / STATE_FILE, state)
+    return [folder / STATE_FILE]
+
+
+def save_parts(folder: Path, state: Mapping[str, Tensor], *, rank: int, world_size: int) -> list[Path]:
+    """Write this process's parts of DTensors; the first process also writes the other tensors. Return the file.
+
+    If several processes hold the same part, only the first of them writes it.
+
+    Example: `save_parts(folder, model.state_dict(), rank=0, world_size=2)`.
+    """
+    tensors: dict[str, Tensor] = {}
+    places: dict[str, dict[str, list[int]]] = {}
+    for name, tensor in state.items():
+        tensor = tensor.detach()
+        if not hasattr(tensor, "__create_chunk_list__"):
+            if rank == 0:
+                tensors[name] = tensor
+        elif _is_first_copy(tensor):
+            for chunk in tensor.__create_chunk_list__():  # one, or none if there were fewer rows than processes
+                tensors[name] = tensor.to_local()  # type: ignore[attr-defined]
+                places[name] = {"whole": list(tensor.shape), "offset": list(chunk.offsets)}
+    path = folder / f"state-{rank:05d}-of-{world_size:05d}.safetensors"
+    write_tensors(path, tensors, metadata={_PARTS: json.dumps(places)})
+    return [path]
+
+
+def stored_names(folder: Path) -> set[str]:
+    """Return the names of the tensors in a folder; raise ValueError if its files cannot be read."""
+    return set(_read_parts(folder))
+
+
+def load_state(folder: Path, state: Mapping[str, Tensor]) -> None:
+    """Overwrite these tensors, in place, with the stored ones; each process reads its own parts.
+
+    Raises ValueError, and changes no tensor, if a shape or a dtype differs.
+    """
+    stored = _read_parts(folder)
+    for name, tensor in state.items():
+        first = stored[name][0]
+        if first.whole != tuple(tensor.shape):
+            raise ValueError(f"{name} has shape {first.whole}, the model's is {tuple(tensor.shape)}")
+        if first.dtype != tensor.dtype:
+            raise ValueError(f"{name} has dtype {first.dtype}, the model's is {tensor.dtype}")
+    with ExitStack() as stack, torch.no_grad():
+        files: dict[Path, Any] = {}
+        for name, tensor in state.items():
+            for offset, target in _local_parts(tensor):
+                for part in stored[name]:
+                    if part.file not in files:
+                        files[part.file] = stack.enter_context(open_tensors(part.file))
+                    _copy(files[part.file], name, part, offset, target)
+
+
+def _read_parts(folder: Path) -> dict[str, list[TensorPart]]:
+    """Return the parts of every stored tensor, after checking that they fill it."""
+    if (folder / STATE_FILE).exists():
+        paths = [folder / STATE_FILE]
+    else:
+        paths = sorted(path for path in folder.iterdir() if _PART_FILE.fullmatch(path.name))
+        numbers = [tuple(map(int, found.groups())) for path in paths if (found := _PART_FILE.fullmatch(path.name))]
+        if not paths and (folder / _PICKLE).exists():
+            raise ValueError("an earlier version wrote it as a pickle, which this one never reads")
+        if numbers != [(rank, len(paths)) for rank in range(len(paths))] or not paths:
+            raise ValueError(f"{STATE_FILE} or a file of some process is missing")
+    stored: dict[str, list[TensorPart]] = {}
+    for path in paths:
+        with open_tensors(path) as file:
+            places = parse_json((file.metadata() or {}).get(_PARTS, "{}"), f"the places of parts in {path.name}")
+            for name in file.keys():  # noqa: SIM118 (no mapping)
+                stored.setdefault(name, []).append(_read_part(path, name, file.get_slice(name), places.get(name)))
+    for name, parts in stored.items():
+        size = sum(math.prod(part.shape) for part in parts)
+        if len({(part.whole, part.dtype) for part in parts}) > 1 or size != math.prod(parts[0].whole):
+            raise ValueError(f"the parts of {name} do not fill it")
+    return stored
+
+
+def _read_part(path: Path, name: str, entry: Any, place: Any) -> TensorPart:
+    shape = tuple(entry.get_shape())
+    whole, offset = shape, (0,) * len(shape)
+    if place is not None:
+        sizes: list[Any] = [place.get("whole"), place.get("offset")] if isinstance(place, dict) else [None]
+        is_place = all(
+            isinstance(each, list) and len(each) == len(shape) and all(type(size) is int and size >= 0 for size in each)
+            for each in sizes
+        )
+        if not is_place or any(o + s > w for w, o, s in zip(*sizes, shape, strict=True)):
+            raise ValueError(f"the place of {name} in {path.name} cannot be {show(place)}")
+        whole, offset = tuple(sizes[0]), tuple(sizes[1])
+    return TensorPart(path, whole, offset, shape, _DTYPES.get(entry.get_dtype()))
+
+
+def _local_parts(tensor: Tensor) -> list[tuple[Sequence[int], Tensor]]:
+    """Return the parts of a tensor on this process, each with the index of its first element."""
+    if not hasattr(tensor, "__create_chunk_list__"):
+        return [((0,) * tensor.dim(), tensor.detach())]
+    # A DTensor has one chunk here, or none if there were fewer rows than processes.
+    return [(tuple(chunk.offsets), tensor.to_local()) for chunk in tensor.__create_chunk_list__()]  # type: ignore[attr-defined]
+
+
+def _copy(file: Any, name: str, part: TensorPart, offset: Sequence[int], target: Tensor) -> None:
+    """Copy the elements that a stored part and a part of this process share."""
+    if part.shape == part.whole == tuple(target.shape):
+        target.copy_(file.get_tensor(name))
+        return
+    first = [max(a, b) for a, b in zip(part.offset, offset, strict=True)]
+    last = [min(a + n, b + m) for a, n, b, m in zip(part.offset, part.shape, offset, target.shape, strict=True)]
+    if all(a < b for a, b in zip(first, last, strict=True)):
+        there = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, part.offset, strict=True))
+        here = tuple(slice(a - o, b - o) for a, b, o in zip(first, last, offset, strict=True))
+        target[here].copy_(file.get_slice(name)[there])
+
+
+def _is_first_copy(tensor: Any) -> bool:
+    """Return True unless another process earlier in the mesh holds the same part of a DTensor."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    copies = zip(coordinate, tensor.placements, strict=True)
+    return all(index == 0 for index, placement in copies if placement.is_replicate())
