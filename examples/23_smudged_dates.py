@@ -30,7 +30,6 @@ from dgemma.train import Objective, TrainBatch, TrainConfig, muon, soften_attent
 FIRST, LAST = datetime.date(1960, 1, 1), datetime.date(1999, 12, 31)
 DATES = [FIRST + datetime.timedelta(days) for days in range((LAST - FIRST).days + 1)]
 PLACES = (4, 5, 7, 8, 9, 13, 14)  # in "Sat 24 Mar 1984": day, month and the last two digits of the year
-MOST_TRIES = 16
 TOKENIZER = dgemma.ByteTokenizer()
 NOISE = dgemma.MaskNoise(TOKENIZER.vocab_size, mask_token_id=TOKENIZER.mask_token_id)
 
@@ -109,10 +108,12 @@ def write(
     return TOKENIZER.decode_batch(out.new_tokens), out.steps.sum(1).tolist()
 
 
-def reject(model: dgemma.DiffusionGemma, texts: Sequence[str], **options: Any) -> tuple[list[str], list[int]]:
-    """Draw freely until the answer is in the calendar, at most 16 times."""
+def reject(
+    model: dgemma.DiffusionGemma, texts: Sequence[str], *, most_tries: int, **options: Any
+) -> tuple[list[str], list[int]]:
+    """Draw freely until the answer is in the calendar."""
     valid, answers, forwards = set(map(written, DATES)), [""] * len(texts), [0] * len(texts)
-    for attempt in range(MOST_TRIES):
+    for attempt in range(most_tries):
         left = [row for row, found in enumerate(answers) if found not in valid]
         if left:
             drawn, steps = write(model, [texts[row] for row in left], seed=attempt * len(texts), **options)
@@ -142,16 +143,16 @@ def mask(
     return TOKENIZER.decode_batch(canvas[:, :length]), [1 if once else length] * len(texts)
 
 
-def compare(model: dgemma.DiffusionGemma, num_tests: int) -> list[dict[str, Any]]:
+def compare(model: dgemma.DiffusionGemma, num_tests: int, most_tries: int) -> list[dict[str, Any]]:
     """Read new smudged dates in every way and return a row of results for each."""
     constraint, valid = calendar(), set(map(written, DATES))
     ways: dict[str, Callable[[list[str]], tuple[list[str], list[int]]]] = {
         "free": partial(write, model),
-        "rejection": partial(reject, model),
+        "rejection": partial(reject, model, most_tries=most_tries),
         "masking": partial(mask, model, constraint=constraint, once=False),
         "exact": partial(write, model, constraint=constraint),
         "free, one forward": partial(write, model, steps=1),
-        "rejection, one forward": partial(reject, model, steps=1),
+        "rejection, one forward": partial(reject, model, most_tries=most_tries, steps=1),
         "masking, one forward": partial(mask, model, constraint=constraint, once=True),
         "exact, one forward": partial(write, model, constraint=constraint, steps=1),
     }
@@ -190,7 +191,7 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
         model, seconds = dgemma.DiffusionGemma.from_pretrained(args.model, dtype=torch.float32), 0.0
     results = {"cpu_seconds": seconds, "weights": model.num_parameters(), "tests": args.num_tests}
     results["states"] = calendar().automaton.num_states
-    results["ways"] = compare(model.eval(), args.num_tests)
+    results["ways"] = compare(model.eval(), args.num_tests, args.tries)
     (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
@@ -199,6 +200,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=300, help="training steps (%(default)s)")
     parser.add_argument("--model", type=Path, help="a checkpoint of an earlier run, instead of training")
     parser.add_argument("--num-tests", type=int, default=400, help="dates of each kind (%(default)s)")
+    parser.add_argument("--tries", type=int, default=16, help="most draws per date of rejection (%(default)s)")
     parser.add_argument("--out", type=Path, help="folder for the checkpoint and results.json; default: temporary")
     with tempfile.TemporaryDirectory() as folder:
         main(parser.parse_args(), Path(folder))
