@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture
 def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let checkpoints load with their last two layers only, for tests in which any text will do."""
+    """Let checkpoints load with their last two layers and few steps as default, for tests in which any text will do."""
     from dgemma.checkpoint import weights
 
     load = weights.load_pretrained
@@ -72,6 +73,8 @@ def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
         model = load(*arguments, **options)
         model.layers = model.layers[-2:]
         model.config = model.config.replace(num_hidden_layers=2, layer_types=model.config.layer_types[-2:])
+        # Two layers are never certain, so that no canvas would end early. A notebook forks its run at step 8.
+        model.generation = replace(model.generation, max_denoising_steps=9)
         return model
 
     monkeypatch.setattr(weights, "load_pretrained", load_shallow)

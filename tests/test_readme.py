@@ -47,6 +47,7 @@ def run_blocks(page: Path) -> int:
     return len(blocks)
 
 
+@pytest.mark.usefixtures("shallow")
 def test_python_blocks_of_the_readme_run_as_printed():
     assert run_blocks(ROOT / "README.md") == 2
 
