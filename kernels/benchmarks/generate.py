@@ -1,4 +1,4 @@
-"""Tokens per second at the published size, per format of the experts, next to autoregressive decoding.
+"""Tokens per second and energy at the published size, per format of the experts, next to autoregressive decoding.
 
 python kernels/benchmarks/generate.py                            every format, batches of 1 to 16
 python kernels/benchmarks/generate.py --weights int4 --float8 attention head --batches 1
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import describe_run, results_folder
+from timing import describe_run, read_joules, results_folder
 from torch import Tensor, nn
 
 import dgemma
@@ -124,10 +124,14 @@ def time_canvases(model: FusedDenoiser, batch: int, prompt: int) -> dict[str, fl
     """Time the first canvas with its prompt, and the later canvases. An untimed run of two canvases first captures the
     graphs.
 
-    Small batches run several times, because their canvases are short and vary by some per cent.
+    Small batches run several times, because their canvases are short and vary by some per cent. The energy per token is
+    that of all runs, with their prompts.
     """
     stream_canvases(model, batch, prompt, 2)
-    runs = [stream_canvases(model, batch, prompt, CANVASES) for _ in range(max(1, 4 // batch))]
+    num_runs = max(1, 4 // batch)
+    start = read_joules()
+    runs = [stream_canvases(model, batch, prompt, CANVASES) for _ in range(num_runs)]
+    joules = read_joules() - start
     each = [b - a for marks in runs for a, b in itertools.pairwise(marks)]
     median = statistics.median(each)
     return {
@@ -136,6 +140,7 @@ def time_canvases(model: FusedDenoiser, batch: int, prompt: int) -> dict[str, fl
         "from_ms": 1e3 * min(each),
         "to_ms": 1e3 * max(each),
         "first_block_ms": 1e3 * statistics.median(marks[0] for marks in runs),
+        "joules_per_token": joules / (num_runs * CANVASES * batch * CANVAS),
     }
 
 
@@ -174,13 +179,14 @@ def measure(format: str, float8: tuple[str, ...], batches: list[int], prompt: in
     return rows
 
 
-HEADER = "weights  batch  tokens/s  canvas ms  first block ms  peak GB  reserved GB  AR ms/token  times AR"
+HEADER = "weights  batch  tokens/s  canvas ms  J/token  first block ms  peak GB  reserved GB  AR ms/token  times AR"
 
 
 def print_row(row: dict[str, Any]) -> None:
     print(
         f"{row['weights']:7s} {row['batch']:6d} {row['tokens_per_s']:9.0f} {row['canvas_ms']:10.1f} "
-        f"{row['first_block_ms']:15.1f} {row['peak_gb']:8.2f} {row['reserved_gb']:12.2f} {row['word_ms']:12.2f} "
+        f"{row['joules_per_token']:8.3f} {row['first_block_ms']:15.1f} "
+        f"{row['peak_gb']:8.2f} {row['reserved_gb']:12.2f} {row['word_ms']:12.2f} "
         f"{row['times_words']:9.1f}",
         flush=True,
     )

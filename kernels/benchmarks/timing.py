@@ -1,5 +1,6 @@
 """Measurement for the benchmarks: CUDA-graph replays, read bandwidth, parity, and the description of a run."""
 
+import ctypes
 import itertools
 import os
 import statistics
@@ -74,6 +75,25 @@ def measure_read_bandwidth(num_bytes: int = 8 << 30) -> float:
         median_ms, _ = time_graph(read, replays=10)
         best = max(best, programs * steps * block * 4 / (median_ms * 1e-3))
     return best
+
+
+def read_joules() -> float:
+    """Return the energy that this GPU has used since its driver was loaded, in joules (NVML).
+
+    The counter changes about every 0.1 s, so take a difference over a second or more.
+
+    Example: `start = read_joules(); run(); joules = read_joules() - start`.
+    """
+    nvml, device, energy = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p(), ctypes.c_ulonglong()
+    uuid = f"GPU-{torch.cuda.get_device_properties('cuda').uuid}".encode()
+    results = (
+        nvml.nvmlInit_v2(),
+        nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(device)),
+        nvml.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(energy)),  # in millijoules
+    )
+    if any(results):
+        raise RuntimeError(f"read_joules got the NVML errors {results}. This GPU may have no energy counter.")
+    return energy.value / 1e3
 
 
 def describe_run() -> str:
