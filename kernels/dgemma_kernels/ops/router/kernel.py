@@ -25,7 +25,8 @@ class ExpertTiles(NamedTuple):
     A pair is token * A + k. `pairs`: (M * A,) int32, stable within an expert. `tiles`: (max_tiles, 3) int32 of (expert,
     first row, rows) in the order of the first row. The host knows only a bound on their number, so the last tiles
     may be empty. `finished`: (max_tiles,) int32 counters of the experts' kernels. `queue`: (2,) int32, the next block
-    of `experts.hopper` and the number of tiles. Counters and next block start at zero, so use the tiles only once.
+    of `experts.hopper` or item of `experts.hopper_many`, and the number of tiles. Counters and next block start at
+    zero, so use the tiles only once. (`experts.hopper_many` sets its next item to zero again.)
     """
 
     pairs: Tensor
