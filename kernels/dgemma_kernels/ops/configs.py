@@ -133,9 +133,9 @@ EXPERTS: dict[str, dict[str, tuple[ExpertConfig, ...]]] = {
             ),
             ExpertConfig(
                 max_tokens=1536,
-                rows=64,
-                gate_up=TileShape(cols=64, depth=64, warps=4, stages=4),
-                down=TileShape(cols=128, depth=64, warps=8, stages=4),
+                rows=144,
+                gate_up=TileShape(cols=64, depth=64, warps=4, stages=3),
+                down=TileShape(cols=128, depth=64, warps=8, stages=3),
             ),
             # An expert with 128 or 256 rows on average often has a few more. So the tiles have room for them.
             ExpertConfig(

@@ -34,7 +34,7 @@ from dgemma_kernels.ops.configs import dependent_launch, num_multiprocessors
 from dgemma_kernels.ops.router.kernel import ExpertTiles
 
 TALL_ROWS, WIDE_ROWS = 160, 288  # of a tile
-_FEW, _ALL = gl.constexpr(128), gl.constexpr(256)  # rows of the first block of a tile; WIDE tiles choose by their rows
+_FEW, _ALL = gl.constexpr(128), gl.constexpr(256)  # rows of a tile's first block, in wide tiles either of them
 _MORE = gl.constexpr(32)  # rows of the second block
 _STAGES = gl.constexpr(4)  # slots of the ring; with 3, a program waits for memory
 _UNIT = gl.constexpr(128)  # rows of weights of one copy
