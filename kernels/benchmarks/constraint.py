@@ -159,8 +159,8 @@ def main() -> None:
             state, record = model.step(state, cache=cache, knobs=knobs)
         assert torch.isfinite(record.entropy).all()
         captured = next(c for key, c in reversed(cache.buffers.graphs.items()) if key[0] == "step")
-        (step_ms, spread), *_ = time_replays(captured._replay.replay)
-        (soft_ms, _), *_ = time_replays(captured._soft.replay)
+        (step_ms, spread), *_ = time_replays(captured.graph.replay)
+        (soft_ms, _), *_ = time_replays(captured.soft_graph.replay)
         peak = torch.cuda.max_memory_allocated() - before
         steps[name] = {"step_ms": step_ms, "spread_ms": spread, "soft_ms": soft_ms, "peak_bytes": peak}
         print(f"[{name}] {steps[name]}", flush=True)

@@ -163,7 +163,7 @@ def profile_word(results: Results, model: FusedDenoiser, prompt: int) -> None:
     cache = random_prefix(model, 1, prompt)
     model.causal_logits(draw_tokens(1, 1), cache)
     captured = next(c for key, c in reversed(cache.buffers.graphs.items()) if key[0] == "token")
-    add_profile(results, captured._replay.replay, what="token", repeats=8)
+    add_profile(results, captured.graph.replay, what="token", repeats=8)
 
 
 def time_words(results: Results, model: Any, prompt: int) -> None:

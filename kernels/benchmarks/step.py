@@ -342,7 +342,7 @@ def time_step(results: Results, part: str, model: FusedDenoiser, batch: int, pre
     start = time.perf_counter()
     captured = prepare_step(model, cache, knobs_of(model, stop=True))
     captured_s = time.perf_counter() - start
-    (body, _), (soft, _), (total, spread) = time_replays(captured._replay.replay, captured._soft.replay)
+    (body, _), (soft, _), (total, spread) = time_replays(captured.graph.replay, captured.soft_graph.replay)
     active = count_active(model, cache)
     num_bytes = step_bytes(model, active, batch, prefix)
 
@@ -387,7 +387,7 @@ def compare_invariant(results: Results, model: FusedDenoiser, batches: list[int]
 
     def step(engine: FusedDenoiser, cache: FusedCache) -> list[Callable[[], None]]:
         captured = prepare_step(engine, cache, knobs_of(engine, stop=True))
-        return [captured._replay.replay, captured._soft.replay]
+        return [captured.graph.replay, captured.soft_graph.replay]
 
     def token(engine: FusedDenoiser, cache: FusedCache) -> list[Callable[[], None]]:
         engine.causal_logits(draw_tokens(cache.batch_size, 1), cache)
@@ -418,8 +418,8 @@ def profile_step(results: Results, model: FusedDenoiser, batch: int = 1, **label
     captured = prepare_step(model, random_prefix(model, batch, PROMPT), knobs_of(model, stop=True))
 
     def replay() -> None:
-        captured._replay.replay()
-        captured._soft.replay()
+        captured.graph.replay()
+        captured.soft_graph.replay()
 
     add_profile(results, replay, **labels)
 

@@ -130,24 +130,16 @@ def measure(batch: int, embedding: Tensor, bandwidth: float) -> None:
 
 def sweep(logits: Tensor, temperature: Tensor) -> None:
     num_rows = logits.shape[0]
+    shaping = vocabulary.shape_logits("sweep", logits, temperature, SOFTCAP, None, None)
     results = []
     for chunk, num_warps in itertools.product((1024, 2048, 4096, 8192, 16_384), (2, 4, 8, 16)):
         if not 8 <= chunk // (32 * num_warps) <= 128:
             continue
-        chunks = torch.empty((4, num_rows, VOCAB // chunk), device="cuda")
+        chunks = torch.empty((3, num_rows, VOCAB // chunk), device="cuda")
 
         def run(chunk: int = chunk, num_warps: int = num_warps, chunks: Tensor = chunks) -> None:
             vocabulary._sweep_kernel[(VOCAB // chunk, num_rows)](
-                logits,
-                temperature,
-                None,
-                None,
-                None,
-                *chunks,
-                VOCAB,
-                CHUNK=chunk,
-                num_warps=num_warps,
-                **vocabulary._shaping(logits, temperature, SOFTCAP, None, None),
+                logits, shaping, *chunks, VOCAB, CHUNK=chunk, num_warps=num_warps
             )
 
         results.append((*time_graph(run, calls=4), chunk, num_warps))

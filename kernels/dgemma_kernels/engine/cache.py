@@ -140,7 +140,7 @@ class FusedCache:
     """
 
     def __init__(self, pool: BufferPool, batch_size: int) -> None:
-        self._pool = pool
+        self.pool = pool
         self._buffers: CacheBuffers | None = None
         # Lengths (B,), and the tokens that every row has got since. One tuple, because any thread may add them up.
         self._counted = (torch.zeros(batch_size, dtype=torch.int64, device=pool.device), 0)
@@ -154,13 +154,13 @@ class FusedCache:
 
     def __repr__(self) -> str:
         return (
-            f"{type(self).__name__}(lengths={self.lengths.tolist()}, num_layers={self._pool.config.num_hidden_layers})"
+            f"{type(self).__name__}(lengths={self.lengths.tolist()}, num_layers={self.pool.config.num_hidden_layers})"
         )
 
     def __del__(self) -> None:
         buffers = getattr(self, "_buffers", None)
         if buffers is not None:
-            self._pool.give_back(buffers)
+            self.pool.give_back(buffers)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.clone()
@@ -174,7 +174,7 @@ class FusedCache:
     @property
     def buffers(self) -> CacheBuffers:
         if self._buffers is None:
-            self.make_room(self._pool.config.canvas_length)
+            self.make_room(self.pool.config.canvas_length)
         assert self._buffers is not None
         return self._buffers
 
@@ -198,7 +198,7 @@ class FusedCache:
 
     @property
     def turn(self) -> Turn:
-        return self._pool.turn
+        return self.pool.turn
 
     @property
     def batch_size(self) -> int:
@@ -251,9 +251,9 @@ class FusedCache:
         with self.turn:
             self.catch_up()
             self.settle()
-        shapes = [self._pool.config.layer_shape(layer) for layer in range(self._pool.config.num_hidden_layers)]
+        shapes = [self.pool.config.layer_shape(layer) for layer in range(self.pool.config.num_hidden_layers)]
         return [
-            LayerCache(keys, values, shape.window, None if shape.window is None else self._pool.keep)
+            LayerCache(keys, values, shape.window, None if shape.window is None else self.pool.keep)
             for keys, values, shape in zip(self.buffers.keys, self.buffers.values, shapes, strict=True)
         ]
 
@@ -266,9 +266,9 @@ class FusedCache:
         if old is not None and num_slots <= old.size[1] and num_new <= old.size[2]:
             return old
         self.settle()
-        self._move_to(self._pool.take(self.batch_size, num_slots, num_new))
+        self._move_to(self.pool.take(self.batch_size, num_slots, num_new))
         if old is not None:
-            self._pool.give_back(old)
+            self.pool.give_back(old)
         return self.buffers
 
     @in_turn
@@ -300,7 +300,7 @@ class FusedCache:
                 forget(buffers.sliding[0], buffers.sliding[1], buffers.held, buffers.keep)
             buffers.held.clamp_(max=buffers.keep)
 
-        remembered(buffers.graphs, "settle", lambda: Replay(run, self._pool.device, self._pool.graph_memory)).replay()
+        remembered(buffers.graphs, "settle", lambda: Replay(run, self.pool.device, self.pool.graph_memory)).replay()
         self.num_held = buffers.keep
 
     def reserve(self, num_tokens: int) -> None:
@@ -345,7 +345,7 @@ class FusedCache:
         theirs = donor.layers  # reads postponed tokens and settles
         self.settle()
         lengths = self._lengths.index_copy(0, rows, donor._lengths)
-        self.make_room(self._pool.config.canvas_length, max(0, donor._num_slots - self._num_slots))
+        self.make_room(self.pool.config.canvas_length, max(0, donor._num_slots - self._num_slots))
         for mine, layer in zip(self.layers, theirs, strict=True):
             size = layer.num_filled(donor._num_slots)
             mine.keys[rows, :, :size], mine.values[rows, :, :size] = layer.keys[:, :, :size], layer.values[:, :, :size]
@@ -356,7 +356,7 @@ class FusedCache:
     @classmethod
     def join(cls, parts: Sequence[tuple[Tensor, Any]]) -> Self:
         """Join caches into one. A part is row numbers (R,) and their cache; together the parts cover the batch."""
-        pool: BufferPool = parts[0][1]._pool
+        pool: BufferPool = parts[0][1].pool
         with pool.turn:
             joined = PrefixCache.join(parts)
             fused = cls(pool, joined.batch_size)
@@ -372,13 +372,13 @@ class FusedCache:
         self.catch_up()
         self.settle()
         lengths = transform(self._lengths)
-        copy = type(self)(self._pool, lengths.shape[0])
+        copy = type(self)(self.pool, lengths.shape[0])
         copy._lengths = lengths.clone()
         copy._num_slots, copy._num_seen = self._num_slots, self._num_seen
         copy.ragged, copy.num_held = self.ragged, self.num_held
         if self._buffers is not None:
             _, capacity, tail = self._buffers.size
-            old, copy._buffers = self._buffers, self._pool.take(lengths.shape[0], capacity, tail)
+            old, copy._buffers = self._buffers, self.pool.take(lengths.shape[0], capacity, tail)
             copy._copy_from(old, transform)
         return copy
 
@@ -395,8 +395,8 @@ class FusedCache:
 
     def _copy_from(self, old: CacheBuffers, transform: Callable[[Tensor], Tensor]) -> None:
         assert self._buffers is not None
-        for layer in range(self._pool.config.num_hidden_layers):
-            sliding = self._pool.config.layer_shape(layer).window is not None
+        for layer in range(self.pool.config.num_hidden_layers):
+            sliding = self.pool.config.layer_shape(layer).window is not None
             size = self.num_held if sliding else self._num_slots
             for target, source in (
                 (self._buffers.keys[layer], old.keys[layer]),
@@ -407,8 +407,8 @@ class FusedCache:
 
     def _hold(self, lengths: Tensor) -> None:
         """Set the counters for `lengths` tokens, after sliding layers have settled."""
-        self.num_held = min(self._num_slots, self._pool.keep)
-        self.buffers.held.copy_(lengths.clamp(max=self._pool.keep))
+        self.num_held = min(self._num_slots, self.pool.keep)
+        self.buffers.held.copy_(lengths.clamp(max=self.pool.keep))
         self._set_lengths(lengths)
 
     def _set_lengths(self, lengths: Tensor) -> None:

@@ -4,8 +4,8 @@ A captured step runs the library's own `predict`, `decide` and `settle` once ove
 sampler one launch (`published.py`) replaces the last two. Each draw is one launch.
 """
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from dgemma.run.step import Denoiser, Settled, decide, predict, record_step, set
 from dgemma.tasks.autoregressive import CausalRule, CausalState
 from dgemma_kernels.engine import published
 from dgemma_kernels.engine.cache import CacheBuffers
-from dgemma_kernels.engine.graphs import CaptureError, Replay, as_bytes, beside, copy_all
-from dgemma_kernels.engine.prediction import FusedPrediction, Logits
+from dgemma_kernels.engine.graphs import CaptureError, Replay, as_bytes, copy_all, side_stream
+from dgemma_kernels.engine.prediction import FusedPrediction, Logits, Sweep
 from dgemma_kernels.engine.workspace import Workspace, fill
 from dgemma_kernels.ops.draws import kernel as draws
 from dgemma_kernels.ops.token import settle_token
@@ -51,32 +51,35 @@ class CapturedRead:
 
         # A chunk of a prompt is read once before a chunk of its size is captured, so its kernels are compiled by then.
         launches = run if head else None
-        self._replay = Replay(run, workspace.device, workspace.graph_memory, launches)
+        self.graph = Replay(run, workspace.device, workspace.graph_memory, launches)
 
     def __call__(self, tokens: Tensor) -> Tensor:
         self._tokens.copy_(tokens)
         if not self._last:  # only the buffers matter
-            self._replay.rewrite()
-            return self._replay.result
-        self._replay.replay()
-        return self._replay.result.clone()
+            self.graph.rewrite()
+            return self.graph.result
+        self.graph.replay()
+        return self.graph.result.clone()
 
 
 @dataclass(frozen=True, kw_only=True)
 class _PackedState(CausalState):
     """A state whose tensors are views of one, so that one launch copies them."""
 
-    packed: Tensor  # (5, B) int64: token, number, done, broken, seeds
+    # (5, B) int64: token, number, done, broken, seeds. `dataclasses.replace` does not copy this field.
+    packed: Tensor | None = field(default=None, init=False)
 
 
 def _unpack(packed: Tensor) -> _PackedState:
     token, number, _, _, seeds = packed
     done, broken = packed[2:4].view(torch.bool)[:, ::8]  # the first byte of each number
-    return _PackedState(token=token[:, None], number=number, done=done, broken=broken, seeds=seeds, packed=packed)
+    state = _PackedState(token=token[:, None], number=number, done=done, broken=broken, seeds=seeds)
+    object.__setattr__(state, "packed", packed)
+    return state
 
 
 def _pack(state: CausalState) -> Tensor:
-    if isinstance(state, _PackedState):
+    if isinstance(state, _PackedState) and state.packed is not None:
         return state.packed
     columns = (state.token[:, 0], state.number, state.done, state.broken, state.seeds)
     return torch.stack([column.long() for column in columns])
@@ -97,7 +100,7 @@ class CapturedCausalStep:
             return FusedPrediction(Logits(logits.unflatten(0, static.token.shape)), (workspace.softcap,))
 
         def run() -> Tensor:
-            with beside(no_block.device) as join:
+            with side_stream(no_block.device) as join:
                 uniform = draws.uniform(static.seeds, no_block, static.number, 1, "token")
             prediction = predict()
             join()
@@ -105,12 +108,12 @@ class CapturedCausalStep:
             return settle_token(drawn, entropy, self._packed, stops, rule.pad_token_id)
 
         launches = run if rule.top_k in (None, 1) and rule.top_p is None else predict  # as in `CapturedStep`
-        self._replay = Replay(run, workspace.device, workspace.graph_memory, launches)
+        self.graph = Replay(run, workspace.device, workspace.graph_memory, launches)
 
     def __call__(self, state: CausalState) -> CausalState:
         self._packed.copy_(_pack(state))
-        self._replay.replay()
-        return _unpack(self._replay.result.clone())
+        self.graph.replay()
+        return _unpack(self.graph.result.clone())
 
 
 class CapturedDenoise:
@@ -126,13 +129,13 @@ class CapturedDenoise:
             forward.head(forward.canvas(static, conditioned_on, buffers), out=logits.tensor.flatten(0, 1))
 
         self._logits.renew()
-        self._replay = Replay(run, workspace.device, workspace.graph_memory, launches=run)
+        self.graph = Replay(run, workspace.device, workspace.graph_memory, launches=run)
 
     def __call__(self, canvas: Tensor, signal: Tensor | None) -> Tensor:
         self._canvas.copy_(canvas)
         fill(self._signal, signal)
         self._logits.renew()
-        self._replay.replay()
+        self.graph.replay()
         return self._logits.tensor.clone()
 
 
@@ -156,6 +159,83 @@ class _StaticDenoiser(Denoiser):
         return FusedPrediction(self.logits, (self.workspace.softcap,))
 
 
+class _Outcome(NamedTuple):
+    """The results of a step over static tensors."""
+
+    after: dict[str, Any]  # fields of the next state
+    record: dict[str, Tensor]
+    statistics: tuple[Tensor, ...]
+    sweep: Sweep | None  # for the soft embedding: as a result of the graph, its memory is not used again
+
+
+class _StaticStep:
+    """A denoising step over static tensors, for two graphs: `run`, and then `soften`."""
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        state: DenoiseState,
+        knobs: Knobs,
+        postponed: Tensor | None,
+        signal: Tensor | None,
+        buffers: CacheBuffers,
+    ) -> None:
+        self._workspace, self._knobs = workspace, knobs
+        leaves, self._form = tree_flatten(carried(state))
+        dense = torch.contiguous_format
+        self.inputs = [x.clone(memory_format=dense) if isinstance(x, Tensor) else x for x in leaves]
+        self.postponed = None if postponed is None else postponed.long().clone()
+        self.signal = workspace.static_signal(state.canvas.numel(), signal)
+        self.logits = workspace.logits_buffer(*state.canvas.shape)
+        self._state = _drawing(type(state))(**tree_unflatten(self.inputs, self._form))
+        self._read_logits = Logits(self.logits.tensor, workspace.turn)  # only graphs read it
+        self._denoiser = _StaticDenoiser(workspace, self.postponed, self.signal, buffers, self._read_logits)
+
+    def run(self) -> _Outcome:
+        """Take the step."""
+        prediction, settled = _predict_and_settle(self._denoiser, self._state, self._knobs)
+        record = record_step(self._state, prediction, settled, cache=_NO_CACHE, knobs=self._knobs)
+        self._prediction = prediction
+        results = (carried(settled.state), _tensor_fields(record), tuple(prediction.statistics))
+        return _Outcome(
+            *tree_map(lambda x: x.contiguous() if isinstance(x, Tensor) else x, results), sweep=prediction.sweep
+        )
+
+    def launch(self) -> None:
+        """Run the part of the step that `compile_together` can run.
+
+        A sampler in PyTorch, or a constraint, may index by the prediction, which `compile_together` does not compute.
+        For such steps it is only the forward.
+        """
+        knobs, state = self._knobs, self._state
+        all_kernels = published.is_published(state, knobs) and knobs.top_k is None and knobs.top_p is None
+        if all_kernels and state.language is None:
+            self.run()
+        else:
+            self._denoiser.denoise(state.canvas, _NO_CACHE)
+
+    def find_changes(self, outcome: _Outcome) -> list[tuple[Tensor, Tensor]] | None:
+        """Return the inputs that the step changes, with their next values.
+
+        None if shapes or values other than tensors change: then the next step needs another graph.
+        """
+        after, form = tree_flatten(outcome.after)
+        if form != self._form or list_shapes(after) != list_shapes(self.inputs):
+            return None
+        pairs = zip(self.inputs, after, strict=True)
+        return [(old, new) for old, new in pairs if isinstance(new, Tensor) and new is not old]
+
+    def soften(self, changes: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Return the soft embedding of the last `run`. Load it and the changes as the inputs of the next step."""
+        signal = self._workspace.soft_embedding(self._prediction.only_swept(self._read_logits))
+        self.signal.copy_(signal.view_as(self.signal))
+        # A new value may share memory with an input, which the copies below overwrite. So it is cloned first.
+        input_memory = {_memory(x) for x in _tensors(self.inputs)}
+        new_values = [new.clone() if _memory(new) in input_memory else new for _, new in changes]
+        copy_all(as_bytes([old for old, _ in changes]), as_bytes(new_values))
+        return signal
+
+
 class CapturedStep:
     """One denoising step over static tensors, and the soft embedding for the next step.
 
@@ -173,65 +253,29 @@ class CapturedStep:
         signal: Tensor | None,
         buffers: CacheBuffers,
     ) -> None:
+        step = _StaticStep(workspace, state, knobs, postponed, signal, buffers)
         self._knobs, self._softcap = knobs, workspace.softcap
-        self._postponed = None if postponed is None else postponed.long().clone()
-        leaves, form = tree_flatten(carried(state))
-        dense = torch.contiguous_format
-        self._inputs = [x.clone(memory_format=dense) if isinstance(x, Tensor) else x for x in leaves]
-        device, memory = workspace.device, workspace.graph_memory
-        self._signal = workspace.static_signal(state.canvas.numel(), signal)
-        self._logits = workspace.logits_buffer(*state.canvas.shape)
-        static = _drawing(type(state))(**tree_unflatten(self._inputs, form))
-        static_logits = Logits(self._logits.tensor, workspace.turn)  # only graphs read it
-        denoiser = _StaticDenoiser(workspace, self._postponed, self._signal, buffers, static_logits)
-        predictions: list[FusedPrediction] = []
-
-        def run() -> tuple[dict[str, Any], dict[str, Any], tuple[Tensor, ...], Any]:
-            prediction, settled = _predict_and_settle(denoiser, static, knobs)
-            record = record_step(static, prediction, settled, cache=_NO_CACHE, knobs=knobs)
-            predictions[:] = [prediction]
-            shaping = prediction._shaping
-            sweep = None if shaping is None else (tuple(prediction._sweep), shaping.allowed, shaping.bias)
-            results = (carried(settled.state), _tensor_fields(record), tuple(prediction._statistics))
-            return *tree_map(lambda x: x.contiguous() if isinstance(x, Tensor) else x, results), sweep
-
-        def forward() -> Any:
-            return denoiser.denoise(static.canvas, None)
-
-        # A sampler in PyTorch, or a constraint, may index by the prediction. `compile_together` does not compute a
-        # prediction, so for such steps it gets only the forward.
-        all_kernels = published.is_published(static, knobs) and knobs.top_k is None and knobs.top_p is None
-        all_kernels = all_kernels and state.language is None
+        self._inputs, self._postponed, self._signal, self._logits = (
+            step.inputs,
+            step.postponed,
+            step.signal,
+            step.logits,
+        )
         self._logits.renew()
         try:
-            self._replay = Replay(run, device, memory, launches=run if all_kernels else forward)
+            self.graph = Replay(step.run, workspace.device, workspace.graph_memory, launches=step.launch)
         except CaptureError as error:
             raise CaptureError(
                 f"{error} If {knobs.sampler} or {knobs.stop} waits for the host, write it as pure tensor code "
                 "(no .item(), no if on a tensor, no boolean indexing)."
             ) from error
-        prediction = predictions[0]
-        led_to, form_after = tree_flatten(self._replay.result[0])
-        # If shapes or other values change, the next step needs another graph.
-        self.keeps_form = form_after == form and list_shapes(led_to) == list_shapes(self._inputs)
-        pairs = zip(self._inputs, led_to, strict=True) if self.keeps_form else ()
-        changed = [(old, new) for old, new in pairs if isinstance(new, Tensor) and new is not old]
-        input_memory = {_memory(x) for x in _tensors(self._inputs)}
-
-        def soften() -> Tensor:
-            signal = workspace.soft_embedding(prediction.only_swept(static_logits))
-            self._signal.copy_(signal.view_as(self._signal))
-            # A new value may share memory with an input, which the copies below overwrite. So it is cloned first.
-            new = [x.clone() if _memory(x) in input_memory else x for _, x in changed]
-            copy_all(as_bytes([x for x, _ in changed]), as_bytes(new))
-            return signal
-
-        self._soft = Replay(soften, device, memory)
+        outcome: _Outcome = self.graph.result
+        changes = step.find_changes(outcome)
+        self.keeps_form = changes is not None
+        self.soft_graph = Replay(lambda: step.soften(changes or []), workspace.device, workspace.graph_memory)
         # In the interpreter the first replay does nothing. It is taken here, so that the next one computes.
-        self._soft.replay()
-        results, self._form = tree_flatten(self._replay.result[:3])
-        self._origins, self._computed = _origins(results, self._inputs)
-        self._computed_bytes = as_bytes(self._computed)
+        self.soft_graph.replay()
+        self._results = _Results((outcome.after, outcome.record, outcome.statistics), self._inputs)
 
     def load(self, leaves: list, postponed: Tensor | None, signal: Tensor | None) -> None:
         if self._postponed is not None and postponed is not None:
@@ -242,7 +286,7 @@ class CapturedStep:
     def replay(self) -> Logits:
         """Take the step, and return the logits of its prediction."""
         logits = self._logits.renew()
-        self._replay.replay()
+        self.graph.replay()
         return logits
 
     def results(
@@ -252,11 +296,7 @@ class CapturedStep:
 
         `state` is the state before the step, and `leaves` are those of `carried(state)`.
         """
-        fresh = [torch.empty_like(source) for source in self._computed]
-        copy_all(as_bytes(fresh), self._computed_bytes)
-        where = {"computed": fresh.__getitem__, "input": leaves.__getitem__, "constant": lambda value: value}
-        results = [where[kind](at) for kind, at in self._origins]
-        after, record, statistics = tree_unflatten(results, self._form)
+        after, record, statistics = self._results.copy(leaves)
         # Uses the state's own tensors, because the next step overwrites those of the graph.
         prediction: Any = shape(FusedPrediction(logits, (self._softcap,)), state, self._knobs)
         return after, record, prediction.with_statistics(statistics)
@@ -266,8 +306,28 @@ class CapturedStep:
 
         No other graph may have run since the replay.
         """
-        self._soft.replay()
-        return self._soft.result.clone()
+        self.soft_graph.replay()
+        return self.soft_graph.result.clone()
+
+
+class _Results:
+    """The results of a graph, a pytree, to be copied to new tensors after each replay.
+
+    A result may also be one of the graph's inputs, or not a tensor.
+    """
+
+    def __init__(self, results: Any, inputs: list) -> None:
+        self._leaves, self._form = tree_flatten(results)
+        self._input_at = {id(x): at for at, x in enumerate(inputs) if isinstance(x, Tensor)}
+        self._computed = {id(x): x for x in _tensors(self._leaves) if id(x) not in self._input_at}
+        self._computed_bytes = as_bytes([*self._computed.values()])
+
+    def copy(self, leaves: list) -> Any:
+        """Return the results of the last replay, whose inputs had the values `leaves`. One launch copies all."""
+        new = {key: torch.empty_like(tensor) for key, tensor in self._computed.items()}
+        copy_all(as_bytes([*new.values()]), self._computed_bytes)
+        new |= {key: leaves[at] for key, at in self._input_at.items()}
+        return tree_unflatten([new[id(x)] if isinstance(x, Tensor) else x for x in self._leaves], self._form)
 
 
 def _predict_and_settle(
@@ -276,7 +336,7 @@ def _predict_and_settle(
     """Take a step up to its record, with the kernel of the published sampler if `is_published`."""
     prediction: Any
     if published.is_published(state, knobs):
-        with beside(state.device) as join:
+        with side_stream(state.device) as join:
             early = published.prepare(state, knobs)
         prediction = predict(denoiser, state, cache=_NO_CACHE, knobs=knobs)
         join()
@@ -303,22 +363,3 @@ def _tensors(leaves: list) -> list[Tensor]:
 def _memory(tensor: Tensor) -> int:
     """Return the address of the storage: the same for a tensor and all its views."""
     return tensor.untyped_storage().data_ptr()
-
-
-def _origins(results: list, inputs: list) -> tuple[list[tuple[str, Any]], list[Tensor]]:
-    """Return the origin of each result (a computed tensor, an input or a constant), and the computed tensors."""
-    of_inputs = {id(x): at for at, x in enumerate(inputs) if isinstance(x, Tensor)}
-    computed: list[Tensor] = []
-    origins: list[tuple[str, Any]] = []
-    of_computed: dict[int, int] = {}
-    for result in results:
-        if not isinstance(result, Tensor):
-            origins.append(("constant", result))
-        elif id(result) in of_inputs:
-            origins.append(("input", of_inputs[id(result)]))
-        else:
-            if id(result) not in of_computed:
-                of_computed[id(result)] = len(computed)
-                computed.append(result)
-            origins.append(("computed", of_computed[id(result)]))
-    return origins, computed

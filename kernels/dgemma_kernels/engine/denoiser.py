@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
-from triton.runtime.interpreter import InterpretedFunction
 
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState, watch
@@ -131,7 +131,7 @@ def accelerate(
 
 
 def _require_gpu(model: DiffusionGemma, *, float8: bool) -> None:
-    if model.device.type != "cuda" and not isinstance(draws._uniform_kernel, InterpretedFunction):
+    if model.device.type != "cuda" and not triton.knobs.runtime.interpret:
         raise ValueError(
             f"accelerate needs the model on a CUDA GPU, got {model.device}. Move it there, or use the model itself, "
             "which runs anywhere."
@@ -525,7 +525,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
         return fused, self._model.check_prefix(tokens, fused, attention_mask)
 
     def _own(self, cache: FusedCache) -> FusedCache:
-        if not isinstance(cache, FusedCache) or cache._pool is not self._pool:
+        if not isinstance(cache, FusedCache) or cache.pool is not self._pool:
             raise ValueError(
                 f"FusedDenoiser cache must come from this model, got a {type(cache).__name__} of another model. "
                 "Encode the prefix with the accelerated model."

@@ -252,10 +252,10 @@ def _build_launcher(compiled: Any) -> None:
 
 
 @contextmanager
-def beside(device: torch.device) -> Iterator[Callable[[], None]]:
+def side_stream(device: torch.device) -> Iterator[Callable[[], None]]:
     """Launch on a second stream, next to the launches that follow. Call the yielded function before reading results.
 
-    Example: `with beside(x.device) as join: y = f(x)`; `z = g(x)`; `join()`; `y + z`.
+    Example: `with side_stream(x.device) as join: y = f(x)`; `z = g(x)`; `join()`; `y + z`.
     """
     if device.type != "cuda":
         yield lambda: None

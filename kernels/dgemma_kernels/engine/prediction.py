@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dgemma.diffusion.joint import ClassBias, JointBias
-from dgemma.diffusion.prediction import JointLaw, Prediction, SoftCap, Transform, _Allow, _Statistics, _Temper
+from dgemma.diffusion.prediction import Allow, JointLaw, Prediction, SoftCap, Statistics, Temper, Transform
 from dgemma_kernels.engine.graphs import Turn, in_turn, use_here
 from dgemma_kernels.ops.automaton import kernel as automaton
 from dgemma_kernels.ops.vocabulary import kernel as vocabulary
@@ -73,15 +73,20 @@ class LogitsBuffer:
         return new
 
 
-class _Shaping(NamedTuple):
+class Shaping(NamedTuple):
+    """The arguments of the vocabulary kernels, next to the logits."""
+
     temperature: Tensor  # (n,), n dividing B·C
     softcap: float
     allowed: Tensor | None  # (n, V / 32) packed
     bias: vocabulary.Bias | None  # of a language
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"softcap": self.softcap, "allowed": self.allowed, "bias": self.bias}
+
+class Sweep(NamedTuple):
+    """The arguments of a sweep over the vocabulary, and its results."""
+
+    shaping: Shaping
+    statistics: vocabulary.VocabularyStatistics
 
 
 class SoftEmbedding(NamedTuple):
@@ -130,7 +135,7 @@ class FusedPrediction(Prediction):
         cut: float = math.inf,
     ) -> "FusedPrediction":
         shaped = super().shaped(temperature=temperature, allowed=allowed, top_k=top_k, top_p=top_p, cut=cut)
-        return FusedPrediction(self._source, shaped._transforms)
+        return FusedPrediction(self._source, shaped.transforms)
 
     def as_self_cond(self) -> SoftEmbedding | Tensor:
         """The soft embedding, or logits if it can no longer be computed. Those are about a hundred times as large."""
@@ -140,33 +145,33 @@ class FusedPrediction(Prediction):
         return self.logits if self.signal is None else SoftEmbedding(self.signal)
 
     def with_bias(self, bias: Transform) -> "FusedPrediction":
-        return FusedPrediction(self._source, (*self._transforms, bias))
+        return FusedPrediction(self._source, (*self.transforms, bias))
 
     def with_joint(self, joint: JointLaw, bias: Transform) -> "FusedPrediction":
-        return FusedPrediction(self._source, (*self._transforms, bias), joint)
+        return FusedPrediction(self._source, (*self.transforms, bias), joint)
 
     automaton_ops: ClassVar[Any] = automaton
 
-    def vocabulary_arguments(self) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]] | None:
-        """The arguments of a kernel that reads processed logits: the logits (B·C, V), pointers, and settings.
+    def shaped_rows(self, owner: str) -> tuple[Tensor, vocabulary.LogitShaping] | None:
+        """The arguments with which a kernel of `owner` calls `vocabulary.processed`: logits (B·C, V), and shaping.
 
         None if the kernels do not apply.
         """
         if self._shaping is None:
             return None
-        return self._rows, *vocabulary.arguments(self._rows, **self._shaping._asdict())
+        return self._rows, vocabulary.shape_logits(owner, self._rows, **self._shaping._asdict())
 
     def with_statistics(self, statistics: tuple[Tensor, ...]) -> "FusedPrediction":
         """Return the same prediction with these statistics, entropy first."""
-        known = FusedPrediction(self._source, self._transforms, self.joint)
-        known._statistics = _Statistics(*statistics)
+        known = FusedPrediction(self._source, self.transforms, self.joint)
+        known.statistics = Statistics(*statistics)
         return known
 
     def only_swept(self, logits: Logits) -> "FusedPrediction":
         """Return the same prediction over `logits`, with the results of the sweep only."""
-        swept = FusedPrediction(logits, self._transforms)
-        if self._shaping is not None:
-            swept._shaping, swept._sweep = self._shaping, self._sweep
+        swept = FusedPrediction(logits, self.transforms)
+        if self.sweep is not None:
+            swept._shaping, swept.sweep = self._shaping, self.sweep
         return swept
 
     @in_turn
@@ -175,18 +180,17 @@ class FusedPrediction(Prediction):
 
         None if the kernels do not apply.
         """
-        if self._shaping is None:
+        if self.sweep is None:
             return None
-        temperature, options = self._shaping.temperature, self._shaping.options
-        return vocabulary.soft_probabilities(self._rows, self._sweep, temperature, **options, float8=float8)
+        shaping, statistics = self.sweep
+        return vocabulary.soft_probabilities(self._rows, statistics, **shaping._asdict(), float8=float8)
 
     @in_turn
     def sample(self, u: Tensor) -> Tensor:
-        shaping = self._shaping
-        if shaping is None or self.joint is not None:
+        if self.joint is not None or self.sweep is None:
             return super().sample(u)
-        u = u.double().flatten().contiguous()
-        tokens = vocabulary.sample(self._rows, self._sweep, u, shaping.temperature, **shaping.options)
+        shaping, statistics = self.sweep
+        tokens = vocabulary.sample(self._rows, statistics, u.double().flatten().contiguous(), **shaping._asdict())
         return tokens.view(self.batch_size, self.canvas_len)
 
     @property
@@ -194,13 +198,13 @@ class FusedPrediction(Prediction):
         return self._raw.view(-1, self.vocab_size)
 
     @cached_property
-    def _statistics(self) -> _Statistics:
-        if self._shaping is None:
+    def statistics(self) -> Statistics:
+        if self.sweep is None:
             with self.turn:
-                return Prediction(self._raw, self._transforms, self.joint)._statistics
-        sweep, shape = self._sweep, (self.batch_size, self.canvas_len)
-        parts = (sweep.entropy, sweep.argmax, sweep.confidence, sweep.margin, sweep.log_normalizer)
-        statistics = _Statistics(*(part.view(shape) for part in parts))
+                return Prediction(self._raw, self.transforms, self.joint).statistics
+        swept, shape = self.sweep.statistics, (self.batch_size, self.canvas_len)
+        parts = (swept.entropy, swept.argmax, swept.confidence, swept.margin, swept.log_normalizer)
+        statistics = Statistics(*(part.view(shape) for part in parts))
         if self.joint is None:
             return statistics
         best = self.joint.best
@@ -218,22 +222,24 @@ class FusedPrediction(Prediction):
         return x.view(tokens.shape)
 
     @cached_property
-    def _sweep(self) -> vocabulary.VocabularyStatistics:
-        assert self._shaping is not None
+    def sweep(self) -> Sweep | None:
+        """One sweep over the vocabulary, None if the kernels do not apply."""
+        if self._shaping is None:
+            return None
         with self.turn:
-            return vocabulary.vocabulary_statistics(self._rows, self._shaping.temperature, **self._shaping.options)
+            return Sweep(self._shaping, vocabulary.vocabulary_statistics(self._rows, **self._shaping._asdict()))
 
     @in_turn
     def _shaped(self, positions: slice) -> Tensor:
         return super()._shaped(positions)
 
     @cached_property
-    def _shaping(self) -> _Shaping | None:
+    def _shaping(self) -> Shaping | None:
         """The arguments of the kernels, None if there are transforms other than cap, mask, temperature and bias."""
-        rest: list[Any] = list(self._transforms)
+        rest: list[Any] = list(self.transforms)
         cap = rest.pop(0)
-        allowed = rest.pop(0).allowed if rest and isinstance(rest[0], _Allow) else None
-        temper = rest.pop(0).temperature if rest and isinstance(rest[0], _Temper) else 1.0
+        allowed = rest.pop(0).allowed if rest and isinstance(rest[0], Allow) else None
+        temper = rest.pop(0).temperature if rest and isinstance(rest[0], Temper) else 1.0
         bias = rest.pop(0) if rest and isinstance(rest[0], ClassBias | JointBias) else None
         if rest or not isinstance(cap, SoftCap):
             return None
@@ -245,7 +251,7 @@ class FusedPrediction(Prediction):
             values = (bias.bias if isinstance(bias, ClassBias) else bias.joint.bias).flatten(0, 1).float().contiguous()
             token_class = bias.token_class if isinstance(bias, ClassBias) else bias.joint.language.automaton.token_class
             bias = vocabulary.Bias(values, token_class)
-        return _Shaping(temperature, cap.cap, None if allowed is None else self._pack(allowed), bias)
+        return Shaping(temperature, cap.cap, None if allowed is None else self._pack(allowed), bias)
 
     def _pack(self, allowed: Tensor) -> Tensor:
         allowed = allowed.reshape(*[1] * (3 - allowed.dim()), *allowed.shape).expand(-1, -1, self.vocab_size)

@@ -27,7 +27,9 @@ class Top(NamedTuple):
     tokens: Tensor
 
 
-class _Statistics(NamedTuple):
+class Statistics(NamedTuple):
+    """The statistics of a prediction, (B, C) each."""
+
     entropy: Tensor
     argmax: Tensor
     confidence: Tensor
@@ -66,11 +68,11 @@ class Prediction:
         if type(self) is Prediction and not is_logits:  # a subclass may compute its logits later
             require(False, "Prediction logits", "be floats of shape (B, C, V)", logits)
         self._unshaped = logits
-        self._transforms = transforms
+        self.transforms = transforms
         self.joint = joint  # None: positions are independent
         # Plain attributes: torch.compile cannot trace the lock of a cached property.
         self._known_logits: Tensor | None = None
-        self._known_statistics: _Statistics | None = None
+        self._known_statistics: Statistics | None = None
 
     @property
     def _raw(self) -> Tensor:
@@ -121,12 +123,12 @@ class Prediction:
 
         Example: `prediction.shaped(temperature=0.7, top_p=0.95).sample(u)`.
         """
-        transforms = self._transforms
+        transforms = self.transforms
         if allowed is not None:
             rule = f"be booleans that broadcast to {tuple(self.shape)}"
             fits = allowed.dtype == torch.bool and broadcasts(allowed.shape, self.shape)
             require(fits, "Prediction.shaped allowed", rule, allowed)
-            transforms = (*transforms, _Allow(allowed))
+            transforms = (*transforms, Allow(allowed))
         if temperature is not None:
             if isinstance(temperature, Tensor):
                 fits = tuple(temperature.shape) in ((), self.shape[:1], self.shape[:2])
@@ -136,7 +138,7 @@ class Prediction:
                 raise ValueError(
                     f"Prediction.shaped temperature must be finite and > 0, got {temperature}. Use .argmax for 0."
                 )
-            transforms = (*transforms, _Temper(temperature))
+            transforms = (*transforms, Temper(temperature))
         if top_k is not None:
             if top_k < 1:
                 raise ValueError(f"Prediction.shaped top_k must be >= 1, got {top_k}. Use None to keep every token.")
@@ -177,22 +179,22 @@ class Prediction:
     @property
     def entropy(self) -> Tensor:
         """Shannon entropy in nats, (B, C)."""
-        return self._statistics.entropy
+        return self.statistics.entropy
 
     @property
     def argmax(self) -> Tensor:
         """The most probable token, lowest id on ties, (B, C). For a joint law it is the most probable text."""
-        return self._statistics.argmax
+        return self.statistics.argmax
 
     @property
     def confidence(self) -> Tensor:
         """The probability of the argmax, (B, C)."""
-        return self._statistics.confidence
+        return self.statistics.confidence
 
     @property
     def margin(self) -> Tensor:
         """Probability of the best token minus that of the second best, (B, C)."""
-        return self._statistics.margin
+        return self.statistics.margin
 
     @typed
     def log_prob(self, tokens: Tensor) -> Tensor:
@@ -201,7 +203,7 @@ class Prediction:
         is_ids = tokens.dtype == torch.int64 and tokens.dim() in (2, 3) and tokens.shape[:2] == self.shape[:2]
         require(is_ids and in_range(tokens, self.vocab_size), "Prediction.log_prob tokens", rule, tokens)
         index = tokens if tokens.dim() == 3 else tokens[..., None]
-        log_prob = self._gather(index) - self._statistics.log_normalizer[..., None]
+        log_prob = self._gather(index) - self.statistics.log_normalizer[..., None]
         return log_prob if tokens.dim() == 3 else log_prob[..., 0]
 
     @typed
@@ -211,7 +213,7 @@ class Prediction:
         k = min(k, self.vocab_size)
         parts = [self._shaped(positions).topk(k, dim=-1) for positions in self._slices()]
         logits, tokens = torch.cat([p.values for p in parts], dim=1), torch.cat([p.indices for p in parts], dim=1)
-        return Top((logits - self._statistics.log_normalizer[..., None]).exp(), tokens)
+        return Top((logits - self.statistics.log_normalizer[..., None]).exp(), tokens)
 
     @typed
     def sample(self, u: Tensor) -> Tensor:
@@ -229,11 +231,12 @@ class Prediction:
         return torch.cat([_inverse_cdf(self._shaped(part), u[:, part]) for part in self._slices()], dim=1)
 
     @property
-    def _statistics(self) -> _Statistics:
+    def statistics(self) -> Statistics:
+        """Entropy, argmax, confidence, margin and log-normalizer, from one pass over the logits."""
         if self._known_statistics is not None:
             return self._known_statistics
         parts = [_describe(self._shaped(positions)) for positions in self._slices()]
-        statistics = _Statistics(*(torch.cat(column, dim=1) for column in zip(*parts, strict=True)))
+        statistics = Statistics(*(torch.cat(column, dim=1) for column in zip(*parts, strict=True)))
         if self.joint is not None:
             best = self.joint.best
             log_prob = self._gather(best[..., None])[..., 0] - statistics.log_normalizer
@@ -256,7 +259,7 @@ class Prediction:
             return self._known_logits[:, positions]
         logits = self._raw[:, positions]
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        for transform in self._transforms:
+        for transform in self.transforms:
             logits = transform(logits, positions)
         if logits.shape[1] == self.canvas_len and self._may_keep():
             self._known_logits = logits
@@ -285,7 +288,9 @@ class _Shaped(NamedTuple):
         return self.prediction._shaped(positions)
 
 
-class _Allow(NamedTuple):
+class Allow(NamedTuple):
+    """Forbids all tokens that are not allowed."""
+
     allowed: Tensor
 
     def __call__(self, logits: Tensor, positions: slice) -> Tensor:
@@ -294,7 +299,9 @@ class _Allow(NamedTuple):
         return logits.masked_fill(~allowed, -torch.inf)
 
 
-class _Temper(NamedTuple):
+class Temper(NamedTuple):
+    """Divides the logits by the temperature."""
+
     temperature: Tensor | float
 
     def __call__(self, logits: Tensor, positions: slice) -> Tensor:
@@ -327,7 +334,7 @@ class _TopP(NamedTuple):
         return torch.where(torch.zeros_like(drop).scatter(-1, order, drop), logits - self.cut, logits)
 
 
-def _describe(logits: Tensor) -> _Statistics:
+def _describe(logits: Tensor) -> Statistics:
     """The statistics of a (B, c, V) slice."""
     best, argmax = logits.max(-1)
     below = logits - best[..., None]
@@ -337,7 +344,7 @@ def _describe(logits: Tensor) -> _Statistics:
     total, log_total = 1 + rest, rest.log1p()
     # 0 · log 0 is 0: a forbidden token carries no entropy.
     mean_below = (others * below.clamp(min=torch.finfo(below.dtype).min)).sum(-1) / total
-    return _Statistics(log_total - mean_below, argmax, 1 / total, (1 - others.amax(-1)) / total, best + log_total)
+    return Statistics(log_total - mean_below, argmax, 1 / total, (1 - others.amax(-1)) / total, best + log_total)
 
 
 def _inverse_cdf(logits: Tensor, u: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from dgemma.diffusion import paths as library
 from dgemma.diffusion.automaton import Automaton
 from dgemma.diffusion.language import Language
 from dgemma.diffusion.paths import Passes
-from dgemma_kernels.ops.vocabulary.kernel import processed
+from dgemma_kernels.ops.vocabulary.kernel import LogitShaping, processed
 
 _WARPS = 16
 _MOST_SLOTS = 1 << 14  # of a fan whose values fit into the registers of one program
@@ -34,10 +34,10 @@ def class_sums(prediction: Any, automaton: Automaton) -> tuple[Tensor, Tensor]:
 
     Example: `sums, maxima = class_sums(prediction, language.automaton)`.
     """
-    known = prediction.vocabulary_arguments()
+    known = prediction.shaped_rows("class_sums")
     if known is None:  # after top-k or top-p
         return library.class_sums(prediction, automaton)
-    rows, arguments, shaping = known
+    rows, shaping = known
     shape = (prediction.batch_size, prediction.canvas_len, automaton.num_classes)
     out = torch.empty((2, *shape), dtype=torch.float64, device=rows.device)
     num_wide, tokens = len(automaton.wide_classes), automaton.class_tokens
@@ -45,7 +45,7 @@ def class_sums(prediction: Any, automaton: Automaton) -> tuple[Tensor, Tensor]:
         if begin < end:
             _class_sums_kernel[(triton.cdiv(end - begin, tile), rows.shape[0])](
                 rows,
-                *arguments,
+                shaping._replace(RAGGED=tl.constexpr(True)),  # the last tokens of a tile may be none
                 *tokens,
                 *out,
                 rows.shape[1],
@@ -55,7 +55,6 @@ def class_sums(prediction: Any, automaton: Automaton) -> tuple[Tensor, Tensor]:
                 TILE=tile,
                 LANES=lanes,
                 num_warps=8 if tile == 1 else 4,
-                **{**shaping, "RAGGED": True},
             )
     return out[0], out[1]
 
@@ -268,10 +267,7 @@ def _load_groups(
 @triton.jit
 def _class_sums_kernel(
     logits_ptr: tl.tensor,
-    temperature_ptr: tl.tensor,
-    allowed_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    bias_class_ptr: tl.tensor,
+    shaping: LogitShaping,
     member_ptr: tl.tensor,
     first_ptr: tl.tensor,
     order_ptr: tl.tensor,
@@ -281,16 +277,8 @@ def _class_sums_kernel(
     begin: tl.tensor,
     end: tl.tensor,
     num_classes: tl.tensor,
-    softcap: tl.tensor,
-    rows_per_temperature: tl.tensor,
-    rows_per_mask: tl.tensor,
-    num_bias: tl.tensor,
     TILE: tl.constexpr,
     LANES: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    RAGGED: tl.constexpr,
 ) -> None:
     row = tl.program_id(1).to(tl.int64)
     group, first, last, valid = _load_groups(first_ptr, order_ptr, begin, end, TILE)
@@ -299,24 +287,7 @@ def _class_sums_kernel(
     for start in range(0, tl.max(last - first, 0), LANES):
         at = first[:, None] + start + tl.arange(0, LANES)[None, :]
         token = tl.load(member_ptr + at, mask=at < last[:, None], other=vocab_size)
-        x = processed(
-            logits_ptr,
-            temperature_ptr,
-            allowed_ptr,
-            bias_ptr,
-            bias_class_ptr,
-            row,
-            token,
-            vocab_size,
-            softcap,
-            rows_per_temperature,
-            rows_per_mask,
-            num_bias,
-            HAS_CAP,
-            HAS_MASK,
-            HAS_BIAS,
-            RAGGED,
-        )
+        x = processed(logits_ptr, row, token, vocab_size, shaping)
         top, total = _add(top, total, x)
     at = row * num_classes + group
     tl.store(sum_ptr + at, _log_sum(top, total), mask=valid)

@@ -7,7 +7,7 @@ the maximum of another chunk. A sample lies in the chunk that its uniform select
 and adds no work to the sweep. The sweep is bound by its special functions, three per logit. Reference: `reference.py`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -35,6 +35,20 @@ class VocabularyStatistics(NamedTuple):
     best: Tensor  # (R,) largest processed logit
     chunk_best: Tensor  # (R, chunks)
     chunk_sum: Tensor  # (R, chunks) relative to chunk_best
+
+
+class LogitShaping(NamedTuple):
+    """How `processed` shapes logits (R, V), as one argument of a kernel. None is known when the kernel is compiled."""
+
+    temperature: Any  # (B,) float32
+    allowed: Any  # (A, ceil(V / 32)) int32 or None
+    bias: Any  # (R, K) float32 or None, and the class of each token, (V,) int32
+    token_class: Any
+    softcap: Any  # float or None
+    rows_per_temperature: Any  # R / B
+    rows_per_mask: Any  # R / A
+    num_classes: Any  # K
+    RAGGED: Any  # constexpr: a token may lie beyond the vocabulary
 
 
 class SoftProbabilities(NamedTuple):
@@ -72,20 +86,16 @@ def vocabulary_statistics(
 
     Example: `vocabulary_statistics(logits, torch.tensor([0.8], device="cuda")).entropy`.
     """
-    num_rows, vocab_size = _check("vocabulary_statistics", logits, temperature, allowed)
+    shaping = shape_logits("vocabulary_statistics", logits, temperature, softcap, allowed, bias)
+    num_rows, vocab_size = logits.shape
     num_chunks = triton.cdiv(vocab_size, CHUNK)
     chunks = torch.empty((3, num_rows, num_chunks), dtype=torch.float32, device=logits.device)
     rows = torch.empty((5, num_rows), dtype=torch.float32, device=logits.device)
     argmax = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    shaping = _shaping(logits, temperature, softcap, allowed, bias)
-    _sweep_kernel[(num_chunks, num_rows)](
-        logits, temperature, allowed, *_pointers(bias), *chunks, vocab_size, CHUNK=CHUNK, num_warps=2, **shaping
-    )
+    _sweep_kernel[(num_chunks, num_rows)](logits, shaping, *chunks, vocab_size, CHUNK=CHUNK, num_warps=2)
     _merge_kernel[(num_rows,)](
         logits,
-        temperature,
-        allowed,
-        *_pointers(bias),
+        shaping,
         *chunks,
         *rows,
         argmax,
@@ -94,7 +104,6 @@ def vocabulary_statistics(
         CHUNK=CHUNK,
         CHUNKS=triton.next_power_of_2(num_chunks),
         num_warps=4,
-        **shaping,
     )
     entropy, confidence, margin, log_normalizer, best = rows
     return VocabularyStatistics(entropy, argmax, confidence, margin, log_normalizer, best, chunks[0], chunks[1])
@@ -116,16 +125,15 @@ def sample(
 
     Example: `sample(logits, statistics, state.uniform("token").flatten(), temperature)`.
     """
-    num_rows, vocab_size = _check("sample", logits, temperature, allowed)
+    shaping = shape_logits("sample", logits, temperature, softcap, allowed, bias)
+    num_rows, vocab_size = logits.shape
     if u.shape != (num_rows,) or u.dtype != torch.float64 or not u.is_contiguous():
         raise ValueError(f"sample u must be contiguous ({num_rows},) float64, got {tuple(u.shape)} {u.dtype}.")
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     num_chunks = statistics.chunk_best.shape[1]
     _sample_kernel[(num_rows,)](
         logits,
-        temperature,
-        allowed,
-        *_pointers(bias),
+        shaping,
         statistics.chunk_best,
         statistics.chunk_sum,
         u,
@@ -135,7 +143,6 @@ def sample(
         CHUNK=CHUNK,
         CHUNKS=triton.next_power_of_2(num_chunks),
         num_warps=8,
-        **_shaping(logits, temperature, softcap, allowed, bias),
     )
     return tokens
 
@@ -157,24 +164,14 @@ def soft_probabilities(
 
     Example: `weights, scale = soft_probabilities(logits, statistics, temperature)`.
     """
-    num_rows, vocab_size = _check("soft_probabilities", logits, temperature, allowed)
+    shaping = shape_logits("soft_probabilities", logits, temperature, softcap, allowed, bias)
+    num_rows, vocab_size = logits.shape
     weights = torch.empty_like(logits, dtype=torch.float8_e4m3fn if float8 else None)
     num_chunks = triton.cdiv(vocab_size, CHUNK)
     chunk_sum = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=logits.device)
     scale = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     _soft_probabilities_kernel[(num_chunks, num_rows)](
-        logits,
-        temperature,
-        allowed,
-        *_pointers(bias),
-        statistics.best,
-        weights,
-        chunk_sum,
-        vocab_size,
-        CHUNK=CHUNK,
-        FLOAT8=float8,
-        num_warps=2,
-        **_shaping(logits, temperature, softcap, allowed, bias),
+        logits, shaping, statistics.best, weights, chunk_sum, vocab_size, CHUNK=CHUNK, FLOAT8=float8, num_warps=2
     )
     _soft_scale_kernel[(num_rows,)](
         chunk_sum, scale, num_chunks, CHUNKS=triton.next_power_of_2(num_chunks), num_warps=1
@@ -197,71 +194,49 @@ def _below_cap(x: tl.tensor, softcap: tl.tensor, cap: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def processed(
-    logits_ptr: tl.tensor,
-    temperature_ptr: tl.tensor,
-    allowed_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    class_ptr: tl.tensor,
-    row: tl.tensor,
-    token: tl.tensor,
-    vocab_size: tl.tensor,
-    softcap: tl.tensor,
-    rows_per_temperature: tl.tensor,
-    rows_per_mask: tl.tensor,
-    num_bias: tl.tensor,
-    HAS_CAP: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    RAGGED: tl.constexpr,
+    logits_ptr: tl.tensor, row: tl.tensor, token: tl.tensor, vocab_size: tl.tensor, shaping: LogitShaping
 ) -> tl.tensor:
     """Load one row's logits at `token`: capped, divided by the temperature, biased, float32; -inf if forbidden."""
     # Logits are loaded after the division: it has a branch, across which they would occupy registers.
-    t = tl.load(temperature_ptr + row // rows_per_temperature)
-    if HAS_CAP:
-        cap = tl.math.div_rn(softcap, t)
-        x = _load_allowed(logits_ptr, allowed_ptr, row, token, vocab_size, rows_per_mask, HAS_MASK, RAGGED)
-        capped = cap - _below_cap(x, softcap, cap)
-        if HAS_MASK or RAGGED:
+    t = tl.load(shaping.temperature + row // shaping.rows_per_temperature)
+    if shaping.softcap is not None:
+        cap = tl.math.div_rn(shaping.softcap, t)
+        x = _load_allowed(logits_ptr, row, token, vocab_size, shaping)
+        capped = cap - _below_cap(x, shaping.softcap, cap)
+        if shaping.allowed is not None or shaping.RAGGED:
             capped = tl.where(x == float("-inf"), x, capped)
         x = capped
     else:
         # x / t correctly rounded without a division: one Newton step on x · (1 / t) (Markstein, 1990).
         inverse = tl.math.div_rn(1.0, t)
-        x = _load_allowed(logits_ptr, allowed_ptr, row, token, vocab_size, rows_per_mask, HAS_MASK, RAGGED)
+        x = _load_allowed(logits_ptr, row, token, vocab_size, shaping)
         quotient = x * inverse
         divided = tl.fma(tl.fma(-quotient, t, x), inverse, quotient)
-        if HAS_MASK or RAGGED:
+        if shaping.allowed is not None or shaping.RAGGED:
             divided = tl.where(x == float("-inf"), x, divided)
         x = divided
-    if HAS_BIAS:
-        if RAGGED:
-            group = tl.load(class_ptr + token, mask=token < vocab_size, other=0)
+    if shaping.bias is not None:
+        if shaping.RAGGED:
+            group = tl.load(shaping.token_class + token, mask=token < vocab_size, other=0)
         else:
-            group = tl.load(class_ptr + token)
-        x += tl.load(bias_ptr + row.to(tl.int64) * num_bias + group)
+            group = tl.load(shaping.token_class + token)
+        x += tl.load(shaping.bias + row.to(tl.int64) * shaping.num_classes + group)
     return x
 
 
 @triton.jit
 def _load_allowed(
-    logits_ptr: tl.tensor,
-    allowed_ptr: tl.tensor,
-    row: tl.tensor,
-    token: tl.tensor,
-    vocab_size: tl.tensor,
-    rows_per_mask: tl.tensor,
-    HAS_MASK: tl.constexpr,
-    RAGGED: tl.constexpr,
+    logits_ptr: tl.tensor, row: tl.tensor, token: tl.tensor, vocab_size: tl.tensor, shaping: LogitShaping
 ) -> tl.tensor:
     """Load one row's logits at `token` in float32; -inf if forbidden or beyond the vocabulary."""
     at = logits_ptr + row.to(tl.int64) * vocab_size + token
-    if RAGGED:
+    if shaping.RAGGED:
         x = tl.load(at, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
     else:
         x = tl.load(at).to(tl.float32)
-    if HAS_MASK:
-        words = allowed_ptr + (row // rows_per_mask).to(tl.int64) * tl.cdiv(vocab_size, 32)
-        if RAGGED:
+    if shaping.allowed is not None:
+        words = shaping.allowed + (row // shaping.rows_per_mask).to(tl.int64) * tl.cdiv(vocab_size, 32)
+        if shaping.RAGGED:
             word = tl.load(words + token // 32, mask=token < vocab_size, other=0)
         else:
             word = tl.load(words + token // 32)
@@ -289,59 +264,32 @@ def _add(a0: tl.tensor, a1: tl.tensor, b0: tl.tensor, b1: tl.tensor) -> tuple[tl
 @triton.jit
 def _sweep_kernel(
     logits_ptr: tl.tensor,
-    temperature_ptr: tl.tensor,
-    allowed_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    class_ptr: tl.tensor,
+    shaping: LogitShaping,
     chunk_best_ptr: tl.tensor,
     chunk_sum_ptr: tl.tensor,
     chunk_slope_ptr: tl.tensor,
     vocab_size: tl.tensor,
-    softcap: tl.tensor,
-    rows_per_temperature: tl.tensor,
-    rows_per_mask: tl.tensor,
-    num_bias: tl.tensor,
     CHUNK: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    RAGGED: tl.constexpr,
 ) -> None:
     chunk = tl.program_id(0)
     row = tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
-    if HAS_CAP and not HAS_BIAS:
+    if shaping.softcap is not None and shaping.bias is None:
         # The largest logit has the largest processed logit. So `best` is known before any special function, and
         # differences to it need no processed logits in registers.
-        cap = tl.math.div_rn(softcap, tl.load(temperature_ptr + row // rows_per_temperature))
-        x = _load_allowed(logits_ptr, allowed_ptr, row, token, vocab_size, rows_per_mask, HAS_MASK, RAGGED)
+        cap = tl.math.div_rn(shaping.softcap, tl.load(shaping.temperature + row // shaping.rows_per_temperature))
+        x = _load_allowed(logits_ptr, row, token, vocab_size, shaping)
         largest = tl.max(x, 0)
-        least_gap = _below_cap(largest, softcap, cap)
-        delta = least_gap - _below_cap(x, softcap, cap)
+        least_gap = _below_cap(largest, shaping.softcap, cap)
+        delta = least_gap - _below_cap(x, shaping.softcap, cap)
         best = tl.where(largest == float("-inf"), float("-inf"), cap - least_gap)
     else:
-        x = processed(
-            logits_ptr,
-            temperature_ptr,
-            allowed_ptr,
-            bias_ptr,
-            class_ptr,
-            row,
-            token,
-            vocab_size,
-            softcap,
-            rows_per_temperature,
-            rows_per_mask,
-            num_bias,
-            HAS_CAP,
-            HAS_MASK,
-            HAS_BIAS,
-            RAGGED,
-        )
+        x = processed(logits_ptr, row, token, vocab_size, shaping)
         best = tl.max(x, 0)
         delta = x - best
     weight = tl.exp2(delta * 1.4426950408889634)
-    if HAS_MASK or HAS_BIAS or RAGGED:  # a chunk without an allowed token has a `best` of -inf
+    if shaping.allowed is not None or shaping.bias is not None or shaping.RAGGED:
+        # A chunk without an allowed token has a `best` of -inf.
         outside = x == float("-inf")
         weight, delta = tl.where(outside, 0.0, weight), tl.where(outside, 0.0, delta)
     total, slope = tl.reduce((weight, weight * delta), 0, _add)
@@ -354,10 +302,7 @@ def _sweep_kernel(
 @triton.jit
 def _merge_kernel(
     logits_ptr: tl.tensor,
-    temperature_ptr: tl.tensor,
-    allowed_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    class_ptr: tl.tensor,
+    shaping: LogitShaping,
     chunk_best_ptr: tl.tensor,
     chunk_sum_ptr: tl.tensor,
     chunk_slope_ptr: tl.tensor,
@@ -369,16 +314,8 @@ def _merge_kernel(
     argmax_ptr: tl.tensor,
     vocab_size: tl.tensor,
     num_chunks: tl.tensor,
-    softcap: tl.tensor,
-    rows_per_temperature: tl.tensor,
-    rows_per_mask: tl.tensor,
-    num_bias: tl.tensor,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    RAGGED: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
@@ -396,24 +333,7 @@ def _merge_kernel(
 
     winner = tl.min(tl.where(chunk_best == best, chunk, CHUNKS), 0)
     token = winner * CHUNK + tl.arange(0, CHUNK)
-    x = processed(
-        logits_ptr,
-        temperature_ptr,
-        allowed_ptr,
-        bias_ptr,
-        class_ptr,
-        row,
-        token,
-        vocab_size,
-        softcap,
-        rows_per_temperature,
-        rows_per_mask,
-        num_bias,
-        HAS_CAP,
-        HAS_MASK,
-        HAS_BIAS,
-        RAGGED,
-    )
+    x = processed(logits_ptr, row, token, vocab_size, shaping)
     argmax = tl.min(tl.where(x == tl.max(x, 0), token, 2147483647), 0)
     second = tl.maximum(
         tl.max(tl.where(token == argmax, float("-inf"), x), 0),
@@ -430,26 +350,15 @@ def _merge_kernel(
 @triton.jit
 def _sample_kernel(
     logits_ptr: tl.tensor,
-    temperature_ptr: tl.tensor,
-    allowed_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    class_ptr: tl.tensor,
+    shaping: LogitShaping,
     chunk_best_ptr: tl.tensor,
     chunk_sum_ptr: tl.tensor,
     u_ptr: tl.tensor,
     token_ptr: tl.tensor,
     vocab_size: tl.tensor,
     num_chunks: tl.tensor,
-    softcap: tl.tensor,
-    rows_per_temperature: tl.tensor,
-    rows_per_mask: tl.tensor,
-    num_bias: tl.tensor,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    RAGGED: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
@@ -465,24 +374,7 @@ def _sample_kernel(
     target -= tl.sum(tl.where(chunk < picked, width, 0.0), 0)
 
     index = tl.arange(0, CHUNK)
-    x = processed(
-        logits_ptr,
-        temperature_ptr,
-        allowed_ptr,
-        bias_ptr,
-        class_ptr,
-        row,
-        picked * CHUNK + index,
-        vocab_size,
-        softcap,
-        rows_per_temperature,
-        rows_per_mask,
-        num_bias,
-        HAS_CAP,
-        HAS_MASK,
-        HAS_BIAS,
-        RAGGED,
-    )
+    x = processed(logits_ptr, row, picked * CHUNK + index, vocab_size, shaping)
     weight = tl.exp(x - best).to(tl.float64)
     above = tl.min(tl.where(tl.cumsum(weight, 0) > target, index, CHUNK), 0)
     inside = tl.minimum(above, tl.max(tl.where(weight > 0.0, index, 0), 0))
@@ -492,23 +384,12 @@ def _sample_kernel(
 @triton.jit
 def _soft_probabilities_kernel(
     logits_ptr: tl.tensor,
-    temperature_ptr: tl.tensor,
-    allowed_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    class_ptr: tl.tensor,
+    shaping: LogitShaping,
     best_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     chunk_sum_ptr: tl.tensor,
     vocab_size: tl.tensor,
-    softcap: tl.tensor,
-    rows_per_temperature: tl.tensor,
-    rows_per_mask: tl.tensor,
-    num_bias: tl.tensor,
     CHUNK: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    RAGGED: tl.constexpr,
     FLOAT8: tl.constexpr,
 ) -> None:
     chunk = tl.program_id(0)
@@ -518,27 +399,10 @@ def _soft_probabilities_kernel(
     shift = _rounded(tl.load(best_ptr + row), dtype) * 1.4426950408889634
     if FLOAT8:
         shift -= 8.807354922057604  # log2 of 448, the largest float8
-    x = processed(
-        logits_ptr,
-        temperature_ptr,
-        allowed_ptr,
-        bias_ptr,
-        class_ptr,
-        row,
-        token,
-        vocab_size,
-        softcap,
-        rows_per_temperature,
-        rows_per_mask,
-        num_bias,
-        HAS_CAP,
-        HAS_MASK,
-        HAS_BIAS,
-        RAGGED,
-    )
+    x = processed(logits_ptr, row, token, vocab_size, shaping)
     weight = tl.exp2(_rounded(x, dtype) * 1.4426950408889634 - shift)
     target = weight_ptr + row.to(tl.int64) * vocab_size + token
-    if RAGGED:
+    if shaping.RAGGED:
         tl.store(target, weight.to(weight_ptr.dtype.element_ty), mask=token < vocab_size)
     else:
         tl.store(target, weight.to(weight_ptr.dtype.element_ty))
@@ -555,34 +419,15 @@ def _soft_scale_kernel(
     tl.store(scale_ptr + row, 1.0 / total)
 
 
-def arguments(
-    logits: Tensor, temperature: Tensor, softcap: float | None, allowed: Tensor | None, bias: Bias | None
-) -> tuple[tuple[Tensor | None, ...], dict[str, float | int | bool]]:
-    """Return the arguments that another kernel needs to call `processed`: pointers after the logits, and settings."""
-    return (temperature, allowed, *_pointers(bias)), _shaping(logits, temperature, softcap, allowed, bias)
-
-
-def _pointers(bias: Bias | None) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if bias is None else (bias.values, bias.token_class)
-
-
-def _shaping(
-    logits: Tensor, temperature: Tensor, softcap: float | None, allowed: Tensor | None, bias: Bias | None
-) -> dict[str, float | int | bool]:
-    num_rows, vocab_size = logits.shape
-    return {
-        "softcap": softcap or 1.0,
-        "rows_per_temperature": num_rows // temperature.shape[0],
-        "rows_per_mask": num_rows // allowed.shape[0] if allowed is not None else 1,
-        "num_bias": bias.values.shape[1] if bias is not None else 1,
-        "HAS_CAP": softcap is not None,
-        "HAS_MASK": allowed is not None,
-        "HAS_BIAS": bias is not None,
-        "RAGGED": vocab_size % CHUNK != 0,
-    }
-
-
-def _check(owner: str, logits: Tensor, temperature: Tensor, allowed: Tensor | None) -> tuple[int, int]:
+def shape_logits(
+    owner: str,
+    logits: Tensor,
+    temperature: Tensor,
+    softcap: float | None,
+    allowed: Tensor | None,
+    bias: Bias | None,
+) -> LogitShaping:
+    """Return these arguments of `owner` as one argument of its kernels, after a check of their shapes and dtypes."""
     if logits.dim() != 2 or not logits.is_contiguous():
         raise ValueError(
             f"{owner} logits must be contiguous (R, V), got {tuple(logits.shape)}. Flatten the canvas first."
@@ -606,4 +451,14 @@ def _check(owner: str, logits: Tensor, temperature: Tensor, allowed: Tensor | No
             f"{owner} allowed must be contiguous int32 (A, {triton.cdiv(vocab_size, 32)}) with A dividing the "
             f"{num_rows} rows, got {tuple(allowed.shape)} {allowed.dtype}. Use pack_allowed."
         )
-    return num_rows, vocab_size
+    return LogitShaping(
+        temperature=temperature,
+        allowed=allowed,
+        bias=None if bias is None else bias.values,
+        token_class=None if bias is None else bias.token_class,
+        softcap=softcap,
+        rows_per_temperature=num_rows // temperature.shape[0],
+        rows_per_mask=1 if allowed is None else num_rows // allowed.shape[0],
+        num_classes=1 if bias is None else bias.values.shape[1],
+        RAGGED=tl.constexpr(vocab_size % CHUNK != 0),
+    )
