@@ -50,8 +50,8 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def pretend_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_is_hopper", lambda device: True)
-    monkeypatch.setattr(module, "_HOPPER_RAN_WITH", (triton.__version__,))
+    monkeypatch.setattr(module, "is_hopper", lambda device: True)
+    monkeypatch.setattr(module, "GLUON_RAN_WITH", (triton.__version__,))
 
 
 # Errors of the interpreter.

@@ -32,14 +32,23 @@ _loads = itertools.count()
 def load(name: str, *, seed: int = 0, edits: dict[str, str] | None = None) -> Any:
     """Load the module of that name, interpreted, with the modules that it imports from its package.
 
-    `seed` draws the order of operations that a GPU does not order; `edits` maps passages of the source to replacements.
+    `seed` draws the order of operations that a GPU does not order; `edits` maps passages of these sources to
+    replacements.
 
     Example: `load("dgemma_kernels.ops.attention.hopper", seed=3).attend(...)`.
     """
+    counts = dict.fromkeys(edits or {}, 0)
+    module = _load(name, seed, edits or {}, counts)
+    for passage, count in counts.items():
+        assert count == 1, f"{name} and its imports must contain {passage!r} once, got {count} times"
+    return module
+
+
+def _load(name: str, seed: int, edits: dict[str, str], counts: dict[str, int]) -> Any:
     path = Path(importlib.util.find_spec(name).origin)
     source = path.read_text(encoding="utf-8")
-    for old, new in (edits or {}).items():
-        assert source.count(old) == 1, f"{name} must contain {old!r} once, got {source.count(old)} times"
+    for old, new in edits.items():
+        counts[old] += source.count(old)
         source = source.replace(old, new)
 
     def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -51,7 +60,7 @@ def load(name: str, *, seed: int = 0, edits: dict[str, str] | None = None) -> An
         if wanted.split(".")[0] == "triton":
             return functools.reduce(getattr, wanted.split(".")[1:] if names else [], triton)
         if wanted.startswith(name.rpartition(".")[0] + "."):
-            return load(wanted, seed=seed)
+            return _load(wanted, seed, edits, counts)
         return builtins.__import__(wanted, scope, local, names, level)
 
     module = ModuleType(name)

@@ -106,14 +106,14 @@ def test_a_tile_selects_the_triton_kernel(hopper, device):
 def test_auto_needs_a_tested_triton_for_the_hopper_kernel_and_names_its_version(hopper, monkeypatch):
     queries, keys = torch.empty(1, 32, 16, 256).bfloat16(), torch.empty(1, 8, 64, 256).bfloat16()
     assert choose_kernel(queries, keys, keys).kernel == "hopper"
-    monkeypatch.setattr(module, "_HOPPER_RAN_WITH", ("2.0.",))
+    monkeypatch.setattr(module, "GLUON_RAN_WITH", ("2.0.",))
     choice = choose_kernel(queries, keys, keys)
     assert choice.kernel == "triton"
     assert f'got {triton.__version__}: pip install "triton==2.0.*", or pass kernel="hopper"' in choice.reason
 
 
 def test_an_explicit_kernel_runs_with_any_triton_and_any_number_of_rows(hopper, monkeypatch, device):
-    monkeypatch.setattr(module, "_HOPPER_RAN_WITH", ("2.0.",))
+    monkeypatch.setattr(module, "GLUON_RAN_WITH", ("2.0.",))
     case = draw([5], 1, (2, 256), heads=4, dtype=torch.float16, device=device)
     want = attention(*case, kernel="triton")
     assert hopper == []
@@ -248,8 +248,8 @@ MISTAKES = {
     "keys-awaited-in-one-phase": ("k_full.index(at), j // BUFFERS & 1", "k_full.index(at), 0", f"{TAKEN}|{HANGS}"),
     "phase-not-flipped": ("(i // BUFFERS & 1) ^ 1", "i // BUFFERS & 1", f"{HANGS}|{TAKEN}"),
     "keys-given-back-in-flight": ("mma_wait(1, deps=(s,))", "mma_wait(2, deps=(s,))", TAKEN),
-    "values-given-back-by-one": ("v_free = _barriers(BUFFERS * 2, 2)", "v_free = _barriers(4, 1)", f"{TAKEN}|{HANGS}"),
-    "half-the-bytes": ("expect(q_full.index(c), 2 * _BYTES)", "expect(q_full.index(c), _BYTES)", "does not expect"),
+    "values-given-back-by-one": ("(BUFFERS * 2, 2)", "(4, 1)", f"{TAKEN}|{HANGS}"),
+    "half-the-bytes": ("expect(q_full.index(c), 2 * BYTES)", "expect(q_full.index(c), BYTES)", "does not expect"),
     "copy-too-many": ("        if j < num_tiles:\n", "        if j <= num_tiles:\n", "waited for all its copies"),
     "scores-in-flight": ("mma_wait(2, deps=(s,))", "mma_wait(3, deps=(s,))", "that it has not waited for"),
     "result-in-flight": ("    tma.store_wait(0)\n", "    tma.store_wait(1)\n", "ends before its products and stores"),
@@ -257,9 +257,9 @@ MISTAKES = {
     "other-warpgroup-not-awaited": ("        mbarrier.wait(v_clean.index(0), 0)\n", "", f"{UNSEEN}|{TAKEN}"),
     "layouts-mixed": ("gl.convert_layout(decay, SUM_ROW)", "decay", "must have one layout"),
     "token-too-many": ("mask=token < num_tokens", "mask=token <= num_tokens", "reaches elements"),
-    "values-not-cleaned": ("if begin + num_tiles * _KEYS > end:", "if num_tiles < 0:", None),
-    "tile-not-masked": ("if at < clear_begin or at + _KEYS > clear_end:", "if at < clear_begin:", None),
-    "values-of-another-tile": ("value_slot + i * _KEYS", "value_slot + j * _KEYS", None),
+    "values-not-cleaned": ("if begin + num_tiles * KEYS > end:", "if num_tiles < 0:", None),
+    "tile-not-masked": ("if at < clear_begin or at + KEYS > clear_end:", "if at < clear_begin:", None),
+    "values-of-another-tile": ("value_slot + i * KEYS", "value_slot + j * KEYS", None),
 }  # fmt: skip
 
 

@@ -145,7 +145,7 @@ MISTAKES = {
     ),
     "half-freed-in-flight": ("mma_wait(4, deps=(acc,))", "mma_wait(5, deps=(acc,))", f"{TAKEN}|not waited"),
     "copy-too-many": ("(num_pairs):\n        for w", "(num_pairs + 1):\n        for w", f"{HANGS}|all its copies"),
-    "values-not-cleaned": ("if begin + (j + 1) * _KEYS > end:", "if begin < 0:", None),
+    "values-not-cleaned": ("if begin + (j + 1) * KEYS > end:", "if begin < 0:", None),
     "sums-not-rescaled": ("gl.exp2(top - gl.where", "gl.exp2(0.0 * gl.where", None),
     "columns-swapped": ("query_pairs.index(4 * half + zero)", "query_pairs.index(4 - 4 * half + zero)", None),
 }  # fmt: skip

@@ -20,22 +20,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from dgemma_kernels.ops.attention.parts import float8_unit, part_of_keys, seen_slots
+from dgemma_kernels.ops.attention.hopper_common import (
+    BYTES,
+    CHUNK,
+    KEYS,
+    NUMBERS,
+    ROWS,
+    add_softmax,
+    async_load,
+    async_store,
+    clear_slots,
+    copy_chunk,
+    describe_blocks,
+    describe_slots,
+    make_barriers,
+    mask_scores,
+    store_log_weight,
+    store_unit,
+)
+from dgemma_kernels.ops.attention.parts import float8_unit, part_of_keys
 from dgemma_kernels.ops.blocks import wait_for_launches_before
 from dgemma_kernels.ops.configs import dependent_launch
 
 TILE = (128, 64, 256)  # of a program: query rows, slots per iteration, value columns
-
-_ROWS = gl.constexpr(64)  # per warpgroup
-_KEYS = gl.constexpr(64)
-_CHUNK = gl.constexpr(128)  # columns per copy
-_BYTES = gl.constexpr(2 * 64 * 128)  # per copy of queries, keys or values
-
-# Triton 3.9 renamed the two copies.
-_async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
 def attend(
@@ -67,10 +75,10 @@ def attend(
     kv_heads, group = keys.shape[1], num_heads // keys.shape[1]
     row_tiles = triton.cdiv(num_tokens * group, TILE[0])
     _attention_hopper_kernel[(row_tiles * (head_dim // TILE[2]), partial.shape[0], batch * kv_heads)](
-        _descriptor(queries.flatten(0, 1), _ROWS.value // group, group),
-        _slots(keys),
-        _slots(values),
-        _descriptor(partial, 1, 1, _ROWS.value // group, group),
+        describe_blocks(queries.flatten(0, 1), ROWS.value // group, group),
+        describe_slots(keys),
+        describe_slots(values),
+        describe_blocks(partial, 1, 1, ROWS.value // group, group),
         length,
         position,
         log_weight,
@@ -94,27 +102,7 @@ def attend(
     )
 
 
-def _slots(cache: Tensor, columns: int = _CHUNK.value) -> TensorDescriptor:
-    """Describe keys or values (B, K, capacity, H) as slots of H: one index selects batch row, head and slot."""
-    batch, heads, capacity, head_dim = cache.shape
-    num_slots = ((batch - 1) * cache.stride(0) + (heads - 1) * cache.stride(1)) // head_dim + capacity
-    return _descriptor(cache.as_strided((num_slots, head_dim), (head_dim, 1)), _KEYS.value, columns=columns)
-
-
-def _descriptor(tensor: Tensor, *block: int, columns: int = _CHUNK.value) -> TensorDescriptor:
-    """Describe blocks of these sizes along each dimension but the last, where a block has `columns`."""
-    bits = 8 * tensor.element_size()
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=tensor.dim())
-    return TensorDescriptor.from_tensor(tensor, [*block, columns], layout)
-
-
-# Not specialised: Triton would compile another variant for multiples of 16, which takes seconds.
-_NUMBERS = [
-    "num_tokens", "num_query_heads", "key_batch_slots", "key_head_slots", "value_batch_slots", "value_head_slots"
-]  # fmt: skip
-
-
-@gluon.jit(do_not_specialize=_NUMBERS)
+@gluon.jit(do_not_specialize=NUMBERS)
 def _attention_hopper_kernel(
     query_desc: gl.tensor,  # (B·T, N, H)
     key_desc: gl.tensor,  # (slots, H)
@@ -143,17 +131,17 @@ def _attention_hopper_kernel(
     UNIT: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ) -> None:
-    K_CHUNKS: gl.constexpr = HEAD_DIM // _CHUNK
+    K_CHUNKS: gl.constexpr = HEAD_DIM // CHUNK
     dtype: gl.constexpr = key_desc.dtype
-    q_smem = gl.allocate_shared_memory(dtype, [2 * K_CHUNKS, _ROWS // GROUP, GROUP, _CHUNK], query_desc.layout)
-    k_smem = gl.allocate_shared_memory(dtype, [BUFFERS * K_CHUNKS, _KEYS, _CHUNK], key_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [BUFFERS * 2, _KEYS, _CHUNK], value_desc.layout)
-    q_full = _barriers(K_CHUNKS, 1)
-    k_full = _barriers(BUFFERS * K_CHUNKS, 1)
-    k_free = _barriers(BUFFERS * K_CHUNKS, 2)
-    v_full = _barriers(BUFFERS * 2, 1)
-    v_free = _barriers(BUFFERS * 2, 2)
-    v_clean = _barriers(1, 2)
+    q_smem = gl.allocate_shared_memory(dtype, [2 * K_CHUNKS, ROWS // GROUP, GROUP, CHUNK], query_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [BUFFERS * K_CHUNKS, KEYS, CHUNK], key_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [BUFFERS * 2, KEYS, CHUNK], value_desc.layout)
+    q_full = make_barriers(K_CHUNKS, 1)
+    k_full = make_barriers(BUFFERS * K_CHUNKS, 1)
+    k_free = make_barriers(BUFFERS * K_CHUNKS, 2)
+    v_full = make_barriers(BUFFERS * 2, 1)
+    v_free = make_barriers(BUFFERS * 2, 2)
+    v_clean = make_barriers(1, 2)
     fence_async_shared()
     wait_for_launches_before(DEPENDENT)
 
@@ -163,17 +151,17 @@ def _attention_hopper_kernel(
     if PART > 0:
         origin = gl.load(position_ptr + batch).to(gl.int32) - prefix_len
     begin, end = part_of_keys(
-        row_tile, prefix_len, origin, num_tokens, 2 * _ROWS, GROUP, _KEYS, CAUSAL, WINDOW, CANVAS, KEEP, SPLIT, PART
+        row_tile, prefix_len, origin, num_tokens, 2 * ROWS, GROUP, KEYS, CAUSAL, WINDOW, CANVAS, KEEP, SPLIT, PART
     )
-    num_tiles = gl.maximum(gl.cdiv(end - begin, _KEYS), 1)  # an empty part loads one tile and masks all of it
+    num_tiles = gl.maximum(gl.cdiv(end - begin, KEYS), 1)  # an empty part loads one tile and masks all of it
 
     descs = (query_desc, key_desc, value_desc)
     strides = (key_batch_slots, key_head_slots, value_batch_slots, value_head_slots)
     outs = (out_desc, log_weight_ptr, scale_ptr, num_query_heads)
     smem = (q_smem, k_smem, v_smem)
     barriers = (q_full, k_full, k_free, v_full, v_free, v_clean)
-    clear_begin, clear_end = _clear_slots(
-        row_tile, prefix_len, num_tokens, end, 2 * _ROWS, GROUP, CAUSAL, WINDOW, CANVAS, KEEP
+    clear_begin, clear_end = clear_slots(
+        row_tile, prefix_len, num_tokens, end, 2 * ROWS, GROUP, CAUSAL, WINDOW, CANVAS, KEEP
     )
     span = (prefix_len, num_tokens, begin, end, num_tiles, clear_begin, clear_end)
     MODE: gl.constexpr = (CAUSAL, WINDOW, CANVAS, KEEP)
@@ -194,16 +182,8 @@ def _attention_hopper_kernel(
 def _place(KV_HEADS: gl.constexpr, K_CHUNKS: gl.constexpr) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
     """Return this program's tile of rows, first value column, batch row and key head."""
     VALUE_PARTS: gl.constexpr = K_CHUNKS // 2
-    column = gl.program_id(0) % VALUE_PARTS * (2 * _CHUNK)
+    column = gl.program_id(0) % VALUE_PARTS * (2 * CHUNK)
     return gl.program_id(0) // VALUE_PARTS, column, gl.program_id(2) // KV_HEADS, gl.program_id(2) % KV_HEADS
-
-
-@gluon.jit
-def _barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr) -> gl.tensor:
-    barriers = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUM):
-        mbarrier.init(barriers.index(i), count=ARRIVALS)
-    return barriers
 
 
 @gluon.jit
@@ -225,33 +205,25 @@ def _copy(
     key_slot = batch * key_batch_slots + head * key_head_slots + begin
     value_slot = batch * value_batch_slots + head * value_head_slots + begin
     for c in gl.static_range(K_CHUNKS):
-        mbarrier.expect(q_full.index(c), 2 * _BYTES)
+        mbarrier.expect(q_full.index(c), 2 * BYTES)
         for w in gl.static_range(2):
-            at_query = [token + w * TOKENS, head * GROUP, c * _CHUNK]
-            _async_load(query_desc, at_query, q_full.index(c), q_smem.index(w * K_CHUNKS + c))
-        _copy_chunk(key_desc, key_slot, c * _CHUNK, k_full, k_smem, c)
+            at_query = [token + w * TOKENS, head * GROUP, c * CHUNK]
+            async_load(query_desc, at_query, q_full.index(c), q_smem.index(w * K_CHUNKS + c))
+        copy_chunk(key_desc, key_slot, c * CHUNK, k_full, k_smem, c)
     for c in gl.static_range(2):
-        _copy_chunk(value_desc, value_slot, column + c * _CHUNK, v_full, v_smem, c)
+        copy_chunk(value_desc, value_slot, column + c * CHUNK, v_full, v_smem, c)
     for j in range(1, num_tiles + 1):
         if j < num_tiles:
             for c in gl.static_range(K_CHUNKS):
                 at = j % BUFFERS * K_CHUNKS + c
                 mbarrier.wait(k_free.index(at), (j // BUFFERS & 1) ^ 1)
-                _copy_chunk(key_desc, key_slot + j * _KEYS, c * _CHUNK, k_full, k_smem, at)
+                copy_chunk(key_desc, key_slot + j * KEYS, c * CHUNK, k_full, k_smem, at)
         if j > 1:
             i = j - 1
             for c in gl.static_range(2):
                 at = i % BUFFERS * 2 + c
                 mbarrier.wait(v_free.index(at), (i // BUFFERS & 1) ^ 1)
-                _copy_chunk(value_desc, value_slot + i * _KEYS, column + c * _CHUNK, v_full, v_smem, at)
-
-
-@gluon.jit
-def _copy_chunk(
-    desc: gl.tensor, slot: gl.tensor, column: gl.tensor, full: gl.tensor, smem: gl.tensor, at: gl.tensor
-) -> None:
-    mbarrier.expect(full.index(at), _BYTES)
-    _async_load(desc, [slot, column], full.index(at), smem.index(at))
+                copy_chunk(value_desc, value_slot + i * KEYS, column + c * CHUNK, v_full, v_smem, at)
 
 
 @gluon.jit
@@ -267,32 +239,32 @@ def _attend(
     MODE: gl.constexpr,
 ) -> None:
     """Compute 64 rows over all keys of this part, as one of the two consumers."""
-    out_desc, log_weight_ptr, scale_ptr, num_query_heads = outs
+    out_desc = outs[0]
     q_smem, _, v_smem = smem
     q_full, _, k_free, v_full, v_free, v_clean = barriers
     _, num_tokens, begin, end, num_tiles, _, _ = span
     K_CHUNKS: gl.constexpr = q_smem.shape[0] // 2
     BUFFERS: gl.constexpr = v_smem.shape[0] // 2
     GROUP: gl.constexpr = q_smem.shape[2]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _CHUNK, 16])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)  # an operand in registers
     SCORE_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     SUM_ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
     dtype: gl.constexpr = q_smem.dtype
 
     row_tile, column, batch, head = _place(KV_HEADS, K_CHUNKS)
-    row = (row_tile * 2 + WG) * _ROWS + gl.arange(0, _ROWS, SCORE_ROW)
+    row = (row_tile * 2 + WG) * ROWS + gl.arange(0, ROWS, SCORE_ROW)
     token = row // GROUP  # packed: token-major, then the GROUP heads that share this key head
-    top = gl.full((_ROWS,), float("-inf"), gl.float32, SCORE_ROW)
-    total = gl.zeros((_ROWS,), gl.float32, SCORE_ROW)
-    acc0 = gl.zeros((_ROWS, _CHUNK), gl.float32, SUMS)
-    acc1 = gl.zeros((_ROWS, _CHUNK), gl.float32, SUMS)
+    top = gl.full((ROWS,), float("-inf"), gl.float32, SCORE_ROW)
+    total = gl.zeros((ROWS,), gl.float32, SCORE_ROW)
+    acc0 = gl.zeros((ROWS, CHUNK), gl.float32, SUMS)
+    acc1 = gl.zeros((ROWS, CHUNK), gl.float32, SUMS)
 
     s = _scores(smem, barriers, 0, WG, True)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(k_free.index(K_CHUNKS - 1))
-    weight, decay, top, total = _softmax(_mask(s, 0, token, span, MODE), top, total)
+    weight, decay, top, total = add_softmax(mask_scores(s, 0, token, span, MODE), top, total)
     p = gl.convert_layout(weight.to(dtype), WEIGHTS)
     for j in range(1, num_tiles):
         s = _scores(smem, barriers, j, WG, False)
@@ -304,7 +276,7 @@ def _attend(
         acc1 = warpgroup_mma(p, v_smem.index(at + 1), acc1, is_async=True)
         s = warpgroup_mma_wait(2, deps=(s,))
         mbarrier.arrive(k_free.index(j % BUFFERS * K_CHUNKS + K_CHUNKS - 1))
-        weight, decay, top, total = _softmax(_mask(s, j, token, span, MODE), top, total)
+        weight, decay, top, total = add_softmax(mask_scores(s, j, token, span, MODE), top, total)
         next_p = gl.convert_layout(weight.to(dtype), WEIGHTS)
         # This barrier is always complete; only its branch matters. The assembler moves the next wait up to the last
         # branch. Without this branch, the wait would come before the softmax.
@@ -321,11 +293,11 @@ def _attend(
     at = last % BUFFERS * 2
     mbarrier.wait(v_full.index(at), last // BUFFERS & 1)
     mbarrier.wait(v_full.index(at + 1), last // BUFFERS & 1)
-    if begin + num_tiles * _KEYS > end:
+    if begin + num_tiles * KEYS > end:
         # Slots beyond the end may be NaN, and 0 · NaN is NaN. Each warpgroup sets one chunk to zero there and waits for
         # the other, so that neither reads a chunk during the write.
         B: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-        live = begin + last * _KEYS + gl.arange(0, _KEYS, gl.SliceLayout(1, B)) < end
+        live = begin + last * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, B)) < end
         values = v_smem.index(at + WG).load(B)
         v_smem.index(at + WG).store(gl.where(gl.expand_dims(live, 1), values, gl.zeros_like(values)))
         fence_async_shared()
@@ -339,11 +311,9 @@ def _attend(
     seen_any = total > 0.0
     total = gl.where(seen_any, total, 1.0)
     split = gl.program_id(1)
+    rows = (row, token, num_tokens, split, batch, head)
     if SPLIT and column == 0:
-        query_head = (batch * num_tokens + token) * (KV_HEADS * GROUP) + head * GROUP + row % GROUP  # into (B, T, N)
-        log_weight = gl.where(seen_any, top + gl.log2(total), float("-inf"))
-        target = log_weight_ptr + split.to(gl.int64) * num_query_heads + query_head
-        gl.store(target, log_weight, mask=token < num_tokens)
+        store_log_weight(outs, rows, top, total, seen_any, KV_HEADS, GROUP)
     scale = gl.expand_dims(gl.convert_layout(1.0 / total, SUM_ROW), 1)
     acc0 = (acc0 * scale).to(dtype)
     acc1 = (acc1 * scale).to(dtype)
@@ -353,22 +323,20 @@ def _attend(
     o1_smem = q_smem.index(WG * K_CHUNKS + 1)
     if UNIT > 0.0:
         NARROW: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-        o0_smem = o0_smem._reinterpret(out_desc.dtype, (_ROWS, _CHUNK), NARROW)
-        o1_smem = o1_smem._reinterpret(out_desc.dtype, (_ROWS, _CHUNK), NARROW)
+        o0_smem = o0_smem._reinterpret(out_desc.dtype, (ROWS, CHUNK), NARROW)
+        o1_smem = o1_smem._reinterpret(out_desc.dtype, (ROWS, CHUNK), NARROW)
         o0_smem.store((acc0.to(gl.float32) * (1.0 / UNIT)).to(out_desc.dtype))
         o1_smem.store((acc1.to(gl.float32) * (1.0 / UNIT)).to(out_desc.dtype))
         if head == 0 and column == 0:
-            unit = gl.full((_ROWS,), UNIT, gl.float32, SCORE_ROW)
-            own = (row % GROUP == 0) & (token < num_tokens)
-            gl.store(scale_ptr + batch * num_tokens + token, unit, mask=own)
+            store_unit(outs, rows, GROUP, UNIT)
     else:
-        o0_smem.reshape((_ROWS, _CHUNK)).store(acc0)
-        o1_smem.reshape((_ROWS, _CHUNK)).store(acc1)
+        o0_smem.reshape((ROWS, CHUNK)).store(acc0)
+        o1_smem.reshape((ROWS, CHUNK)).store(acc1)
     fence_async_shared()
-    SHAPE: gl.constexpr = (1, 1, _ROWS // GROUP, GROUP, _CHUNK)
-    at_token = (row_tile * 2 + WG) * (_ROWS // GROUP)
-    _async_store(out_desc, [split, batch, at_token, head * GROUP, column], o0_smem.reshape(SHAPE))
-    _async_store(out_desc, [split, batch, at_token, head * GROUP, column + _CHUNK], o1_smem.reshape(SHAPE))
+    SHAPE: gl.constexpr = (1, 1, ROWS // GROUP, GROUP, CHUNK)
+    at_token = (row_tile * 2 + WG) * (ROWS // GROUP)
+    async_store(out_desc, [split, batch, at_token, head * GROUP, column], o0_smem.reshape(SHAPE))
+    async_store(out_desc, [split, batch, at_token, head * GROUP, column + CHUNK], o1_smem.reshape(SHAPE))
     tma.store_wait(0)
 
 
@@ -379,78 +347,16 @@ def _scores(smem: gl.tuple, barriers: gl.tuple, j: gl.tensor, WG: gl.constexpr, 
     q_full, k_full, k_free, _, _, _ = barriers
     K_CHUNKS: gl.constexpr = q_smem.shape[0] // 2
     BUFFERS: gl.constexpr = v_smem.shape[0] // 2
-    s = gl.zeros((_ROWS, _KEYS), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16]))
+    s = gl.zeros((ROWS, KEYS), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16]))
     zero = j >> 28  # unknown to the compiler, which otherwise keeps every matrix descriptor on the stack
     for c in gl.static_range(K_CHUNKS):
         at = j % BUFFERS * K_CHUNKS + c
         if FIRST:
             mbarrier.wait(q_full.index(c), 0)
         mbarrier.wait(k_full.index(at), j // BUFFERS & 1)
-        q = q_smem.index(WG * K_CHUNKS + c + zero).reshape((_ROWS, _CHUNK))
+        q = q_smem.index(WG * K_CHUNKS + c + zero).reshape((ROWS, CHUNK))
         s = warpgroup_mma(q, k_smem.index(at + zero).permute((1, 0)), s, use_acc=c > 0, is_async=True)
         if c > 0:
             s = warpgroup_mma_wait(1, deps=(s,))
             mbarrier.arrive(k_free.index(at - 1))
     return s
-
-
-@gluon.jit
-def _clear_slots(
-    row_tile: gl.tensor,
-    prefix_len: gl.tensor,
-    num_tokens: gl.tensor,
-    end: gl.tensor,
-    ROWS: gl.constexpr,
-    GROUP: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    CANVAS: gl.constexpr,
-    KEEP: gl.constexpr,
-) -> tuple[gl.tensor, gl.tensor]:
-    """Return bounds of the slots before `end` that all rows of a tile see."""
-    clear_begin = end * 0 - 1073741824  # without a window, no slot is too early
-    clear_end = end
-    if CAUSAL:
-        last_token = gl.minimum((row_tile * ROWS + ROWS - 1) // GROUP, num_tokens - 1)
-        first_seen, _ = seen_slots(last_token, num_tokens, WINDOW, CANVAS, KEEP)
-        _, last_seen = seen_slots(row_tile * ROWS // GROUP, num_tokens, WINDOW, CANVAS, KEEP)
-        clear_end = gl.minimum(end, prefix_len + last_seen + 1)
-        if WINDOW > 0:
-            clear_begin = prefix_len + first_seen
-            if CANVAS > 0:  # the last token before the canvas may see less than the canvas does
-                before = gl.minimum(last_token, num_tokens - CANVAS - 1)
-                clear_begin = gl.maximum(clear_begin, prefix_len + before - WINDOW + 1)
-    return clear_begin, clear_end
-
-
-@gluon.jit
-def _mask(s: gl.tensor, j: gl.tensor, token: gl.tensor, span: gl.tuple, MODE: gl.constexpr) -> gl.tensor:
-    """Return the scores of tile j, -inf where a row does not see the key."""
-    prefix_len, num_tokens, begin, end, _, clear_begin, clear_end = span
-    CAUSAL: gl.constexpr = MODE[0]
-    WINDOW: gl.constexpr = MODE[1]
-    CANVAS: gl.constexpr = MODE[2]
-    KEEP: gl.constexpr = MODE[3]
-    at = begin + j * _KEYS
-    if at < clear_begin or at + _KEYS > clear_end:  # true for few tiles; a mask costs a third of a softmax
-        slot = at + gl.arange(0, _KEYS, gl.SliceLayout(0, s.type.layout))
-        slot = gl.expand_dims(slot, 0)
-        seen = slot < end
-        if CAUSAL:
-            first_seen, last_seen = seen_slots(token, num_tokens, WINDOW, CANVAS, KEEP)
-            seen = seen & (slot <= prefix_len + gl.expand_dims(last_seen, 1))
-            if WINDOW > 0:
-                seen = seen & (slot >= prefix_len + gl.expand_dims(first_seen, 1))
-        s = gl.where(seen, s, float("-inf"))
-    return s
-
-
-@gluon.jit
-def _softmax(s: gl.tensor, top: gl.tensor, total: gl.tensor) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
-    """Return the weights of a tile's keys, the decay of earlier sums, the new maximum (base 2) and sum of weights."""
-    new_top = gl.maximum(top, gl.max(s, 1) * 1.4426950408889634)
-    shift = gl.where(new_top == float("-inf"), 0.0, new_top)  # a row without a visible key so far
-    weight = gl.exp2(s * 1.4426950408889634 - gl.expand_dims(shift, 1))
-    decay = gl.exp2(top - shift)
-    total = total * decay + gl.sum(weight, 1)
-    return weight, decay, new_top, total

@@ -23,16 +23,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from dgemma_kernels.ops.attention.hopper import (
-    _async_load,
-    _async_store,
-    _barriers,
-    _clear_slots,
-    _copy_chunk,
-    _descriptor,
-    _mask,
-    _slots,
-    _softmax,
+from dgemma_kernels.ops.attention.hopper_common import (
+    BYTES,
+    CHUNK,
+    KEYS,
+    NUMBERS,
+    ROWS,
+    add_softmax,
+    async_load,
+    async_store,
+    clear_slots,
+    copy_chunk,
+    describe_blocks,
+    describe_slots,
+    make_barriers,
+    mask_scores,
+    store_log_weight,
+    store_unit,
 )
 from dgemma_kernels.ops.attention.parts import float8_unit, part_of_keys
 from dgemma_kernels.ops.blocks import wait_for_launches_before
@@ -41,12 +48,8 @@ from dgemma_kernels.ops.configs import dependent_launch
 TILE = (64, 64, 512)  # of a program: query rows, slots per iteration, value columns
 ROTARY_PAIRS = 64  # at most: columns [0, 64) and [256, 320) come from the keys
 
-_ROWS = gl.constexpr(64)
-_KEYS = gl.constexpr(64)
 _HALF = gl.constexpr(256)  # columns
-_CHUNK = gl.constexpr(128)
 _PAIRS = gl.constexpr(64)
-_BYTES = gl.constexpr(2 * 64 * 128)  # of a chunk
 
 
 def attend(
@@ -69,10 +72,10 @@ def attend(
     batch, num_tokens, num_heads, head_dim = queries.shape
     kv_heads, group = keys.shape[1], num_heads // keys.shape[1]
     _attention_hopper_shared_kernel[(triton.cdiv(num_tokens * group, TILE[0]), partial.shape[0], batch * kv_heads)](
-        _descriptor(queries.flatten(0, 1), _ROWS.value // group, group),
-        _slots(keys, _PAIRS.value),
-        _slots(values),
-        _descriptor(partial, 1, 1, _ROWS.value // group, group),
+        describe_blocks(queries.flatten(0, 1), ROWS.value // group, group),
+        describe_slots(keys, _PAIRS.value),
+        describe_slots(values),
+        describe_blocks(partial, 1, 1, ROWS.value // group, group),
         length,
         log_weight,
         log_weight if scale is None else scale,
@@ -90,13 +93,7 @@ def attend(
     )
 
 
-# Not specialised: Triton would compile another variant for multiples of 16, which takes seconds.
-_NUMBERS = [
-    "num_tokens", "num_query_heads", "key_batch_slots", "key_head_slots", "value_batch_slots", "value_head_slots"
-]  # fmt: skip
-
-
-@gluon.jit(do_not_specialize=_NUMBERS)
+@gluon.jit(do_not_specialize=NUMBERS)
 def _attention_hopper_shared_kernel(
     query_desc: gl.tensor,  # (B·T, N, H)
     key_desc: gl.tensor,  # (slots, H), in blocks of 64 columns
@@ -120,35 +117,35 @@ def _attention_hopper_shared_kernel(
     DEPENDENT: gl.constexpr,
 ) -> None:
     dtype: gl.constexpr = value_desc.dtype
-    q_smem = gl.allocate_shared_memory(dtype, [4, _ROWS // GROUP, GROUP, _CHUNK], query_desc.layout)
-    k_smem = gl.allocate_shared_memory(dtype, [4, _KEYS, _PAIRS], key_desc.layout)  # per tile: two blocks
-    v_smem = gl.allocate_shared_memory(dtype, [8, _KEYS, _CHUNK], value_desc.layout)  # per tile: four chunks
+    q_smem = gl.allocate_shared_memory(dtype, [4, ROWS // GROUP, GROUP, CHUNK], query_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [4, KEYS, _PAIRS], key_desc.layout)  # per tile: two blocks
+    v_smem = gl.allocate_shared_memory(dtype, [8, KEYS, CHUNK], value_desc.layout)  # per tile: four chunks
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    top_smem = gl.allocate_shared_memory(gl.float32, [2, _ROWS], FLAT)
-    total_smem = gl.allocate_shared_memory(gl.float32, [2, _ROWS], FLAT)
-    q_full = _barriers(1, 1)
-    k_full = _barriers(2, 1)
-    v_full = _barriers(8, 1)
-    free = _barriers(4, 1)  # per tile: of the first and the second half of the columns
-    ready = _barriers(2, 1)
-    joined = _barriers(1, 2)
+    top_smem = gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT)
+    total_smem = gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT)
+    q_full = make_barriers(1, 1)
+    k_full = make_barriers(2, 1)
+    v_full = make_barriers(8, 1)
+    free = make_barriers(4, 1)  # per tile: of the first and the second half of the columns
+    ready = make_barriers(2, 1)
+    joined = make_barriers(1, 2)
     fence_async_shared()
     wait_for_launches_before(DEPENDENT)
 
     row_tile, batch, _ = _place(KV_HEADS)
     prefix_len = gl.load(length_ptr + batch).to(gl.int32)
     begin, end = part_of_keys(
-        row_tile, prefix_len, prefix_len * 0, num_tokens, _ROWS, GROUP, _KEYS, CAUSAL, 0, CANVAS, 0, SPLIT, 0
+        row_tile, prefix_len, prefix_len * 0, num_tokens, ROWS, GROUP, KEYS, CAUSAL, 0, CANVAS, 0, SPLIT, 0
     )
     # Tiles come in pairs. The second tile of the last pair may be empty; then it is masked.
-    num_pairs = gl.maximum(gl.cdiv(end - begin, 2 * _KEYS), 1)
+    num_pairs = gl.maximum(gl.cdiv(end - begin, 2 * KEYS), 1)
 
     descs = (query_desc, key_desc, value_desc)
     strides = (key_batch_slots, key_head_slots, value_batch_slots, value_head_slots)
     outs = (out_desc, log_weight_ptr, scale_ptr, num_query_heads)
     smem = (q_smem, k_smem, v_smem, top_smem, total_smem)
     barriers = (q_full, k_full, v_full, free, ready, joined)
-    clear_begin, clear_end = _clear_slots(row_tile, prefix_len, num_tokens, end, _ROWS, GROUP, CAUSAL, 0, CANVAS, 0)
+    clear_begin, clear_end = clear_slots(row_tile, prefix_len, num_tokens, end, ROWS, GROUP, CAUSAL, 0, CANVAS, 0)
     span = (prefix_len, num_tokens, begin, end, num_pairs, clear_begin, clear_end)
     MODE: gl.constexpr = (CAUSAL, 0, CANVAS, 0)
     FIRST: gl.constexpr = 0
@@ -186,10 +183,10 @@ def _copy(
     row_tile, batch, head = _place(KV_HEADS)
     key_slot = batch * key_batch_slots + head * key_head_slots + begin
     value_slot = batch * value_batch_slots + head * value_head_slots + begin
-    mbarrier.expect(q_full.index(0), 4 * _BYTES)
+    mbarrier.expect(q_full.index(0), 4 * BYTES)
     for c in gl.static_range(4):
-        at_query = [batch * num_tokens + row_tile * TOKENS, head * GROUP, c * _CHUNK]
-        _async_load(query_desc, at_query, q_full.index(0), q_smem.index(c))
+        at_query = [batch * num_tokens + row_tile * TOKENS, head * GROUP, c * CHUNK]
+        async_load(query_desc, at_query, q_full.index(0), q_smem.index(c))
     for i in range(num_pairs):
         for w in gl.static_range(2):
             for other in gl.static_range(2):
@@ -197,12 +194,12 @@ def _copy(
                 mbarrier.wait(free.index(2 * w + half), (i & 1) ^ 1)
                 for c in gl.static_range(2):
                     at = 4 * w + 2 * half + c
-                    slot = value_slot + (2 * i + w) * _KEYS
-                    _copy_chunk(value_desc, slot, half * _HALF + c * _CHUNK, v_full, v_smem, at)
-            mbarrier.expect(k_full.index(w), _BYTES)
+                    slot = value_slot + (2 * i + w) * KEYS
+                    copy_chunk(value_desc, slot, half * _HALF + c * CHUNK, v_full, v_smem, at)
+            mbarrier.expect(k_full.index(w), BYTES)
             for half in gl.static_range(2):
-                at_key = [key_slot + (2 * i + w) * _KEYS, half * _HALF]
-                _async_load(key_desc, at_key, k_full.index(w), k_smem.index(2 * w + half))
+                at_key = [key_slot + (2 * i + w) * KEYS, half * _HALF]
+                async_load(key_desc, at_key, k_full.index(w), k_smem.index(2 * w + half))
 
 
 @gluon.jit
@@ -218,23 +215,23 @@ def _attend(
     MODE: gl.constexpr,
 ) -> None:
     """Compute 64 rows by 256 value columns, and the scores of every second tile, as one of the two consumers."""
-    out_desc, log_weight_ptr, scale_ptr, num_query_heads = outs
+    out_desc = outs[0]
     q_smem, _, v_smem, _, _ = smem
     q_full, _, _, free, _, _ = barriers
     _, num_tokens, _, _, num_pairs, _, _ = span
     GROUP: gl.constexpr = q_smem.shape[2]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
     SCORE_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     SUM_ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
     dtype: gl.constexpr = q_smem.dtype
 
     row_tile, batch, head = _place(KV_HEADS)
-    row = row_tile * _ROWS + gl.arange(0, _ROWS, SCORE_ROW)
+    row = row_tile * ROWS + gl.arange(0, ROWS, SCORE_ROW)
     token = row // GROUP  # packed: token-major, then the GROUP heads that share this key head
-    top = gl.full((_ROWS,), float("-inf"), gl.float32, SCORE_ROW)
-    total = gl.zeros((_ROWS,), gl.float32, SCORE_ROW)
-    acc = gl.zeros((_ROWS, _HALF), gl.float32, SUMS)
+    top = gl.full((ROWS,), float("-inf"), gl.float32, SCORE_ROW)
+    total = gl.zeros((ROWS,), gl.float32, SCORE_ROW)
+    acc = gl.zeros((ROWS, _HALF), gl.float32, SUMS)
 
     mbarrier.wait(q_full.index(0), 0)
     first = num_pairs * 0
@@ -265,41 +262,37 @@ def _attend(
     seen_any = total > 0.0
     total = gl.where(seen_any, total, 1.0)
     split = gl.program_id(1)
+    rows = (row, token, num_tokens, split, batch, head)
     if SPLIT and WG == 0:
-        query_head = (batch * num_tokens + token) * (KV_HEADS * GROUP) + head * GROUP + row % GROUP  # into (B, T, N)
-        log_weight = gl.where(seen_any, top + gl.log2(total), float("-inf"))
-        target = log_weight_ptr + split.to(gl.int64) * num_query_heads + query_head
-        gl.store(target, log_weight, mask=token < num_tokens)
+        store_log_weight(outs, rows, top, total, seen_any, KV_HEADS, GROUP)
     acc = (acc * gl.expand_dims(gl.convert_layout(1.0 / total, SUM_ROW), 1)).to(dtype)
     # The output goes through the shared memory of the queries, which both warpgroups have read. The copy engine skips
     # rows beyond the last token.
-    SHAPE: gl.constexpr = (1, 1, _ROWS // GROUP, GROUP, _CHUNK)
-    at_token = row_tile * (_ROWS // GROUP)
+    SHAPE: gl.constexpr = (1, 1, ROWS // GROUP, GROUP, CHUNK)
+    at_token = row_tile * (ROWS // GROUP)
     if UNIT > 0.0:
         NARROW: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-        out_smem = q_smem._reinterpret(out_desc.dtype, [4, _ROWS, _HALF], NARROW)
-        chunks = q_smem._reinterpret(out_desc.dtype, [8, _ROWS, _CHUNK], NARROW)
+        out_smem = q_smem._reinterpret(out_desc.dtype, [4, ROWS, _HALF], NARROW)
+        chunks = q_smem._reinterpret(out_desc.dtype, [8, ROWS, CHUNK], NARROW)
         out_smem.index(2 * WG).store((acc.to(gl.float32) * (1.0 / UNIT)).to(out_desc.dtype))
         if head == 0 and WG == 0:
-            unit = gl.full((_ROWS,), UNIT, gl.float32, SCORE_ROW)
-            own = (row % GROUP == 0) & (token < num_tokens)
-            gl.store(scale_ptr + batch * num_tokens + token, unit, mask=own)
+            store_unit(outs, rows, GROUP, UNIT)
     else:
-        out_smem = q_smem._reinterpret(dtype, [2, _ROWS, _HALF], v_smem.layout)
-        chunks = q_smem._reinterpret(dtype, [4, _ROWS, _CHUNK], v_smem.layout)
+        out_smem = q_smem._reinterpret(dtype, [2, ROWS, _HALF], v_smem.layout)
+        chunks = q_smem._reinterpret(dtype, [4, ROWS, CHUNK], v_smem.layout)
         out_smem.index(WG).store(acc)
     fence_async_shared()
     STEP: gl.constexpr = 4 if UNIT > 0.0 else 2
     for c in gl.static_range(2):
-        at = [split, batch, at_token, head * GROUP, WG * _HALF + c * _CHUNK]
-        _async_store(out_desc, at, chunks.index(STEP * WG + c).reshape(SHAPE))
+        at = [split, batch, at_token, head * GROUP, WG * _HALF + c * CHUNK]
+        async_store(out_desc, at, chunks.index(STEP * WG + c).reshape(SHAPE))
     tma.store_wait(0)
 
 
 @gluon.jit
 def _first_scores(smem: gl.tuple, barriers: gl.tuple, i: gl.tensor, WG: gl.constexpr) -> gl.tensor:
     """Start q kᵀ of the warpgroup's tile of pair i, with the half of the columns whose memory becomes free first."""
-    s = gl.zeros((_ROWS, _KEYS), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16]))
+    s = gl.zeros((ROWS, KEYS), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16]))
     return _add_half(s, smem, barriers, i, WG, WG, False)
 
 
@@ -309,7 +302,7 @@ def _last_scores(s: gl.tensor, smem: gl.tuple, barriers: gl.tuple, i: gl.tensor,
     q_smem, k_smem, v_smem, _, _ = smem
     k_full = barriers[1]
     s = _add_half(s, smem, barriers, i, WG, 1 - WG, True)
-    query_pairs = q_smem._reinterpret(q_smem.dtype, [8, _ROWS, _PAIRS], v_smem.layout)
+    query_pairs = q_smem._reinterpret(q_smem.dtype, [8, ROWS, _PAIRS], v_smem.layout)
     zero = i >> 28
     mbarrier.wait(k_full.index(WG), i & 1)
     for half in gl.static_range(2):
@@ -332,9 +325,9 @@ def _add_half(
     q_smem, _, v_smem, _, _ = smem
     v_full = barriers[2]
     dtype: gl.constexpr = q_smem.dtype
-    queries = q_smem._reinterpret(dtype, [4, _ROWS, _CHUNK], v_smem.layout)
-    query_pairs = q_smem._reinterpret(dtype, [8, _ROWS, _PAIRS], v_smem.layout)
-    value_pairs = v_smem._reinterpret(dtype, [16, _KEYS, _PAIRS], v_smem.layout)
+    queries = q_smem._reinterpret(dtype, [4, ROWS, CHUNK], v_smem.layout)
+    query_pairs = q_smem._reinterpret(dtype, [8, ROWS, _PAIRS], v_smem.layout)
+    value_pairs = v_smem._reinterpret(dtype, [16, KEYS, _PAIRS], v_smem.layout)
     zero = i >> 28  # unknown to the compiler, which otherwise keeps every matrix descriptor on the stack
     mbarrier.wait(v_full.index(4 * WG + 2 * HALF), i & 1)
     value = value_pairs.index(8 * WG + 4 * HALF + 1 + zero).permute((1, 0))
@@ -363,11 +356,11 @@ def _weights(
     _, _, _, _, ready, _ = barriers
     _, _, begin, end, _, _, _ = span
     j = 2 * i + WG
-    weight, decay, top, total = _softmax(_mask(s, j, token, span, MODE), top, total)
-    if begin + (j + 1) * _KEYS > end:
+    weight, decay, top, total = add_softmax(mask_scores(s, j, token, span, MODE), top, total)
+    if begin + (j + 1) * KEYS > end:
         # Slots beyond the end may be NaN, and 0 · NaN is NaN.
         B: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-        live = begin + j * _KEYS + gl.arange(0, _KEYS, gl.SliceLayout(1, B)) < end
+        live = begin + j * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, B)) < end
         for c in gl.static_range(4):
             values = v_smem.index(4 * WG + c).load(B)
             v_smem.index(4 * WG + c).store(gl.where(gl.expand_dims(live, 1), values, gl.zeros_like(values)))
@@ -386,7 +379,7 @@ def _add_own(
 ) -> gl.tensor:
     """Add the products of the warpgroup's own weights, and mark its half of the values as free."""
     v_smem, free = smem[2], barriers[3]
-    halves = v_smem._reinterpret(v_smem.dtype, [4, _KEYS, _HALF], v_smem.layout)
+    halves = v_smem._reinterpret(v_smem.dtype, [4, KEYS, _HALF], v_smem.layout)
     acc = acc * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout)), 1)
     acc = warpgroup_mma(p, halves.index(3 * WG), acc, is_async=True)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
@@ -409,7 +402,7 @@ def _add_other(
     _, _, v_full, _, ready, _ = barriers
     OTHER: gl.constexpr = 1 - WG
     SUM_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    halves = v_smem._reinterpret(v_smem.dtype, [4, _KEYS, _HALF], v_smem.layout)
+    halves = v_smem._reinterpret(v_smem.dtype, [4, KEYS, _HALF], v_smem.layout)
     mbarrier.wait(v_full.index(4 * OTHER + 2 * WG), i & 1)
     mbarrier.wait(v_full.index(4 * OTHER + 2 * WG + 1), i & 1)
     mbarrier.wait(ready.index(OTHER), i & 1)

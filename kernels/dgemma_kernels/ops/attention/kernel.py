@@ -23,9 +23,7 @@ from dgemma_kernels.ops.attention.parts import (
     part_of_keys,
     seen_slots,
 )
-from dgemma_kernels.ops.configs import GLUON_RAN_WITH as _HOPPER_RAN_WITH
-from dgemma_kernels.ops.configs import is_hopper as _is_hopper
-from dgemma_kernels.ops.configs import num_multiprocessors
+from dgemma_kernels.ops.configs import GLUON_RAN_WITH, is_hopper, num_multiprocessors
 
 KernelName = Literal["auto", "triton", "hopper"]
 
@@ -117,7 +115,7 @@ def attention(
         raise ValueError(f'attention tile must be None for kernel="hopper", got {tile}. Use kernel="triton".')
     choice = choose_kernel(queries, keys, values, kernel if tile is None else "triton", few_rows=part == 0)
     # Fixed parts need one tile for any number of rows.
-    tile = tile or default_tile(_FEW_ROWS + 1 if part else num_rows, head_dim, hopper=_is_hopper(queries.device))
+    tile = tile or default_tile(_FEW_ROWS + 1 if part else num_rows, head_dim, hopper=is_hopper(queries.device))
     hopper = choice.kernel == "hopper"
     shared = hopper and _computes_scores_once(head_dim, rotary_pairs, window, part)
     rows, slots, columns = tile.rows, tile.keys, tile.value_dim or head_dim
@@ -188,8 +186,8 @@ def choose_kernel(
     num_rows = queries.shape[1] * queries.shape[2] // keys.shape[1]
     if few_rows and num_rows <= _FEW_ROWS:
         return KernelChoice("triton", f"it is faster for {num_rows} packed query rows, {_FEW_ROWS} or fewer")
-    if not triton.__version__.startswith(_HOPPER_RAN_WITH):
-        versions = ", ".join(f"{version}*" for version in _HOPPER_RAN_WITH)
+    if not triton.__version__.startswith(GLUON_RAN_WITH):
+        versions = ", ".join(f"{version}*" for version in GLUON_RAN_WITH)
         return KernelChoice(
             "triton",
             f"the Hopper kernel ran on a GPU with Triton {versions} only, got {triton.__version__}: "
@@ -203,7 +201,7 @@ def _hopper_obstacle(queries: Tensor, keys: Tensor, values: Tensor) -> str | Non
     head_dim, group = queries.shape[3], queries.shape[2] // keys.shape[1]
     if triton.knobs.runtime.interpret and queries.device.type == "cuda":
         return "a compiler: Triton's interpreter does not run Gluon"
-    if not _is_hopper(queries.device):
+    if not is_hopper(queries.device):
         return f"a Hopper GPU (compute capability 9.0), got tensors on {queries.device}"
     if queries.dtype not in (torch.bfloat16, torch.float16):
         return f"bfloat16 or float16, got {queries.dtype}"
@@ -221,7 +219,7 @@ def _hopper_obstacle(queries: Tensor, keys: Tensor, values: Tensor) -> str | Non
 def _computes_scores_once(head_dim: int, rotary_pairs: int | None, window: int | None, part: int) -> bool:
     """Return True if `hopper_shared` runs instead of `hopper`. With fixed parts `hopper` always runs, in its order of
     sums."""
-    if rotary_pairs is None or window is not None or part or not triton.__version__.startswith(_HOPPER_RAN_WITH):
+    if rotary_pairs is None or window is not None or part or not triton.__version__.startswith(GLUON_RAN_WITH):
         return False
     return head_dim == _hopper_shared().TILE[2] and rotary_pairs <= _hopper_shared().ROTARY_PAIRS
 
