@@ -6,7 +6,7 @@ that precede it in sorted order. Several programs share the positions of a row, 
 a whole. Reference: `reference.py`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,6 +18,25 @@ from dgemma.diffusion import draws
 MAX_CANVAS = 1024
 _PAIRS = 8192  # comparisons per program: 32 positions of a canvas of 256
 _NOISE = tl.constexpr(draws.purpose_word("noise") - (1 << 32) * (draws.purpose_word("noise") >> 31))  # as int32
+
+
+class _Before(NamedTuple):
+    """The tensors that a step reads, as one argument of the kernel; see `accept`."""
+
+    entropy: Any
+    tokens: Any
+    argmax: Any
+    canvas: Any
+    open: Any
+    frozen: Any
+    draft: Any
+    done: Any
+    seeds: Any
+    block: Any
+    step: Any
+    num_steps: Any
+    recent: Any
+    ended: Any
 
 
 class Accepted(NamedTuple):
@@ -74,32 +93,10 @@ def accept(
     batch, canvas_len = entropy.shape
     if canvas_len > MAX_CANVAS:
         raise ValueError(f"accept canvas must have at most {MAX_CANVAS} positions, got {canvas_len}.")
-    positions, rows = (batch, canvas_len), (batch,)
-    wanted = {
-        "entropy": (entropy, torch.float32, positions),
-        "tokens": (tokens, torch.int64, positions),
-        "argmax": (argmax, torch.int64, positions),
-        "canvas": (canvas, torch.int64, positions),
-        "open": (open, torch.bool, positions),
-        "frozen": (frozen, torch.bool, positions),
-        "draft": (draft, torch.int64, positions),
-        "done": (done, torch.bool, rows),
-        "seeds": (seeds, torch.int64, rows),
-        "block": (block, torch.int64, rows),
-        "step": (step, torch.int64, rows),
-        "num_steps": (num_steps, torch.int64, rows),
-    }
-    num_recent = 0
-    if recent is not None:
-        num_recent = recent.shape[1]
-        wanted["recent"] = (recent, torch.int64, (batch, num_recent, canvas_len))
-    if ended is not None:
-        wanted["ended"] = (ended, torch.bool, positions)
-    for name, (tensor, dtype, shape) in wanted.items():
-        if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
-            raise ValueError(
-                f"accept {name} must be contiguous {dtype} {shape}, got {tensor.dtype} {tuple(tensor.shape)}."
-            )
+    before = _Before(
+        entropy, tokens, argmax, canvas, open, frozen, draft, done, seeds, block, step, num_steps, recent, ended
+    )
+    _check(before)
     after = Accepted(
         canvas=torch.empty_like(canvas),
         open=torch.empty_like(open),
@@ -113,28 +110,13 @@ def accept(
     canvas_block = max(16, triton.next_power_of_2(canvas_len))
     part_len = min(canvas_block, max(16, _PAIRS // canvas_block))
     _accept_kernel[(batch, triton.cdiv(canvas_len, part_len) + 1)](
-        entropy,
-        tokens,
-        argmax,
-        canvas,
-        open,
-        frozen,
-        draft,
-        done,
-        seeds,
-        block,
-        step,
-        num_steps,
-        recent,
-        ended,
-        *after,
+        before,
+        after,
         bound,
         confidence,
         vocab_size,
         canvas_len,
-        RECENT=num_recent,
-        STOPS=recent is not None,
-        HAS_ENDED=ended is not None,
+        RECENT=0 if recent is None else recent.shape[1],
         COMMIT_CANVAS=commit_canvas,
         COMPARE_CANVAS=compare_canvas,
         CANVAS=canvas_block,
@@ -144,37 +126,33 @@ def accept(
     return after
 
 
+def _check(before: _Before) -> None:
+    batch, canvas_len = before.entropy.shape
+    for name, tensor in before._asdict().items():
+        if tensor is None:
+            continue
+        dtype = torch.bool if name in ("open", "frozen", "done", "ended") else torch.int64
+        dtype = torch.float32 if name == "entropy" else dtype
+        shape: tuple[int, ...] = (batch, canvas_len)
+        if name in ("done", "seeds", "block", "step", "num_steps"):
+            shape = (batch,)
+        elif name == "recent":
+            shape = (batch, tensor.shape[1], canvas_len)
+        if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
+            raise ValueError(
+                f"accept {name} must be contiguous {dtype} {shape}, got {tensor.dtype} {tuple(tensor.shape)}."
+            )
+
+
 @triton.jit
 def _accept_kernel(
-    entropy_ptr: tl.tensor,
-    token_ptr: tl.tensor,
-    argmax_ptr: tl.tensor,
-    canvas_ptr: tl.tensor,
-    open_ptr: tl.tensor,
-    frozen_ptr: tl.tensor,
-    draft_ptr: tl.tensor,
-    done_ptr: tl.tensor,
-    seed_ptr: tl.tensor,
-    block_ptr: tl.tensor,
-    step_ptr: tl.tensor,
-    num_steps_ptr: tl.tensor,
-    recent_ptr: tl.tensor,
-    ended_ptr: tl.tensor,
-    next_canvas_ptr: tl.tensor,
-    next_open_ptr: tl.tensor,
-    next_draft_ptr: tl.tensor,
-    next_done_ptr: tl.tensor,
-    next_recent_ptr: tl.tensor,
-    accepted_ptr: tl.tensor,
-    renoised_ptr: tl.tensor,
-    verdict_ptr: tl.tensor,
+    before: _Before,
+    after: Accepted,
     bound: tl.tensor,
     confidence: tl.tensor,
     vocab_size: tl.tensor,
     canvas_len: tl.tensor,
     RECENT: tl.constexpr,
-    STOPS: tl.constexpr,
-    HAS_ENDED: tl.constexpr,
     COMMIT_CANVAS: tl.constexpr,
     COMPARE_CANVAS: tl.constexpr,
     CANVAS: tl.constexpr,
@@ -185,82 +163,138 @@ def _accept_kernel(
     other = tl.arange(0, CANVAS)  # the whole canvas
     other_valid = other < canvas_len
     other_at = row * canvas_len + other
-    other_open = tl.load(open_ptr + other_at, mask=other_valid, other=0) != 0
-    other_entropy = tl.load(entropy_ptr + other_at, mask=other_valid, other=0.0)
-    was_done = tl.load(done_ptr + row) != 0
-    step = tl.load(step_ptr + row)
+    other_open = tl.load(before.open + other_at, mask=other_valid, other=0) != 0
+    other_entropy = tl.load(before.entropy + other_at, mask=other_valid, other=0.0)
+    was_done = tl.load(before.done + row) != 0
+    step = tl.load(before.step + row)
 
     if part < tl.num_programs(1) - 1:
         position = part * POSITIONS + tl.arange(0, POSITIONS)
-        valid = position < canvas_len
-        at = row * canvas_len + position
-        is_open = tl.load(open_ptr + at, mask=valid, other=0) != 0
-        frozen = tl.load(frozen_ptr + at, mask=valid, other=1) != 0
-        entropy = tl.load(entropy_ptr + at, mask=valid, other=0.0)
-        canvas = tl.load(canvas_ptr + at, mask=valid, other=0)
-        token = tl.load(token_ptr + at, mask=valid, other=0)
-        argmax = tl.load(argmax_ptr + at, mask=valid, other=0)
-        draft = tl.load(draft_ptr + at, mask=valid, other=0)
-
-        # `inclusive` is the sum of entropies up to and including each position, in ascending order, ties by position.
-        # It is computed in float64 and rounded once to float32, as PyTorch's `cumsum` does on a CPU.
-        charge = tl.where(is_open, entropy, 0.0)
-        other_charge = tl.where(other_open, other_entropy, 0.0)
-        precedes = (other_charge[:, None] < charge[None, :]) | (
-            (other_charge[:, None] == charge[None, :]) & (other[:, None] <= position[None, :])
+        _settle_positions(
+            before,
+            after,
+            (row, position, was_done, step),
+            (other, other_open, other_entropy),
+            bound,
+            vocab_size,
+            canvas_len,
+            RECENT,
+            COMMIT_CANVAS,
+            COMPARE_CANVAS,
         )
-        inclusive = tl.sum(tl.where(precedes, other_charge.to(tl.float64)[:, None], 0.0), 0)
-        decided = is_open & (frozen == 0) & (not was_done)
-        accepted = decided & (inclusive.to(tl.float32) - charge <= bound)
-
-        zero = position * 0
-        block = zero + tl.load(block_ptr + row).to(tl.int32)
-        seed = tl.load(seed_ptr + row)
-        high, low, _, _ = tl.philox(seed, position, zero + step.to(tl.int32), block, zero + _NOISE)
-        bits = ((high >> 5).to(tl.int64) << 26) | (low >> 6).to(tl.int64)
-        noise = (bits.to(tl.float64) * 1.1102230246251565e-16 * vocab_size).to(tl.int64)
-        noise = tl.minimum(noise, vocab_size - 1)
-
-        next_canvas = tl.where(decided, tl.where(accepted, token, noise), canvas)
-        final = next_canvas if COMMIT_CANVAS else tl.where(frozen, canvas, argmax)
-        tl.store(next_canvas_ptr + at, next_canvas, mask=valid)
-        tl.store(accepted_ptr + at, accepted, mask=valid)
-        tl.store(renoised_ptr + at, decided & (accepted == 0), mask=valid)
-        tl.store(next_open_ptr + at, tl.where(was_done, is_open, frozen == 0), mask=valid)
-        tl.store(next_draft_ptr + at, tl.where(was_done, draft, final), mask=valid)
-        newest = next_canvas if COMPARE_CANVAS else argmax
-        for age in tl.static_range(RECENT):
-            recent_at = (row * RECENT + age) * canvas_len + position
-            if age < RECENT - 1:
-                newer = tl.load(recent_ptr + recent_at + canvas_len, mask=valid, other=0)
-                tl.store(next_recent_ptr + recent_at, newer, mask=valid)
-            else:
-                tl.store(next_recent_ptr + recent_at, newest, mask=valid)
     else:
-        unfrozen = tl.load(frozen_ptr + other_at, mask=other_valid, other=1) == 0
-        other_token = tl.load(token_ptr + other_at, mask=other_valid, other=0)
-        other_canvas = tl.load(canvas_ptr + other_at, mask=other_valid, other=0)
-        watched = unfrozen
-        if HAS_ENDED:
-            watched &= tl.load(ended_ptr + other_at, mask=other_valid, other=1) == 0
-        num_watched = tl.sum(watched.to(tl.int32), 0)
-        done = was_done | (num_watched == 0)
-        if STOPS:
-            other_argmax = tl.load(argmax_ptr + other_at, mask=other_valid, other=0)
-            changed = other < 0
-            for age in tl.static_range(RECENT):
-                then = tl.load(recent_ptr + (row * RECENT + age) * canvas_len + other, mask=other_valid, other=0)
-                changed |= watched & (then != other_argmax)
-            entropies = tl.where(watched, other_entropy, 0.0).to(tl.float64)
-            mean_entropy = (tl.sum(entropies, 0) / tl.maximum(num_watched, 1).to(tl.float64)).to(tl.float32)
-            done |= (tl.sum(changed.to(tl.int32), 0) == 0) & (mean_entropy < confidence)
-        tl.store(next_done_ptr + row, done)
+        _settle_row(
+            before,
+            after,
+            (row, was_done, step),
+            (other, other_valid, other_at, other_open, other_entropy),
+            confidence,
+            vocab_size,
+            canvas_len,
+            RECENT,
+        )
 
-        left = tl.maximum(tl.load(num_steps_ptr + row) - step - 1, 0)
-        broken = tl.sum((other_entropy != other_entropy).to(tl.int32), 0) > 0
-        shown = tl.where(other_open & unfrozen & (not was_done), other_token, other_canvas)
-        stray = tl.sum((other_valid & ((shown < 0) | (shown >= vocab_size))).to(tl.int32), 0) > 0
-        num_rows = tl.num_programs(0)
-        tl.store(verdict_ptr + row, tl.where(done, 0, left))
-        tl.store(verdict_ptr + num_rows + row, broken.to(tl.int64))
-        tl.store(verdict_ptr + 2 * num_rows + row, stray.to(tl.int64))
+
+@triton.jit
+def _settle_positions(
+    before: _Before,
+    after: Accepted,
+    own: tl.tuple,
+    others: tl.tuple,
+    bound: tl.tensor,
+    vocab_size: tl.tensor,
+    canvas_len: tl.tensor,
+    RECENT: tl.constexpr,
+    COMMIT_CANVAS: tl.constexpr,
+    COMPARE_CANVAS: tl.constexpr,
+) -> None:
+    """Accept or renoise some positions of a row, which compare themselves with all `others`."""
+    row, position, was_done, step = own
+    other, other_open, other_entropy = others
+    valid = position < canvas_len
+    at = row * canvas_len + position
+    is_open = tl.load(before.open + at, mask=valid, other=0) != 0
+    frozen = tl.load(before.frozen + at, mask=valid, other=1) != 0
+    entropy = tl.load(before.entropy + at, mask=valid, other=0.0)
+    canvas = tl.load(before.canvas + at, mask=valid, other=0)
+    token = tl.load(before.tokens + at, mask=valid, other=0)
+    argmax = tl.load(before.argmax + at, mask=valid, other=0)
+    draft = tl.load(before.draft + at, mask=valid, other=0)
+
+    # `inclusive` is the sum of entropies up to and including each position, in ascending order, ties by position.
+    # It is computed in float64 and rounded once to float32, as PyTorch's `cumsum` does on a CPU.
+    charge = tl.where(is_open, entropy, 0.0)
+    other_charge = tl.where(other_open, other_entropy, 0.0)
+    precedes = (other_charge[:, None] < charge[None, :]) | (
+        (other_charge[:, None] == charge[None, :]) & (other[:, None] <= position[None, :])
+    )
+    inclusive = tl.sum(tl.where(precedes, other_charge.to(tl.float64)[:, None], 0.0), 0)
+    decided = is_open & (frozen == 0) & (not was_done)
+    accepted = decided & (inclusive.to(tl.float32) - charge <= bound)
+
+    zero = position * 0
+    block = zero + tl.load(before.block + row).to(tl.int32)
+    seed = tl.load(before.seeds + row)
+    high, low, _, _ = tl.philox(seed, position, zero + step.to(tl.int32), block, zero + _NOISE)
+    bits = ((high >> 5).to(tl.int64) << 26) | (low >> 6).to(tl.int64)
+    noise = (bits.to(tl.float64) * 1.1102230246251565e-16 * vocab_size).to(tl.int64)
+    noise = tl.minimum(noise, vocab_size - 1)
+
+    next_canvas = tl.where(decided, tl.where(accepted, token, noise), canvas)
+    final = next_canvas if COMMIT_CANVAS else tl.where(frozen, canvas, argmax)
+    tl.store(after.canvas + at, next_canvas, mask=valid)
+    tl.store(after.accepted + at, accepted, mask=valid)
+    tl.store(after.renoised + at, decided & (accepted == 0), mask=valid)
+    tl.store(after.open + at, tl.where(was_done, is_open, frozen == 0), mask=valid)
+    tl.store(after.draft + at, tl.where(was_done, draft, final), mask=valid)
+    newest = next_canvas if COMPARE_CANVAS else argmax
+    for age in tl.static_range(RECENT):
+        recent_at = (row * RECENT + age) * canvas_len + position
+        if age < RECENT - 1:
+            newer = tl.load(before.recent + recent_at + canvas_len, mask=valid, other=0)
+            tl.store(after.recent + recent_at, newer, mask=valid)
+        else:
+            tl.store(after.recent + recent_at, newest, mask=valid)
+
+
+@triton.jit
+def _settle_row(
+    before: _Before,
+    after: Accepted,
+    own: tl.tuple,
+    positions: tl.tuple,
+    confidence: tl.tensor,
+    vocab_size: tl.tensor,
+    canvas_len: tl.tensor,
+    RECENT: tl.constexpr,
+) -> None:
+    """Apply the stop rule to a row, and write its verdict."""
+    row, was_done, step = own
+    position, valid, at, is_open, entropy = positions
+    unfrozen = tl.load(before.frozen + at, mask=valid, other=1) == 0
+    token = tl.load(before.tokens + at, mask=valid, other=0)
+    canvas = tl.load(before.canvas + at, mask=valid, other=0)
+    watched = unfrozen
+    if before.ended is not None:
+        watched &= tl.load(before.ended + at, mask=valid, other=1) == 0
+    num_watched = tl.sum(watched.to(tl.int32), 0)
+    done = was_done | (num_watched == 0)
+    if before.recent is not None:
+        argmax = tl.load(before.argmax + at, mask=valid, other=0)
+        changed = position < 0
+        for age in tl.static_range(RECENT):
+            then = tl.load(before.recent + (row * RECENT + age) * canvas_len + position, mask=valid, other=0)
+            changed |= watched & (then != argmax)
+        entropies = tl.where(watched, entropy, 0.0).to(tl.float64)
+        mean_entropy = (tl.sum(entropies, 0) / tl.maximum(num_watched, 1).to(tl.float64)).to(tl.float32)
+        done |= (tl.sum(changed.to(tl.int32), 0) == 0) & (mean_entropy < confidence)
+    tl.store(after.done + row, done)
+
+    left = tl.maximum(tl.load(before.num_steps + row) - step - 1, 0)
+    broken = tl.sum((entropy != entropy).to(tl.int32), 0) > 0
+    shown = tl.where(is_open & unfrozen & (not was_done), token, canvas)
+    stray = tl.sum((valid & ((shown < 0) | (shown >= vocab_size))).to(tl.int32), 0) > 0
+    num_rows = tl.num_programs(0)
+    tl.store(after.verdict + row, tl.where(done, 0, left))
+    tl.store(after.verdict + num_rows + row, broken.to(tl.int64))
+    tl.store(after.verdict + 2 * num_rows + row, stray.to(tl.int64))
