@@ -197,8 +197,10 @@ class _StaticStep:
         record = record_step(self._state, prediction, settled, cache=_NO_CACHE, knobs=self._knobs)
         self._prediction = prediction
         results = (carried(settled.state), _tensor_fields(record), tuple(prediction.statistics))
-        dense_results = tree_map(lambda x: x.contiguous() if isinstance(x, Tensor) else x, results)
-        return _Outcome(*dense_results, prediction.sweep)
+        after, fields_of_record, statistics = tree_map(
+            lambda x: x.contiguous() if isinstance(x, Tensor) else x, results
+        )
+        return _Outcome(after, fields_of_record, statistics, prediction.sweep)
 
     def launch(self) -> None:
         """Run the part of the step that `compile_together` can run.
