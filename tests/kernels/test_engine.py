@@ -30,6 +30,7 @@ from dgemma_kernels.engine import captured, published
 from dgemma_kernels.engine.forward import Forward
 from dgemma_kernels.engine.graphs import CaptureError, Replay
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits
+from dgemma_kernels.engine.reading import LIMITS
 from dgemma_kernels.formats import ENCODERS
 from dgemma_kernels.ops.accept import kernel as accept
 from dgemma_kernels.ops.draws import kernel as draws
@@ -111,7 +112,9 @@ def test_a_prompt_in_chunks_equals_the_reference_launched_and_captured(models, m
         got = fast.causal_logits(prompt, cache, real)
         torch.testing.assert_close(got[real.bool()], want[real.bool()], **CLOSE)
         assert cache.lengths.tolist() == [5, 11]
-    monkeypatch.setattr(fast, "_most_captured_soon", 4)  # a chunk of eight is large, and one of three padded to four
+    monkeypatch.setattr(
+        fast._reader, "limits", replace(LIMITS, captured_soon=4)
+    )  # a chunk of eight is large, and one of three padded to four
     torch.testing.assert_close(fast.causal_logits(prompt[1:], fast.new_cache(1)), want[1:], **CLOSE)
     longer, word = draw_tokens(1, 4 * 8 + 7), draw_tokens(1, 1)
     cache = fast.encode(longer)

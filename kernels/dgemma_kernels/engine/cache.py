@@ -72,6 +72,7 @@ class BufferPool:
 
     def __init__(
         self,
+        *,
         config: ModelConfig,
         conventions: Conventions,
         device: torch.device,

@@ -7,51 +7,35 @@ is captured for one set of frozen values: sampler, noise, temperature schedule, 
 """
 
 import copy
-import weakref
 from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from dgemma.diffusion.prediction import Prediction
-from dgemma.diffusion.state import DenoiseState, watch
+from dgemma.diffusion.state import DenoiseState
 from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.run.knobs import Knobs
 from dgemma.run.records import StepRecord
 from dgemma.run.step import Denoiser
 from dgemma.tasks.autoregressive import CausalRule, CausalState
-from dgemma.train.lora import is_adapted
-from dgemma_kernels.engine.cache import BufferPool, CacheBuffers, FusedCache
-from dgemma_kernels.engine.captured import (
-    CapturedCausalStep,
-    CapturedDenoise,
-    CapturedRead,
-    CapturedStep,
-    carried,
-    list_shapes,
-)
+from dgemma_kernels.engine.cache import BufferPool, FusedCache
+from dgemma_kernels.engine.captured import CapturedCausalStep, CapturedDenoise, CapturedStep, carried, list_shapes
+from dgemma_kernels.engine.checks import check_model, check_options, require_gpu
 from dgemma_kernels.engine.forward import Forward
-from dgemma_kernels.engine.graphs import GraphMemory, Turn, compile_together, in_turn, remembered, use_here
+from dgemma_kernels.engine.graphs import GraphMemory, Turn, in_turn, remembered, use_here
+from dgemma_kernels.engine.last_step import LastStep, LoadedState
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits, SoftEmbedding
-from dgemma_kernels.engine.weights import FLOAT8_PARTS, ModelWeights, stored_format, take_weights
+from dgemma_kernels.engine.reading import FOUR_BIT_LIMITS, LIMITS, Reader
+from dgemma_kernels.engine.weights import ModelWeights, stored_format, take_weights
 from dgemma_kernels.engine.workspace import Workspace
-from dgemma_kernels.formats import ENCODERS, FourBit, Quantized
+from dgemma_kernels.formats import FourBit, Quantized
 from dgemma_kernels.ops.attention import KernelName
 from dgemma_kernels.ops.draws import kernel as draws
-
-# Limits on the tokens of a prompt, over all rows: for one forward; for one that is captured when its size comes a
-# second time; and for one that is captured when its size comes _IN_A_ROW times in a row. Capture takes tens of
-# milliseconds, and large forwards gain less from it. Activations and the tail of sliding layers take 330 kB per token
-# of the published model. So weights of four bits, which are chosen for their size, have lower limits.
-_READ, _FOUR_BIT_READ = (8192, 2048, 8192), (1024, 256, 256)
-_IN_A_ROW = 3
-_MOST_REHEARSED = 4  # rows; for more, the kernels of a step are not compiled together with those of a prompt
 
 
 def accelerate(
@@ -100,49 +84,12 @@ def accelerate(
         )
     if weights is None:
         weights = stored_format(model)
-    if weights not in ENCODERS:
-        raise ValueError(f"accelerate weights must be one of {', '.join(ENCODERS)}, got {weights!r}.")
-    if unknown := set(float8) - set(FLOAT8_PARTS):
-        raise ValueError(f"accelerate float8 must name {', '.join(FLOAT8_PARTS)}, got {sorted(unknown)}.")
-    if weights == "bf16" and (release or float8):
-        what = "release must be False" if release else "float8 must be empty"
-        raise ValueError(f'accelerate {what} for weights="bf16", which are the model\'s own.')
-    if "experts" in float8 and batch_invariant:
-        raise ValueError(
-            'accelerate batch_invariant must be False for float8 "experts", which depends on the batch size.'
-        )
-    _require_gpu(model, float8=weights == "fp8" or bool(float8))
-    config = model.config
-    for name in ("head_dim", "global_head_dim"):
-        size = getattr(config, name)
-        if size < 16 or size & (size - 1):
-            raise ValueError(f"ModelConfig.{name} must be a power of two >= 16 for the kernels, got {size}.")
-    if config.num_experts > 256:
-        raise ValueError(f"ModelConfig.num_experts must be at most 256 for the kernels, got {config.num_experts}.")
-    if config.noise_conditioning:
-        raise ValueError(
-            "ModelConfig.noise_conditioning must be False for the kernels, got True. Use the model itself."
-        )
-    if is_adapted(model):
-        raise ValueError("accelerate model must have its adapters merged. Call dgemma.train.merge_lora(model) first.")
+    check_options(weights, float8=float8, release=release, batch_invariant=batch_invariant)
+    require_gpu(model, float8=weights == "fp8" or bool(float8))
+    check_model(model)
     return FusedDenoiser(
         model, weights, float8=float8, release=release, attention=attention, batch_invariant=batch_invariant
     )
-
-
-def _require_gpu(model: DiffusionGemma, *, float8: bool) -> None:
-    if model.device.type != "cuda" and not triton.knobs.runtime.interpret:
-        raise ValueError(
-            f"accelerate needs the model on a CUDA GPU, got {model.device}. Move it there, or use the model itself, "
-            "which runs anywhere."
-        )
-    if float8 and model.device.type == "cuda":
-        capability = torch.cuda.get_device_capability(model.device)
-        if capability < (8, 9):
-            raise ValueError(
-                "accelerate float8 products need a GPU of compute capability 8.9 or higher, got "
-                f'{capability[0]}.{capability[1]}. Use weights="bf16".'
-            )
 
 
 def _without_layers(model: DiffusionGemma) -> DiffusionGemma:
@@ -155,20 +102,6 @@ def _without_layers(model: DiffusionGemma) -> DiffusionGemma:
 def _without_embedding(weights: ModelWeights) -> ModelWeights:
     head: Any = weights.head if isinstance(weights.head, Quantized) else None
     return replace(weights, embedding=weights.embedding.new_empty(0), head=head)
-
-
-class _LastStep:
-    """The last step. The state after it is already loaded, so the next step from there copies nothing."""
-
-    def __init__(self, state: DenoiseState, knobs: Knobs, buffers: CacheBuffers, captured: CapturedStep) -> None:
-        self._state, self._knobs, self._buffers, self.captured = weakref.ref(state), knobs, buffers, captured
-        leaves = tree_leaves(carried(state))
-        self._written = watch(*(x for x in leaves if isinstance(x, Tensor)))
-
-    def led_to(self, state: DenoiseState, knobs: Knobs, buffers: CacheBuffers) -> bool:
-        """Return True if `state` is the unmodified result of this step, and the knobs and buffers are the same."""
-        same = self._state() is state and self._knobs is knobs and self._buffers is buffers
-        return same and self.captured.keeps_form and not self._written()
 
 
 class FusedDenoiser(Denoiser[FusedCache]):
@@ -209,7 +142,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
         self.source = model.source
         self.turn = Turn(model.device)
         small = isinstance(weights.layers[0].expert_gate_up, FourBit)
-        most_read, self._most_captured_soon, self._most_captured = _FOUR_BIT_READ if small else _READ
+        limits = FOUR_BIT_LIMITS if small else LIMITS
         forward = Forward(model.config, weights, attention, batch_invariant=batch_invariant)
         graph_memory = GraphMemory(model.device, forward.sides) if model.device.type == "cuda" else None
         self._workspace = Workspace(
@@ -222,19 +155,17 @@ class FusedDenoiser(Denoiser[FusedCache]):
             graph_memory=graph_memory,
         )
         self._pool = BufferPool(
-            model.config,
-            model.conventions,
-            model.device,
-            model.dtype,
-            self.turn,
-            most_read,
-            graph_memory,
-            self._workspace.logits_bytes,
+            config=model.config,
+            conventions=model.conventions,
+            device=model.device,
+            dtype=model.dtype,
+            turn=self.turn,
+            most_read=limits.most,
+            graph_memory=graph_memory,
+            logits_bytes=self._workspace.logits_bytes,
         )
-        self._shapes_read: set[Any] = set()  # of chunks of a prompt
-        self._last: _LastStep | None = None
-        # The last step's prediction, while it is referenced, and the step that can compute its soft embedding.
-        self._unsoftened: tuple[Any, CapturedStep | None] = (lambda: None, None)
+        self._last = LastStep(self._workspace)
+        self._reader = Reader(self._workspace, self._pool, limits, before_graph=self._last.soften)
 
     @property
     def _forward(self) -> Forward:
@@ -260,7 +191,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
         first = None if weights is None else weights.layers[0]
         products = () if first is None else (first.expert_gate_up, first.qkv, first.down, weights.head)
         float8 = any(isinstance(weight, Quantized) for weight in products)
-        _require_gpu(model, float8=float8)  # a pickle may be loaded on another machine
+        require_gpu(model, float8=float8)  # a pickle may be loaded on another machine
         if weights is None:
             weights = take_weights(model)
         else:
@@ -303,7 +234,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
             fused.postpone(tokens, self._read_block)  # a finished canvas: the first step of the next one reads it
             return fused
         fused.catch_up()
-        self._read(tokens, fused, real, last=False)
+        self._reader.read(tokens, fused, real, last=False)
         fused.settle()  # now, while the device is busy, and not before the next canvas
         return fused
 
@@ -316,8 +247,8 @@ class FusedDenoiser(Denoiser[FusedCache]):
         fused, real = self._check_prefix(tokens, cache, attention_mask)
         fused.catch_up()
         if tokens.shape[1] == 1 and real is None:
-            return self._read_token(tokens, fused)
-        hidden = self._read(tokens, fused, real, last=True)
+            return self._reader.read_token(tokens, fused)
+        hidden = self._reader.read(tokens, fused, real, last=True)
         assert hidden is not None
         return self._workspace.causal_logits(hidden.flatten(0, 1)).view(*tokens.shape, -1)
 
@@ -328,7 +259,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
         fused, _ = self._check_prefix(state.token, cache, None)
         fused.catch_up()
         buffers = fused.make_room(1, self.config.canvas_length)
-        self._soften()
+        self._last.soften()
         make = lambda: CapturedCausalStep(self._workspace, state, rule, buffers)  # noqa: E731
         after = remembered(buffers.graphs, ("causal", rule, state.token.shape), make)(state)
         fused.extend(1, None)
@@ -348,7 +279,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
         fused.catch_up()
         buffers = fused.make_room(canvas.shape[1])
         fused.settle()
-        self._soften()
+        self._last.soften()
         signal = self._signal(self_cond)
         if signal is not None and self_cond_mask is not None:
             signal = signal * self_cond_mask.to(signal.dtype)[:, None, None]
@@ -364,36 +295,34 @@ class FusedDenoiser(Denoiser[FusedCache]):
 
         Example: `state, record = fast.step(state, cache=cache, knobs=knobs)`.
         """
-        self._soften()  # first, because the device is idle until then
+        self._last.soften()  # first, because the device is idle until then
         fused = self._check_canvas(state.canvas, cache)
         postponed = fused.postponed
         num_postponed = 0 if postponed is None else postponed.shape[1]
         buffers = fused.make_room(num_postponed + state.canvas_len)
         fused.settle()
-        last, self._last = self._last, None  # set again at the end: after an error, other inputs may be loaded
-        as_last = postponed is None and last is not None and last.led_to(state, knobs, buffers)
-        if last is not None and as_last:
-            captured = last.captured
-            logits = captured.replay()
-        leaves, form = tree_flatten(carried(state))
-        if not as_last:
+        captured = self._last.pop_loaded(state, knobs, buffers)
+        if captured is not None and postponed is None:
+            logits = captured.replay()  # before other work of the host, because the device is idle
+            leaves = tree_leaves(carried(state))
+        else:
+            leaves, form = tree_flatten(carried(state))
             signal = self._signal(state.self_cond)
-            shapes = list_shapes(leaves)
             captured = remembered(
                 buffers.graphs,
-                ("step", knobs, type(state), str(form), shapes, num_postponed),
+                ("step", knobs, type(state), str(form), list_shapes(leaves), num_postponed),
                 lambda: CapturedStep(self._workspace, state, knobs, postponed, signal, buffers),
             )
             captured.load(leaves, postponed, signal)
             logits = captured.replay()
         after, record, prediction = captured.results(state, leaves, logits)
-        self._unsoftened = weakref.ref(prediction), captured
-        prediction.soften = self._soften
         if num_postponed:
             fused.take_postponed()
             fused.extend(num_postponed, None)
         after_state = replace(state, **after, self_cond=prediction)
-        self._last = None if num_postponed else _LastStep(after_state, knobs, buffers, captured)
+        # The graph of a step with postponed tokens serves no other step.
+        loaded = None if num_postponed else LoadedState(after_state, knobs, buffers, captured)
+        self._last.note(prediction, captured, loaded)
         return after_state, StepRecord(**record, prediction=prediction, state=after_state, cache=fused, knobs=knobs)
 
     @torch.no_grad()
@@ -405,7 +334,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
         with self.turn:
             on_host = values.to("cpu", non_blocking=True)
             arrived = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
-            self._soften()
+            self._last.soften()
         if arrived is not None:
             arrived.synchronize()
         return on_host.tolist()
@@ -425,94 +354,11 @@ class FusedDenoiser(Denoiser[FusedCache]):
         logits = self_cond.logits if isinstance(self_cond, Prediction) else self_cond
         return self._workspace.soft_embedding_of(logits)
 
-    def _soften(self) -> None:
-        """Compute the soft embedding of the last step before another graph overwrites its logits."""
-        prediction, captured = self._unsoftened[0](), self._unsoftened[1]
-        self._unsoftened = (lambda: None, None)
-        if prediction is not None and captured is not None:
-            last, self._last = self._last, None  # after an error, its state is not loaded
-            prediction.signal = captured.soften()
-            self._last = last
-
     @torch.no_grad()
     @in_turn
     def _read_block(self, tokens: Tensor, cache: FusedCache) -> None:
-        self._read(tokens, cache, None, last=False)
+        self._reader.read(tokens, cache, None, last=False)
         cache.settle()
-
-    def _read(self, tokens: Tensor, cache: FusedCache, real: Tensor | None, *, last: bool) -> Tensor | None:
-        """Run tokens (B, T) causally, chunk by chunk, and commit them → the last hidden state (B, T, D) if `last`."""
-        num_new, counts, order = tokens.shape[1], None, None
-        if real is not None:
-            # A row's real tokens come first. Padding is written after its prefix and never counted.
-            order = (~real).to(torch.uint8).sort(dim=1, stable=True).indices
-            tokens, counts = tokens.gather(1, order), real.sum(1)
-        chunk_len = self._pool.prefill_len(tokens.shape[0])
-        hidden = []
-        for start in range(0, num_new, chunk_len):
-            chunk = tokens[:, start : start + chunk_len]
-            size = chunk.shape[1]
-            hidden.append(self._read_chunk(chunk, cache, num_new - start + self.config.canvas_length, last))
-            cache.extend(size, None if counts is None else (counts - start).clamp(0, size))
-        if not last:
-            return None
-        no_tokens = torch.empty(tokens.shape[0], 0, self.config.hidden_size, dtype=self.dtype, device=self.device)
-        joined = torch.cat([no_tokens, *hidden], dim=1)
-        if order is None:
-            return joined
-        back = torch.empty_like(order).scatter(1, order, torch.arange(num_new, device=order.device).expand_as(order))
-        return joined.gather(1, back[..., None].expand_as(joined))
-
-    def _read_token(self, tokens: Tensor, cache: FusedCache) -> Tensor:
-        """Take one autoregressive step, with the head in the same graph: (B, 1) → (B, 1, V) float32."""
-        buffers = cache.make_room(1, self.config.canvas_length)
-        self._soften()
-        make = lambda: CapturedRead(self._workspace, tokens, buffers, last=True, head=True)  # noqa: E731
-        logits = remembered(buffers.graphs, ("token", tokens.shape), make)(tokens)
-        cache.extend(1, None)
-        return logits[:, None]
-
-    def _read_chunk(self, tokens: Tensor, cache: FusedCache, num_slots: int, last: bool) -> Tensor:
-        """Run one chunk (B, T) into the tail of the cache, which gets `num_slots` in all → (B, T, D) if `last`.
-
-        A captured chunk is padded to one of a few sizes. Padding is after the chunk in a causal forward, so it changes
-        no other token.
-        """
-        batch, size = tokens.shape
-        padded = min(_round_up(size), self._pool.prefill_len(batch))
-        buffers = cache.make_room(padded, max(0, num_slots - padded))
-        key = ("read", (batch, padded), last)
-        times = buffers.count_read(key)
-        is_small = batch * padded <= self._most_captured_soon
-        is_captured = key in buffers.graphs or (times >= _IN_A_ROW and batch * padded <= self._most_captured)
-        if is_small or is_captured:
-            tokens = nn.functional.pad(tokens, (0, padded - size))
-        num_new = tokens.shape[1]
-        shape = (batch, num_new) if is_small else tokens.numel().bit_length()  # another size may need other kernels
-        if is_captured or (is_small and shape in self._shapes_read):
-            self._soften()
-            make = lambda: CapturedRead(self._workspace, tokens, buffers, last)  # noqa: E731
-            hidden = remembered(buffers.graphs, key, make)(tokens)
-        else:
-            read = partial(self._forward.read, tokens.long(), buffers, last=last)
-            if shape not in self._shapes_read and self.device.type == "cuda":
-                # After the first prompt comes a canvas, whose kernels are compiled at the same time. Its logits take
-                # 134 MB per row of the published model, so large batches compile theirs later.
-                later = bool(self._shapes_read) or batch > _MOST_REHEARSED
-                compile_together(read if later else lambda: (read(), *self._rehearse(buffers)))
-            self._shapes_read.add(shape)
-            hidden = read()
-        return hidden.view(batch, num_new, -1)[:, :size]
-
-    def _rehearse(self, buffers: CacheBuffers) -> tuple[Tensor, Tensor]:
-        """Launch the kernels of a denoising step on empty tensors, for `compile_together`."""
-        shape = (buffers.lengths.shape[0], self.config.canvas_length)
-        canvas = torch.zeros(shape, dtype=torch.int64, device=self.device)
-        hidden = self._forward.canvas(canvas, self._workspace.static_signal(canvas.numel(), None), buffers)
-        prediction = FusedPrediction(Logits(self._forward.head(hidden).unflatten(0, shape)), (self._workspace.softcap,))
-        prediction = prediction.shaped(temperature=torch.ones(shape[0], device=self.device))
-        uniform = torch.zeros(shape, dtype=torch.float64, device=self.device)
-        return prediction.sample(uniform), self._workspace.soft_embedding(prediction)
 
     def _check_canvas(self, canvas: Tensor, cache: FusedCache) -> FusedCache:
         self._model.check_tokens(canvas, cache, "canvas")
@@ -531,8 +377,3 @@ class FusedDenoiser(Denoiser[FusedCache]):
                 "Encode the prefix with the accelerated model."
             )
         return cache
-
-
-def _round_up(num_tokens: int) -> int:
-    """Return the size to which a chunk is padded: a power of two up to 512, then a multiple of 256."""
-    return 1 << (num_tokens - 1).bit_length() if num_tokens <= 512 else -(-num_tokens // 256) * 256

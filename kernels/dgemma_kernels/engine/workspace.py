@@ -52,6 +52,10 @@ class Workspace:
         fill(static, signal)
         return static
 
+    def new_hidden(self, batch_size: int, num_tokens: int) -> Tensor:
+        """Return an uninitialised hidden state (B, T, D)."""
+        return torch.empty(batch_size, num_tokens, self.config.hidden_size, dtype=self.dtype, device=self.device)
+
     def soft_embedding(self, prediction: FusedPrediction) -> Tensor:
         """Return the mean embedding under the prediction, (B, C, D)."""
         probabilities, float8 = None, self.forward.weights.soft_table is not None

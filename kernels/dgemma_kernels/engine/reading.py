@@ -1,0 +1,142 @@
+"""Reads prompts and single tokens causally into a prefix cache, in graphs if forwards of a size repeat."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dgemma_kernels.engine.cache import BufferPool, CacheBuffers, FusedCache
+from dgemma_kernels.engine.captured import CapturedRead
+from dgemma_kernels.engine.graphs import compile_together, remembered
+from dgemma_kernels.engine.prediction import FusedPrediction, Logits
+from dgemma_kernels.engine.workspace import Workspace
+
+_IN_A_ROW = 3
+_MOST_REHEARSED = 4  # rows; for more, the kernels of a step are not compiled together with those of a prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadLimits:
+    """Limits on the tokens of a forward over a prompt, counted over all rows.
+
+    Capture takes tens of milliseconds, and large forwards gain less from it.
+    """
+
+    most: int  # of one forward
+    captured_soon: int  # of one that is captured when its size comes a second time
+    captured_later: int  # of one that is captured when its size comes _IN_A_ROW times in a row
+
+
+LIMITS = ReadLimits(most=8192, captured_soon=2048, captured_later=8192)
+# Activations and the tail of sliding layers take 330 kB per token of the published model. Weights of four bits are
+# chosen for their size, so their limits are lower.
+FOUR_BIT_LIMITS = ReadLimits(most=1024, captured_soon=256, captured_later=256)
+
+
+class Reader:
+    """Reads tokens into the caches of one denoiser. `before_graph` is called before a graph is captured or replayed."""
+
+    def __init__(
+        self, workspace: Workspace, pool: BufferPool, limits: ReadLimits, before_graph: Callable[[], None]
+    ) -> None:
+        self._workspace, self._pool, self.limits, self._before_graph = workspace, pool, limits, before_graph
+        self._shapes_read: set[Any] = set()  # of chunks of a prompt
+
+    def read(self, tokens: Tensor, cache: FusedCache, real: Tensor | None, *, last: bool) -> Tensor | None:
+        """Run tokens (B, T) chunk by chunk, and commit them → the last hidden state (B, T, D) if `last`."""
+        order, counts = None, None
+        if real is not None:
+            # A row's real tokens come first. Padding is written after its prefix and never counted.
+            order = (~real).to(torch.uint8).sort(dim=1, stable=True).indices
+            tokens, counts = tokens.gather(1, order), real.sum(1)
+        num_new, chunk_len = tokens.shape[1], self._pool.prefill_len(tokens.shape[0])
+        hidden = []
+        for start in range(0, num_new, chunk_len):
+            chunk = tokens[:, start : start + chunk_len]
+            num_slots = num_new - start + self._workspace.config.canvas_length
+            hidden.append(self._read_chunk(chunk, cache, num_slots, last))
+            size = chunk.shape[1]
+            cache.extend(size, None if counts is None else (counts - start).clamp(0, size))
+        if not last:
+            return None
+        no_tokens = self._workspace.new_hidden(tokens.shape[0], 0)
+        joined = torch.cat([no_tokens, *hidden], dim=1)
+        if order is None:
+            return joined
+        back = torch.empty_like(order).scatter(1, order, torch.arange(num_new, device=order.device).expand_as(order))
+        return joined.gather(1, back[..., None].expand_as(joined))
+
+    def read_token(self, tokens: Tensor, cache: FusedCache) -> Tensor:
+        """Take one autoregressive step, with the head in the same graph: (B, 1) → (B, 1, V) float32."""
+        buffers = cache.make_room(1, self._workspace.config.canvas_length)
+        self._before_graph()
+        make = partial(CapturedRead, self._workspace, tokens, buffers, last=True, head=True)
+        logits = remembered(buffers.graphs, ("token", tokens.shape), make)(tokens)
+        cache.extend(1, None)
+        return logits[:, None]
+
+    def _read_chunk(self, tokens: Tensor, cache: FusedCache, num_slots: int, last: bool) -> Tensor:
+        """Run one chunk (B, T) into the tail of the cache, which gets `num_slots` in all → (B, T, D) if `last`.
+
+        A captured chunk is padded to one of a few sizes. Padding is after the chunk in a causal forward, so it changes
+        no other token.
+        """
+        batch, size = tokens.shape
+        padded_size = min(_round_up(size), self._pool.prefill_len(batch))
+        buffers = cache.make_room(padded_size, max(0, num_slots - padded_size))
+        key = ("read", (batch, padded_size), last)
+        times = buffers.count_read(key)
+        num_tokens = batch * padded_size
+        is_small = num_tokens <= self.limits.captured_soon
+        is_captured = key in buffers.graphs or (times >= _IN_A_ROW and num_tokens <= self.limits.captured_later)
+        if is_small or is_captured:
+            tokens = nn.functional.pad(tokens, (0, padded_size - size))
+        # Forwards of one shape run the same kernels. Large ones of similar sizes do, too.
+        shape = tokens.shape if is_small else tokens.numel().bit_length()
+        if is_captured or (is_small and shape in self._shapes_read):
+            self._before_graph()
+            make = partial(CapturedRead, self._workspace, tokens, buffers, last)
+            hidden = remembered(buffers.graphs, key, make)(tokens)
+        else:
+            if shape not in self._shapes_read:
+                self._compile(tokens, buffers, last)
+            self._shapes_read.add(shape)
+            hidden = self._workspace.forward.read(tokens.long(), buffers, last=last)
+        return hidden.view(batch, tokens.shape[1], -1)[:, :size]
+
+    def _compile(self, tokens: Tensor, buffers: CacheBuffers, last: bool) -> None:
+        """Compile the kernels of a chunk in parallel.
+
+        After the first prompt comes a canvas, so its kernels are compiled at the same time. Its logits take 134 MB per
+        row of the published model, so large batches compile theirs later.
+        """
+        if self._workspace.device.type != "cuda":
+            return
+        with_canvas = not self._shapes_read and tokens.shape[0] <= _MOST_REHEARSED
+
+        def launch() -> None:
+            self._workspace.forward.read(tokens.long(), buffers, last=last)
+            if with_canvas:
+                self._rehearse(buffers)
+
+        compile_together(launch)
+
+    def _rehearse(self, buffers: CacheBuffers) -> None:
+        """Launch the kernels of a denoising step on empty tensors, for `compile_together`."""
+        workspace = self._workspace
+        shape = (buffers.lengths.shape[0], workspace.config.canvas_length)
+        canvas = torch.zeros(shape, dtype=torch.int64, device=workspace.device)
+        hidden = workspace.forward.canvas(canvas, workspace.static_signal(canvas.numel(), None), buffers)
+        logits = Logits(workspace.forward.head(hidden).unflatten(0, shape))
+        prediction = FusedPrediction(logits, (workspace.softcap,))
+        prediction = prediction.shaped(temperature=torch.ones(shape[0], device=workspace.device))
+        prediction.sample(torch.zeros(shape, dtype=torch.float64, device=workspace.device))
+        workspace.soft_embedding(prediction)
+
+
+def _round_up(num_tokens: int) -> int:
+    """Return the size to which a chunk is padded: a power of two up to 512, then a multiple of 256."""
+    return 1 << (num_tokens - 1).bit_length() if num_tokens <= 512 else -(-num_tokens // 256) * 256
