@@ -29,7 +29,7 @@ from dgemma_kernels import FusedDenoiser, accelerate
 from dgemma_kernels.engine.weights import FLOAT8_PARTS
 from dgemma_kernels.formats import ENCODERS
 
-CANVAS, STEPS, CANVASES, WORDS = 256, 16, 4, 64
+CANVAS, STEPS, CANVASES, NUM_TOKENS = 256, 16, 4, 64
 GPU = torch.device("cuda")
 LINEARS = {"attention": "self_attn", "dense": "mlp"}
 DRAWN = ("fp8", "int4", "nvfp4")  # drawn as they are stored; `accelerate` converts the others layer by layer
@@ -144,18 +144,18 @@ def time_canvases(model: FusedDenoiser, batch: int, prompt: int) -> dict[str, fl
     }
 
 
-def time_words(model: FusedDenoiser, prompt: int) -> float:
+def time_tokens(model: FusedDenoiser, prompt: int) -> float:
     """Return the milliseconds of an autoregressive token."""
     cache = model.encode(draw_tokens(1, prompt))
-    word = draw_tokens(1, 1)
+    token = draw_tokens(1, 1)
     for _ in range(3):
-        word = model.causal_logits(word, cache).argmax(-1)
+        token = model.causal_logits(token, cache).argmax(-1)
     torch.cuda.synchronize()
     start = time.perf_counter()
-    for _ in range(WORDS):
-        word = model.causal_logits(word, cache).argmax(-1)
+    for _ in range(NUM_TOKENS):
+        token = model.causal_logits(token, cache).argmax(-1)
     torch.cuda.synchronize()
-    return (time.perf_counter() - start) / WORDS * 1e3
+    return (time.perf_counter() - start) / NUM_TOKENS * 1e3
 
 
 def measure(format: str, float8: tuple[str, ...], batches: list[int], prompt: int) -> list[dict[str, Any]]:
@@ -163,7 +163,7 @@ def measure(format: str, float8: tuple[str, ...], batches: list[int], prompt: in
     model = build(format, float8)
     stored = torch.cuda.memory_allocated()
     rows = []
-    word_ms = time_words(model, prompt)
+    token_ms = time_tokens(model, prompt)
     for batch in batches:
         row: dict[str, Any] = {"weights": format, "float8": list(float8), "prompt": prompt, "batch": batch}
         row |= time_canvases(model, batch, prompt)
@@ -171,8 +171,9 @@ def measure(format: str, float8: tuple[str, ...], batches: list[int], prompt: in
             "stored_gb": stored / 1e9,
             "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
             "reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
-            "word_ms": word_ms,
-            "times_words": row["tokens_per_s"] * word_ms / 1e3 / batch,  # autoregressive tokens are timed at batch 1
+            "token_ms": token_ms,
+            # Autoregressive tokens are timed at batch 1.
+            "times_autoregressive": row["tokens_per_s"] * token_ms / 1e3 / batch,
         }
         rows.append(row)
         print_row(row)
@@ -186,8 +187,8 @@ def print_row(row: dict[str, Any]) -> None:
     print(
         f"{row['weights']:7s} {row['batch']:6d} {row['tokens_per_s']:9.0f} {row['canvas_ms']:10.1f} "
         f"{row['joules_per_token']:8.3f} {row['first_block_ms']:15.1f} "
-        f"{row['peak_gb']:8.2f} {row['reserved_gb']:12.2f} {row['word_ms']:12.2f} "
-        f"{row['times_words']:9.1f}",
+        f"{row['peak_gb']:8.2f} {row['reserved_gb']:12.2f} {row['token_ms']:12.2f} "
+        f"{row['times_autoregressive']:9.1f}",
         flush=True,
     )
 

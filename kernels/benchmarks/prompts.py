@@ -3,7 +3,7 @@
 python kernels/benchmarks/prompts.py --profile --transformers           everything in bfloat16, with transformers
 python kernels/benchmarks/prompts.py --parts read --lengths 1024 8192   two prompts only
 python kernels/benchmarks/prompts.py --parts steps --batches 8 16       two denoising steps only
-python kernels/benchmarks/prompts.py --parts words --weights fp8 --float8 attention dense head
+python kernels/benchmarks/prompts.py --parts tokens --weights fp8 --float8 attention dense head
 python kernels/benchmarks/prompts.py --parts first                      the first call only
 
 Weights are random and route nearly evenly over all experts. The floor is the larger of two times. One is that of all
@@ -47,12 +47,12 @@ from dgemma_kernels import FusedDenoiser, accelerate
 from dgemma_kernels.engine.weights import FLOAT8_PARTS
 from dgemma_kernels.formats import ENCODERS
 
-PARTS = ("first", "parity", "read", "rows", "steps", "words")
+PARTS = ("first", "parity", "read", "rows", "steps", "tokens")
 LENGTHS = (256, 1024, 4096, 8192, 16_384, 65_536, 261_632)
 ROWS = ((4, 256), (4, 1024), (16, 1024))  # batches of prompts
 LONG = 65_536  # tokens of a prompt; a longer one takes seconds
 MOST_THEIRS = 16_384  # tokens that transformers reads: a mask of all pairs makes longer prompts slow
-WORDS = 64
+NUM_TOKENS = 64
 # Our goals in milliseconds, by format of the experts; for prompts of 8,192 and 65,536 tokens they are 65,000 tokens per
 # second in bf16 and 85,000 in fp8.
 GOALS = {
@@ -158,7 +158,7 @@ def add_read(results: Results, part: str, model: FusedDenoiser, batch: int, leng
     )
 
 
-def profile_word(results: Results, model: FusedDenoiser, prompt: int) -> None:
+def profile_token(results: Results, model: FusedDenoiser, prompt: int) -> None:
     """Profile the graph of one autoregressive token, without the draw."""
     cache = random_prefix(model, 1, prompt)
     model.causal_logits(draw_tokens(1, 1), cache)
@@ -166,7 +166,7 @@ def profile_word(results: Results, model: FusedDenoiser, prompt: int) -> None:
     add_profile(results, captured.graph.replay, what="token", repeats=8)
 
 
-def time_words(results: Results, model: Any, prompt: int) -> None:
+def time_tokens(results: Results, model: Any, prompt: int) -> None:
     """Time a token of `generate_causal`, greedy and sampled: how much longer a text of more tokens takes, per token."""
     tokens, ways = draw_tokens(1, prompt), {"greedy": {"top_k": 1}, "sampled": {}}
 
@@ -177,18 +177,18 @@ def time_words(results: Results, model: Any, prompt: int) -> None:
     least = floors(model, 1, 1, seen, results.bandwidth, prefix=prompt, active=active, vocabulary=(head,))
     options: Any
     for name, options in ways.items():
-        seconds: dict[int, list[float]] = {WORDS: [], 2 * WORDS: []}
+        seconds: dict[int, list[float]] = {NUM_TOKENS: [], 2 * NUM_TOKENS: []}
         for _ in range(3):
-            for words, times in seconds.items():
+            for num_tokens, times in seconds.items():
                 torch.cuda.synchronize()
                 start = time.perf_counter()
-                dgemma.generate_causal(model, tokens, max_new_tokens=words, eos_token_ids=[], **options)
+                dgemma.generate_causal(model, tokens, max_new_tokens=num_tokens, eos_token_ids=[], **options)
                 torch.cuda.synchronize()
                 times.append(time.perf_counter() - start)
         few, many = (min(times[1:]) for times in seconds.values())
-        middle = 1e3 * (many - few) / WORDS
+        middle = 1e3 * (many - few) / NUM_TOKENS
         results.add(
-            "words",
+            "tokens",
             how=name,
             prompt=prompt,
             ms_per_token=middle,
@@ -231,8 +231,8 @@ def time_transformers(
     if "rows" in parts:
         for batch, length in ROWS:
             add(transformers_step.read, batch, length)
-    if "words" in parts:
-        add(transformers_step.word, 1, PROMPT)
+    if "tokens" in parts:
+        add(transformers_step.token, 1, PROMPT)
     if "steps" in parts:
         for batch in batches:
             add(transformers_step.step, batch, PROMPT)
@@ -244,14 +244,14 @@ def summarise(results: Results, weights: str) -> None:
     for part in parts.get("transformers", []):
         length, batch = part["length"], part["batch"]
         prompt = f"{length:,} tokens" if batch == 1 else f"{batch} × {length:,} tokens"
-        names = {"read": f"read {prompt}", "step": f"step, batch {batch}", "word": "autoregressive token"}
+        names = {"read": f"read {prompt}", "step": f"step, batch {batch}", "token": "autoregressive token"}
         theirs[names[part["work"]]] = part["ms"]
     rows = {"first call": {"ms": 1e3 * parts["first"][0]["first_call_s"]}} if "first" in parts else {}
     rows |= {f"read {part['length']:,} tokens": part for part in parts.get("read", [])}
     rows |= {f"read {part['batch']} × {part['length']:,} tokens": part for part in parts.get("rows", [])}
     rows |= {f"step, batch {part['batch']}": part | {"ms": part["step_ms"]} for part in parts.get("batches", [])}
-    if "words" in parts:
-        rows["autoregressive token"] = parts["words"][0] | {"ms": parts["words"][0]["ms_per_token"]}
+    if "tokens" in parts:
+        rows["autoregressive token"] = parts["tokens"][0] | {"ms": parts["tokens"][0]["ms_per_token"]}
     for name, part in rows.items():
         goal = GOALS.get(weights, {}).get(name)
         kept = {key: part[key] for key in ("spread_ms", "floor_ms", "floors") if key in part}
@@ -299,10 +299,10 @@ def measure(options: argparse.Namespace) -> None:
     if "parity" in parts:
         check_parity(results, weights)
         keep()
-    if "words" in parts:
-        time_words(results, model, PROMPT)
+    if "tokens" in parts:
+        time_tokens(results, model, PROMPT)
         if options.profile:
-            profile_word(results, model, PROMPT)
+            profile_token(results, model, PROMPT)
         keep()
     if "steps" in parts:
         for batch in options.batches:

@@ -254,9 +254,9 @@ def check_parity(results: Results, weights: str) -> None:
             cache = model.encode(prompt, attention_mask=real)
             first = model.denoise(canvas, cache)
             second = model.denoise(canvas, cache, self_cond=first.shaped(temperature=0.6))
-            words = model.causal_logits(canvas[:, :100], cache)
-            each = [model.causal_logits(word, cache) for word in canvas[:, 100:164].split(1, dim=1)]
-            return first.logits, second.logits, words, torch.cat(each, dim=1)
+            several = model.causal_logits(canvas[:, :100], cache)
+            each = [model.causal_logits(token, cache) for token in canvas[:, 100:164].split(1, dim=1)]
+            return first.logits, second.logits, several, torch.cat(each, dim=1)
 
     fast = accelerate(model, weights)
     if weights not in ("bf16", "packed"):

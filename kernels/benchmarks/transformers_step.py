@@ -72,7 +72,7 @@ def read(model: Any, batch: int, length: int) -> float:
     return median_ms(lambda: run(draw_prompt(batch, length)), repeats=3)
 
 
-def word(model: Any, batch: int, length: int) -> float:
+def token(model: Any, batch: int, length: int) -> float:
     """Return the median milliseconds to read one token after a prompt of this length and compute its logits."""
     cache, token = None, draw_prompt(batch, length)
 

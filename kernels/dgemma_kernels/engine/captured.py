@@ -18,7 +18,7 @@ from dgemma.tasks.autoregressive import CausalRule, CausalState
 from dgemma_kernels.engine import published
 from dgemma_kernels.engine.cache import CacheBuffers
 from dgemma_kernels.engine.graphs import CaptureError, Replay, as_bytes, copy_all, side_stream
-from dgemma_kernels.engine.prediction import FusedPrediction, Logits, Sweep
+from dgemma_kernels.engine.prediction import FusedPrediction, Logits, VocabularySweep
 from dgemma_kernels.engine.workspace import Workspace, fill
 from dgemma_kernels.ops.draws import kernel as draws
 from dgemma_kernels.ops.token import settle_token
@@ -159,13 +159,13 @@ class _StaticDenoiser(Denoiser):
         return FusedPrediction(self.logits, (self.workspace.softcap,))
 
 
-class _Outcome(NamedTuple):
+class _StepOutcome(NamedTuple):
     """The results of a step over static tensors."""
 
     after: dict[str, Any]  # fields of the next state
     record: dict[str, Tensor]
     statistics: tuple[Tensor, ...]
-    sweep: Sweep | None  # for the soft embedding: as a result of the graph, its memory is not used again
+    sweep: VocabularySweep | None  # for the soft embedding: as a result of the graph, its memory is not used again
 
 
 class _StaticStep:
@@ -191,7 +191,7 @@ class _StaticStep:
         self._read_logits = Logits(self.logits.tensor, workspace.turn)  # only graphs read it
         self._denoiser = _StaticDenoiser(workspace, self.postponed, self.signal, buffers, self._read_logits)
 
-    def run(self) -> _Outcome:
+    def run(self) -> _StepOutcome:
         """Take the step."""
         prediction, settled = _predict_and_settle(self._denoiser, self._state, self._knobs)
         record = record_step(self._state, prediction, settled, cache=_NO_CACHE, knobs=self._knobs)
@@ -200,7 +200,7 @@ class _StaticStep:
         after, fields_of_record, statistics = tree_map(
             lambda x: x.contiguous() if isinstance(x, Tensor) else x, results
         )
-        return _Outcome(after, fields_of_record, statistics, prediction.sweep)
+        return _StepOutcome(after, fields_of_record, statistics, prediction.sweep)
 
     def launch(self) -> None:
         """Run the part of the step that `compile_together` can run.
@@ -215,7 +215,7 @@ class _StaticStep:
         else:
             self._denoiser.denoise(state.canvas, _NO_CACHE)
 
-    def find_changes(self, outcome: _Outcome) -> list[tuple[Tensor, Tensor]] | None:
+    def find_changes(self, outcome: _StepOutcome) -> list[tuple[Tensor, Tensor]] | None:
         """Return the inputs that the step changes, with their next values.
 
         None if shapes or values other than tensors change: then the next step needs another graph.
@@ -270,7 +270,7 @@ class CapturedStep:
                 f"{error} If {knobs.sampler} or {knobs.stop} waits for the host, write it as pure tensor code "
                 "(no .item(), no if on a tensor, no boolean indexing)."
             ) from error
-        outcome: _Outcome = self.graph.result
+        outcome: _StepOutcome = self.graph.result
         changes = step.find_changes(outcome)
         self.keeps_form = changes is not None
         self.soft_graph = Replay(lambda: step.soften(changes or []), workspace.device, workspace.graph_memory)

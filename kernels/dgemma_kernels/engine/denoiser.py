@@ -30,7 +30,7 @@ from dgemma_kernels.engine.forward import Forward
 from dgemma_kernels.engine.graphs import GraphMemory, Turn, in_turn, remembered, use_here
 from dgemma_kernels.engine.last_step import LastStep, LoadedState
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits, SoftEmbedding
-from dgemma_kernels.engine.reading import FOUR_BIT_LIMITS, LIMITS, Reader
+from dgemma_kernels.engine.reading import FOUR_BIT_LIMITS, LIMITS, PromptReader
 from dgemma_kernels.engine.weights import ModelWeights, stored_format, take_weights
 from dgemma_kernels.engine.workspace import Workspace
 from dgemma_kernels.formats import FourBit, Quantized
@@ -165,7 +165,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
             logits_bytes=self._workspace.logits_bytes,
         )
         self._last = LastStep(self._workspace)
-        self._reader = Reader(self._workspace, self._pool, limits, before_graph=self._last.soften)
+        self._reader = PromptReader(self._workspace, self._pool, limits, before_graph=self._last.soften)
 
     @property
     def _forward(self) -> Forward:

@@ -82,7 +82,7 @@ class Shaping(NamedTuple):
     bias: vocabulary.Bias | None  # of a language
 
 
-class Sweep(NamedTuple):
+class VocabularySweep(NamedTuple):
     """The arguments of a sweep over the vocabulary, and its results."""
 
     shaping: Shaping
@@ -222,12 +222,12 @@ class FusedPrediction(Prediction):
         return x.view(tokens.shape)
 
     @cached_property
-    def sweep(self) -> Sweep | None:
+    def sweep(self) -> VocabularySweep | None:
         """One sweep over the vocabulary, None if the kernels do not apply."""
         if self._shaping is None:
             return None
         with self.turn:
-            return Sweep(self._shaping, vocabulary.vocabulary_statistics(self._rows, **self._shaping._asdict()))
+            return VocabularySweep(self._shaping, vocabulary.vocabulary_statistics(self._rows, **self._shaping._asdict()))
 
     @in_turn
     def _shaped(self, positions: slice) -> Tensor:

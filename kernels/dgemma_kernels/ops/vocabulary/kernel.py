@@ -38,7 +38,7 @@ class VocabularyStatistics(NamedTuple):
 
 
 class LogitShaping(NamedTuple):
-    """How `processed` shapes logits (R, V), as one argument of a kernel. None is known when the kernel is compiled."""
+    """The shaping of logits (R, V) by `processed`, as one argument of a kernel. None is known at compile time."""
 
     temperature: Any  # (B,) float32
     allowed: Any  # (A, ceil(V / 32)) int32 or None
