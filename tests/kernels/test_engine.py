@@ -22,6 +22,7 @@ from dgemma.diffusion import draws as reference_draws
 from dgemma.diffusion.language import Language
 from dgemma.diffusion.prediction import SoftCap
 from dgemma.diffusion.schedule import OneMinusCosine
+from dgemma.run.causal import CausalRule, CausalState
 from dgemma.run.knobs import Knobs
 from dgemma.run.step import start_state
 from dgemma.train.lora import LoRA, add_lora
@@ -112,9 +113,8 @@ def test_a_prompt_in_chunks_equals_the_reference_launched_and_captured(models, m
         got = fast.causal_logits(prompt, cache, real)
         torch.testing.assert_close(got[real.bool()], want[real.bool()], **CLOSE)
         assert cache.lengths.tolist() == [5, 11]
-    monkeypatch.setattr(
-        fast._reader, "limits", replace(LIMITS, captured_soon=4)
-    )  # a chunk of eight is large, and one of three padded to four
+    # A chunk of eight is large, and one of three is padded to four.
+    monkeypatch.setattr(fast._reader, "limits", replace(LIMITS, captured_soon=4))
     torch.testing.assert_close(fast.causal_logits(prompt[1:], fast.new_cache(1)), want[1:], **CLOSE)
     longer, word = draw_tokens(1, 4 * 8 + 7), draw_tokens(1, 1)
     cache = fast.encode(longer)
@@ -155,6 +155,31 @@ def test_autoregressive_tokens_are_those_of_the_reference(models, options):
     options |= {"eos_token_ids": [int(free[0, 1])], "max_new_tokens": 4}
     want, got = (dgemma.generate_causal(model, prompt, attention_mask=real, **options) for model in models)
     assert torch.equal(got, want)
+
+
+def test_a_token_replaced_between_two_steps_is_the_one_that_is_read(models):
+    # A captured step returns its state as views of one tensor. Fields that the caller replaces are not in it.
+    plain, fast = models
+    tokens = draw_tokens(1, 5)
+    row, no = torch.zeros_like(tokens[:, 0]), torch.zeros_like(tokens[:, 0], dtype=torch.bool)
+    state = CausalState(token=tokens[:, 4:], number=row, done=no, broken=no, seeds=row)
+    rule = CausalRule(temperature=1.0, top_k=1, top_p=None, eos_token_ids=(), pad_token_id=0)
+    cache = fast.encode(tokens[:, :4])
+    state = fast.causal_step(state, cache=cache, rule=rule)
+    other = (state.token + 1) % VOCAB
+    got = fast.causal_step(replace(state, token=other), cache=cache, rule=rule)
+    want = plain.causal_logits(torch.cat((tokens, other), dim=1))[:, -1:].argmax(-1)
+    assert torch.equal(got.token, want)
+
+
+def test_the_soft_embedding_of_equal_probabilities_fits_float16(device):
+    # 40 embeddings of 2,000 add up to 80,000, beyond float16. Their mean is 2,000, times sqrt(hidden size).
+    model = make_model(device).to(torch.float16)
+    model.embed_tokens.weight.fill_(2000.0)
+    fast = accelerate(model)
+    logits = Logits(torch.zeros(1, CANVAS, VOCAB, dtype=torch.float16, device=device))
+    got = fast._workspace.soft_embedding(FusedPrediction(logits, (SoftCap(30.0),)))
+    assert torch.equal(got, torch.full_like(got, 2000.0 * fast._forward.embed_scale))
 
 
 @pytest.mark.slow
@@ -369,6 +394,17 @@ class AddLabel(dgemma.Sampler):
         positions = torch.arange(state.canvas_len, device=state.device).expand_as(state.canvas)
         tokens = (prediction.argmax + state.label[:, None]) % VOCAB
         return dgemma.Decision(tokens=tokens, write=positions < state.limit, renoise=positions > state.limit)
+
+
+def test_a_step_keeps_a_field_added_to_the_state(models, device):
+    knobs = Knobs(sampler=AddLabel(), temperature=dgemma.LinearTemperature(), stop=None)
+    seeds = torch.tensor([3], device=device)
+    plain = start_state(knobs, dgemma.UniformNoise(VOCAB), seeds=seeds, canvas_len=CANVAS, num_steps=2)
+    state = TracedState(**{f.name: getattr(plain, f.name) for f in fields(plain)}, label=seeds + 2, limit=2)
+    want, got = (model.step(state, cache=model.new_cache(1), knobs=knobs)[0] for model in models)
+    assert type(got) is TracedState
+    assert (got.label.tolist(), got.limit) == ([5], 2)
+    assert torch.equal(got.canvas, want.canvas)
 
 
 @pytest.mark.slow

@@ -19,10 +19,10 @@ from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig
 from dgemma.model.diffusion import DiffusionGemma
+from dgemma.run.causal import CausalRule, CausalState
 from dgemma.run.knobs import Knobs
 from dgemma.run.records import StepRecord
 from dgemma.run.step import Denoiser
-from dgemma.tasks.autoregressive import CausalRule, CausalState
 from dgemma_kernels.engine.cache import BufferPool, FusedCache
 from dgemma_kernels.engine.captured import CapturedCausalStep, CapturedDenoise, CapturedStep, carried, list_shapes
 from dgemma_kernels.engine.checks import check_model, check_options, require_gpu
@@ -30,7 +30,7 @@ from dgemma_kernels.engine.forward import Forward
 from dgemma_kernels.engine.graphs import GraphMemory, Turn, in_turn, remembered, use_here
 from dgemma_kernels.engine.last_step import LastStep, LoadedState
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits, SoftEmbedding
-from dgemma_kernels.engine.reading import FOUR_BIT_LIMITS, LIMITS, PromptReader
+from dgemma_kernels.engine.reading import FOUR_BIT_LIMITS, LIMITS, CausalReader
 from dgemma_kernels.engine.weights import ModelWeights, stored_format, take_weights
 from dgemma_kernels.engine.workspace import Workspace
 from dgemma_kernels.formats import FourBit, Quantized
@@ -165,7 +165,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
             logits_bytes=self._workspace.logits_bytes,
         )
         self._last = LastStep(self._workspace)
-        self._reader = PromptReader(self._workspace, self._pool, limits, before_graph=self._last.soften)
+        self._reader = CausalReader(self._workspace, self._pool, limits, before_graph=self._last.soften)
 
     @property
     def _forward(self) -> Forward:

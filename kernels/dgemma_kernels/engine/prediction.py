@@ -227,7 +227,8 @@ class FusedPrediction(Prediction):
         if self._shaping is None:
             return None
         with self.turn:
-            return VocabularySweep(self._shaping, vocabulary.vocabulary_statistics(self._rows, **self._shaping._asdict()))
+            statistics = vocabulary.vocabulary_statistics(self._rows, **self._shaping._asdict())
+        return VocabularySweep(self._shaping, statistics)
 
     @in_turn
     def _shaped(self, positions: slice) -> Tensor:

@@ -36,7 +36,7 @@ LIMITS = ReadLimits(most=8192, captured_soon=2048, captured_later=8192)
 FOUR_BIT_LIMITS = ReadLimits(most=1024, captured_soon=256, captured_later=256)
 
 
-class PromptReader:
+class CausalReader:
     """Reads tokens into the caches of one denoiser. `before_graph` is called before a graph is captured or replayed."""
 
     def __init__(
