@@ -58,7 +58,7 @@ class Layer(nn.Module):
 
     def feed_forward(self, x: Tensor, attended: Tensor, scalar: Tensor, kept: Kept | None = None) -> Tensor:
         """Return the output (M, D) for the input and the output of attention, (M, D) each. scalar: (1,) or (M, 1)."""
-        residual, dense, experts, routed = _after_attention(
+        residual, dense, experts, routed = after_attention(
             x,
             attended,
             self.post_attention_layernorm.weight,
@@ -69,7 +69,7 @@ class Layer(nn.Module):
         )
         chosen = () if kept is None or kept.groups is None else (kept.groups.experts,)
         routing = self.router(residual, *chosen, x=routed)
-        return _after_experts(
+        return after_experts(
             residual,
             self.mlp(dense),
             self.experts(experts, routing) if kept is None else self.experts(experts, routing, kept),
@@ -82,7 +82,7 @@ class Layer(nn.Module):
 
 
 @fusible_with(kernels=Kernels("after_attention", (0, 1)))
-def _after_attention(
+def after_attention(
     x: Tensor,
     attended: Tensor,
     post_norm: Tensor,
@@ -98,7 +98,7 @@ def _after_attention(
 
 
 @fusible_with(kernels=Kernels("after_experts", (0, 1, 2)))
-def _after_experts(
+def after_experts(
     residual: Tensor,
     dense: Tensor,
     mixed: Tensor,

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from dgemma.model import backbone, layers
 
-rms_norm, after_experts = layers.rms_norm, backbone._after_experts
+rms_norm, after_experts = layers.rms_norm, backbone.after_experts
 
 
 def rms_norm_gradient(
@@ -33,7 +33,7 @@ def after_attention_gradient(
     weights = post_norm, dense_norm, experts_norm, router_scale
 
     def run(x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return backbone._after_attention(x, attended, *weights, eps)
+        return backbone.after_attention(x, attended, *weights, eps)
 
     found: tuple[Tensor, Tensor] = torch.func.vjp(run, x, attended)[1]((of_residual, of_dense, of_experts, of_routed))
     return found
@@ -53,7 +53,7 @@ def after_experts_gradient(
     """Differentiate the function after the experts."""
 
     def run(residual: Tensor, dense: Tensor, mixed: Tensor) -> Tensor:
-        return backbone._after_experts(residual, dense, mixed, dense_norm, experts_norm, post_norm, scalar, eps)
+        return backbone.after_experts(residual, dense, mixed, dense_norm, experts_norm, post_norm, scalar, eps)
 
     found: tuple[Tensor, Tensor, Tensor] = torch.func.vjp(run, residual, dense, mixed)[1](grad)
     return found
