@@ -45,10 +45,6 @@ def exact(queries: Tensor, keys: Tensor, values: Tensor, length: Tensor, **mode:
     return reference.attention(queries.double(), keys.double(), values.double(), length, **mode)
 
 
-def error(got: Tensor, want: Tensor) -> float:
-    return ((got.double() - want).norm() / want.norm()).item()
-
-
 def pretend_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "is_hopper", lambda device: True)
     monkeypatch.setattr(module, "GLUON_RAN_WITH", (triton.__version__,))

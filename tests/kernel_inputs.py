@@ -1,4 +1,4 @@
-"""Inputs for tests of the kernels: even and skewed routings, and a small model with every feature."""
+"""Inputs for tests of the kernels (routings, a small model with every feature), and the relative error of a result."""
 
 from typing import Any
 
@@ -9,6 +9,11 @@ import dgemma
 from dgemma.model.config import FULL, SLIDING
 
 NUM_EXPERTS = 6
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """Return the error relative to `want`, in float64."""
+    return ((got.double() - want).norm() / want.norm()).item()
 
 
 def draw_routing(name: str) -> Tensor:

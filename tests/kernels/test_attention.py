@@ -6,6 +6,7 @@ from torch import Tensor
 
 from dgemma_kernels.ops.attention import reference
 from dgemma_kernels.ops.attention.kernel import AttentionTile, attention, choose_num_splits, default_tile
+from kernel_inputs import error
 
 # float32 sums of at most a hundred terms; float16 rounds the softmax weights and the output, 2**-11 each.
 LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3}
@@ -45,10 +46,6 @@ def draw(
         keys[row, :, length + num_tokens :] = torch.nan
         values[row, :, length + num_tokens :] = torch.nan
     return queries.to(dtype), keys.to(dtype), values.to(dtype), torch.tensor(lengths)
-
-
-def error(got: Tensor, want: Tensor) -> float:
-    return ((got.double() - want).norm() / want.norm()).item()
 
 
 @MODES

@@ -20,7 +20,6 @@ from attention_cases import (
     TAKEN,
     UNSEEN,
     draw,
-    error,
     exact,
     native,
     pretend_hopper,
@@ -28,6 +27,7 @@ from attention_cases import (
 from dgemma_kernels.ops.attention import AttentionTile, attention, choose_kernel
 from dgemma_kernels.ops.attention import kernel as module
 from gluon_interpreter import Hazard, load
+from kernel_inputs import error
 
 
 @pytest.fixture

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 import attention_cases
-from attention_cases import FULL, HANGS, LIMITS, TAKEN, UNSEEN, error, exact, native, pretend_hopper
+from attention_cases import FULL, HANGS, LIMITS, TAKEN, UNSEEN, exact, native, pretend_hopper
 from dgemma_kernels.ops.attention import attention
 from dgemma_kernels.ops.attention import kernel as module
 from gluon_interpreter import Hazard, load
+from kernel_inputs import error
 
 SMALL = (1, 512)  # key heads, head_dim; four query heads share the key head, so a program's 64 rows are 16 tokens
 PAIRS = 64

@@ -11,6 +11,7 @@ from torch import Tensor
 from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.mlp import kernel as dense
 from dgemma_kernels.ops.mlp import reference
+from kernel_inputs import error
 
 # float32 sums of a hundred terms; float16 rounds five times on the way, 2**-11 each.
 LIMITS = {torch.float32: 1e-6, torch.float16: 2e-3}
@@ -44,10 +45,6 @@ def draw(
 
 def count(device: torch.device) -> Tensor:
     return torch.zeros(2, dtype=torch.int32, device=device)
-
-
-def error(got: Tensor, want: Tensor) -> float:
-    return ((got.double() - want).norm() / want.norm()).item()
 
 
 @pytest.mark.usefixtures("small_tiles")

@@ -7,7 +7,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from dgemma.model.quantized import IntWeight
 from dgemma_kernels import accelerate
@@ -19,7 +18,7 @@ from dgemma_kernels.ops.norms.kernel import _round_to_float8
 from dgemma_kernels.ops.router import reference as router
 from dgemma_kernels.ops.router import sort_by_expert
 from gluon_interpreter import Hazard, load
-from kernel_inputs import NUM_EXPERTS, draw_routing, make_model
+from kernel_inputs import NUM_EXPERTS, draw_routing, error, make_model
 
 HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))
 # Hidden values, outputs and decoded weights are rounded to bfloat16, each by 2**-8 at most; 4.4e-3 was measured.
@@ -38,10 +37,6 @@ def draw(
 def draw_rows(num_tokens: int, width: int, device: str = "cpu") -> OrderedRows:
     generator = torch.Generator(device).manual_seed(5)
     return order_rows(torch.randn(num_tokens, width, generator=generator, device=device).bfloat16())
-
-
-def error(got: Tensor, want: Tensor) -> float:
-    return ((got.double() - want).norm() / want.norm()).item()
 
 
 def interpret(routing: str, width: int, hidden: int, edits: dict[str, str] | None = None) -> float:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dgemma_kernels.ops.heads import norm_heads, norm_heads_gradient, reference
+from kernel_inputs import error
 
 ROWS, LENGTH, HEADS, KV_HEADS, DIM = 2, 11, 4, 2, 64
 FIRST, SEEN = 3, 5  # tokens of the first part; tokens of the second part that it sees
@@ -19,10 +20,6 @@ def draw_inputs(device, dtype, has_value):
     angles = torch.rand(num_tokens, DIM // 2, generator=generator).repeat(1, 2) * 6
     tables = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
     return draw, (draw(num_tokens, num_heads * DIM), draw(DIM), draw(DIM), *tables)
-
-
-def error(got, want):
-    return ((got.double() - want).norm() / want.norm()).item()
 
 
 @pytest.mark.parametrize("has_value", [True, False])

@@ -10,6 +10,7 @@ from dgemma_kernels.ops.mlp import kernel as mlp
 from dgemma_kernels.ops.mlp import reference as mlp_reference
 from dgemma_kernels.ops.norms import kernel as norms
 from dgemma_kernels.ops.norms import reference as norms_reference
+from kernel_inputs import error
 
 EPS = 1e-6
 # float32 sums of a few hundred terms; one rounding of float16 is 2**-11, and a tail has about eight of them in a row.
@@ -22,10 +23,6 @@ SHAPES = pytest.mark.parametrize("shape", [(1, 1), (3, 256), (2, 2816), (37, 88)
 def draw(*shape: int, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(*shape, generator=generator) + 0.1).to(dtype).to(device)
-
-
-def error(got: Tensor, want: Tensor) -> float:
-    return ((got.double() - want).norm() / want.norm()).item()
 
 
 @DTYPES

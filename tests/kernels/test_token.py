@@ -6,12 +6,9 @@ import torch
 from dgemma_kernels.formats.float8 import Quantized
 from dgemma_kernels.ops.experts import expert_down, expert_gate_up
 from dgemma_kernels.ops.token import kernel, reference
+from kernel_inputs import error
 
 DTYPES = [(torch.float32, 1e-5), (torch.float16, 4e-3)]  # float16 has 11 bits, and a norm follows a norm
-
-
-def error(got, want):
-    return ((got.double() - want).norm() / want.norm()).item()
 
 
 def draw_inputs(device, dtype, width, num_experts):

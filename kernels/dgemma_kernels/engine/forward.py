@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dgemma.model.config import LayerShape, ModelConfig
 from dgemma_kernels.engine.cache import CacheBuffers
+from dgemma_kernels.engine.graphs import side_stream
 from dgemma_kernels.engine.products import in_slices
 from dgemma_kernels.engine.weights import LayerWeights, ModelWeights
 from dgemma_kernels.formats import FourBit, Quantized, format_of
@@ -26,7 +27,6 @@ from dgemma_kernels.ops.router import route, sort_by_expert
 from dgemma_kernels.ops.token import choose_token, score_token
 
 _Scales = tuple[Tensor, Tensor] | None  # of rows and columns
-
 
 _DEEP = 256  # rows; for more, library products fill the GPU
 _TILE = 64  # keys, a multiple of those of any tile of attention
@@ -247,14 +247,8 @@ class Forward:
                 float8_dense=isinstance(layer.gate_up, Quantized),
                 ordered=one_launch > 0,
             )
-        here = torch.cuda.current_stream(x.device) if self.sides else None
-        side = next((stream for stream in self.sides if stream != here), None)
-        if here is None or side is None:
+        with side_stream(x.device, self.sides) as join:
             dense_out, dense_scales = self._dense(layer, dense_in)
-        else:
-            side.wait_stream(here)
-            with torch.cuda.stream(side):
-                dense_out, dense_scales = self._dense(layer, dense_in)
         if not is_row:
             weights, chosen, counts = route(
                 router_in, layer.router, layer.per_expert_scale, config.top_k_experts, one_order=self.batch_invariant
@@ -267,8 +261,7 @@ class Forward:
         else:
             hidden = expert_gate_up(expert_in, gate_up, tiles, config=tile)
             rows = expert_down(hidden, down, weights, tiles, overlap=True, config=tile)
-        if here is not None and side is not None:
-            here.wait_stream(side)
+        join()
         ends = (*layer.tail_norms, scalar, next_norm)
         return layer_tail(x, dense_out, rows, *ends, eps, scales=dense_scales, float8=float8, alone=is_row)
 

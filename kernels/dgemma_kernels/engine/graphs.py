@@ -252,15 +252,18 @@ def _build_launcher(compiled: Any) -> None:
 
 
 @contextmanager
-def side_stream(device: torch.device) -> Iterator[Callable[[], None]]:
+def side_stream(device: torch.device, streams: Sequence[torch.cuda.Stream] = ()) -> Iterator[Callable[[], None]]:
     """Launch on a second stream, next to the launches that follow. Call the yielded function before reading results.
+
+    The stream is the first of `streams` that is not the current one, or else a new one.
 
     Example: `with side_stream(x.device) as join: y = f(x)`; `z = g(x)`; `join()`; `y + z`.
     """
     if device.type != "cuda":
         yield lambda: None
         return
-    here, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    here = torch.cuda.current_stream(device)
+    side = next((stream for stream in streams if stream != here), None) or torch.cuda.Stream(device)
     side.wait_stream(here)
     with torch.cuda.stream(side):
         yield lambda: here.wait_stream(side)
