@@ -197,9 +197,6 @@ class SharedTile:
     def reshape(self, shape: tuple[int, ...]) -> "SharedTile":
         return SharedTile(self.chunk, self.data.view(shape), replace(self.layout, rank=len(shape)))
 
-    def slice(self, start: int, length: int) -> "SharedTile":
-        return SharedTile(self.chunk, self.data[start : start + length], self.layout)
-
     def permute(self, order: tuple[int, int]) -> "SharedTile":
         if isinstance(self.layout, SwizzledSharedLayout):
             return SharedTile(self.chunk, self.data.permute(order), replace(self.layout, order=self.layout.order[::-1]))
