@@ -33,6 +33,7 @@ IN_FUNCTIONS = {
     "dgemma.data.vocabulary": {"tokenizers", "transformers"},
     "dgemma.eval.__main__": {"dgemma.eval.harness", "lm_eval.__main__"},
     "dgemma.model.experts": {"dgemma_kernels.ops.choices"},
+    "dgemma.train.lora.linear": {"dgemma_kernels.ops.adapters"},
     "dgemma.train.lora.expert_products": {"dgemma_kernels.ops.grouped"},  # needs Triton
     "dgemma.train.lora.experts": {"dgemma_kernels.ops.grouped"},
     "dgemma.train.together": {"dgemma_kernels.ops.heads", "dgemma_kernels.ops.residual"},

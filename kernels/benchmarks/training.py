@@ -55,6 +55,10 @@ OPERATIONS = {  # by a part of a kernel's name; the first that matches
     "grouped": "products by expert",
     "multiply_tokens": "products by expert",
     "nvjet": "matrix products",
+    "_contract_": "matrix products",  # of adapters
+    "_expand_": "matrix products",
+    "_add_parts": "matrix products",
+    "_add_all": "matrix products",
     "gemm": "matrix products",
     "cutlass": "matrix products",
     "splitK": "matrix products",

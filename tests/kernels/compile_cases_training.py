@@ -2,11 +2,12 @@
 
 import torch
 
+from dgemma_kernels.ops.adapters import kernel as adapters
 from dgemma_kernels.ops.choices import kernel as choices
 from dgemma_kernels.ops.heads import kernel as heads
 from dgemma_kernels.ops.residual import kernel as residual
 
-WGMMA: set[str] = set()
+WGMMA = {"_contract_kernel", "_contract_gradient_kernel", "_expand_kernel", "_expand_gradient_kernel"}
 
 
 def empty(*shape: int) -> torch.Tensor:
@@ -42,7 +43,18 @@ def run_choices() -> None:
         choices.weigh_choices_gradient(empty(24, 8).float(), of_probabilities, logits, experts, scales)
 
 
+def run_adapters(*widths: int) -> None:
+    inputs = empty(24, sum(widths)), empty(24, len(widths) * 8), empty(sum(widths), 8)
+    adapters.contract(empty(24, 2816), empty(len(widths) * 8, 2816), 2.0)
+    adapters.contract_gradient(inputs[1], empty(24, 2816))
+    adapters.expand(*inputs[1:], widths)
+    adapters.expand_gradient(*inputs, widths, scale=2.0)
+
+
 CALLS = {
+    "adapters of q, k, v": lambda: run_adapters(4096, 2048, 2048),
+    "adapters of gate and up": lambda: run_adapters(2112, 2112),
+    "adapters of one layer": lambda: run_adapters(2816),
     "choices": run_choices,
     "norms": run_norms,
     "heads of 256": lambda: run_heads(16, 8, 256, has_value=True),

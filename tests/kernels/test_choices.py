@@ -86,7 +86,7 @@ def test_a_router_has_the_same_choices_and_gradients_with_the_kernels(device, is
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-# 4 and 52 choices: less than one step of 64; 1,200: three blocks of 512, the last not full.
+# 4 and 52 choices: less than one block of 256; 1,200: five blocks, the last not full.
 @pytest.mark.parametrize("num_tokens", [1, 13, 300])
 def test_choices_are_grouped_as_by_a_stable_sort(device, num_tokens):
     scores = torch.rand(num_tokens, EXPERTS - 3, generator=torch.Generator().manual_seed(num_tokens))

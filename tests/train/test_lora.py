@@ -144,6 +144,37 @@ def test_weights_of_layers_with_one_input_become_neighbours_and_keep_their_value
         assert all(torch.equal(weights[name], weight) for name, weight in before.items())
 
 
+def test_rounded_adapters_of_layers_with_one_input_are_neighbours():
+    model = dgemma.DiffusionGemma(dgemma.presets.tiny())
+    add_lora(model, LoRA(rank=2))
+    with rounded_once(model, torch.bfloat16):
+        attention, mlp = model.layers[0].self_attn, model.layers[0].mlp
+        for layers in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
+            for name in ("lora_a", "lora_b"):
+                weights = [getattr(layer, name) for layer in layers]
+                assert torch.equal(joined(weights, 0), torch.cat(weights))
+
+
+def test_gradients_of_rounded_adapters_are_added_to_the_earlier_ones():
+    model = _model(torch.float32)
+    trained = add_lora(model, LoRA(rank=2))
+    _stir(model)
+
+    def accumulate(tokens):
+        with rounded_once(model, torch.bfloat16), torch.autocast("cpu", torch.bfloat16):
+            read_clean(model, tokens).hidden.square().sum().backward()
+        return [weight.grad for weight in trained]
+
+    first, second = torch.arange(24).reshape(2, 2, 6)
+    of_first = [None if grad is None else grad.clone() for grad in accumulate(first)]
+    both = accumulate(second)
+    model.zero_grad(set_to_none=True)
+    of_second = accumulate(second)
+    assert sum(grad is not None for grad in of_first) > 0
+    for total, one, other in zip(both, of_first, of_second, strict=True):
+        assert total is None if one is None else torch.equal(total, one + other)
+
+
 def test_only_adapters_train_and_dropping_them_restores_the_model():
     model = _model()
     before, names = _logits(model), set(model.state_dict())

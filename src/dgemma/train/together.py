@@ -75,6 +75,7 @@ class TogetherPass:
         self.ropes, self.noisy_ropes = (
             _rotary_tables(shapes, each.view(1, -1), model.dtype) for each in (positions, canvases.positions)
         )
+        self.scalars, self.noisy_scalars = self._layer_scalars()
         self.results: list[_FromText] = []
 
     @torch.no_grad()
@@ -118,9 +119,7 @@ class TogetherPass:
         noisy = attend(noisy_queries, noisy_keys, noisy_values, self.canvases.masks[number])
         text = attend(queries, keys, values, self.text.masks[number])
         attended = _project_out(layer, _JoinTokens.apply(noisy, text), kept)
-        scalars = (layer.layer_scalar.expand(num_noisy), layer.causal_layer_scalar.expand(text.shape[1]))
-        scalar = torch.cat(scalars).repeat(self.batch_size)[:, None]
-        return layer.feed_forward(x, attended, scalar, kept), noisy_keys, noisy_values
+        return layer.feed_forward(x, attended, self.scalars[number], kept), noisy_keys, noisy_values
 
     def run_canvases(self, number: int, x: Tensor, result: _FromText, kept: Kept) -> Tensor:
         """Return the output of a layer for canvases x (B·C, D), and replace the keys and values of the earlier ones."""
@@ -134,8 +133,14 @@ class TogetherPass:
         for old, new in ((result.keys, keys), (result.values, values)):
             _replace(old[:, :, : self.num_noisy], new.transpose(1, 2))
         attended = attend(queries, result.keys, result.values, self.canvases.masks[number])
-        scalar = layer.layer_scalar.repeat(x.shape[0])[:, None]
-        return layer.feed_forward(x, _project_out(layer, attended, kept), scalar, kept)
+        return layer.feed_forward(x, _project_out(layer, attended, kept), self.noisy_scalars[number], kept)
+
+    def _layer_scalars(self) -> tuple[Tensor, Tensor]:
+        """Return each layer's scalars of all tokens (layers, B·L, 1), and of those of canvases (layers, B·C, 1)."""
+        noisy = torch.stack([layer.layer_scalar for layer in self.layers]).expand(-1, self.num_noisy)
+        clean = torch.stack([layer.causal_layer_scalar for layer in self.layers])
+        both = torch.cat((noisy, clean.expand(-1, self.text.positions.shape[1])), 1)
+        return both.repeat(1, self.batch_size)[..., None], noisy.repeat(1, self.batch_size)[..., None]
 
     def of_canvases(self, x: Tensor) -> Tensor:
         """Return the part (B, C, …) of x (B·L, …)."""

@@ -11,8 +11,8 @@ from torch import Tensor
 
 _ROWS = 8  # tokens of a program
 _MOST_EXPERTS = 512
-_CHOICES = 512  # of a program that sorts
-_AT_ONCE = 64  # choices or blocks of choices that it compares with all experts at once
+_CHOICES = 256  # of a program that sorts
+_BLOCKS = 64  # of choices, whose counts it adds at once
 
 
 def fits(num_experts: int) -> bool:
@@ -105,9 +105,11 @@ def group_choices(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Te
     counts = torch.empty(num_blocks, num_experts, dtype=torch.int32, device=experts.device)
     order, back = torch.empty(count, dtype=torch.int64, device=experts.device), torch.empty_like(experts)
     ends = counts.new_empty(num_experts)
-    sizes = {"E": num_experts, "CHOICES": _CHOICES, "AT_ONCE": _AT_ONCE}
+    sizes = {"E": num_experts, "CHOICES": _CHOICES}
     _count_choices_kernel[(num_blocks,)](experts, counts, count, **sizes, num_warps=8)
-    _place_choices_kernel[(num_blocks,)](experts, counts, order, back, ends, count, num_blocks, **sizes, num_warps=8)
+    _place_choices_kernel[(num_blocks,)](
+        experts, counts, order, back, ends, count, num_blocks, **sizes, BLOCKS=_BLOCKS, num_warps=8
+    )
     return order, back, ends
 
 
@@ -232,29 +234,24 @@ def _weigh_choices_gradient_kernel(
 
 @triton.jit
 def _load_chosen(
-    experts: tl.tensor, begin: tl.tensor, count: tl.tensor, E: tl.constexpr, AT_ONCE: tl.constexpr
-) -> tl.tensor:
-    """Return 1 where a choice from `begin` on is of an expert, else 0: (AT_ONCE, E)."""
-    choice = begin + tl.arange(0, AT_ONCE)
+    experts: tl.tensor, count: tl.tensor, E: tl.constexpr, CHOICES: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the experts of this program's choices, (CHOICES,), and 1 where a choice is of an expert: (CHOICES, E).
+
+    After the last choice, the expert is E.
+    """
+    choice = tl.program_id(0) * CHOICES + tl.arange(0, CHOICES)
     chosen = tl.load(experts + choice, choice < count, E).to(tl.int32)
-    return (chosen[:, None] == tl.arange(0, E)[None, :]).to(tl.int32)
+    return chosen, (chosen[:, None] == tl.arange(0, E)[None, :]).to(tl.int32)
 
 
 @triton.jit
 def _count_choices_kernel(
-    experts: tl.tensor,
-    counts: tl.tensor,
-    count: tl.tensor,
-    E: tl.constexpr,
-    CHOICES: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    experts: tl.tensor, counts: tl.tensor, count: tl.tensor, E: tl.constexpr, CHOICES: tl.constexpr
 ) -> None:
     """Count the choices of each expert in this program's block of choices."""
-    block = tl.program_id(0)
-    total = tl.zeros((E,), tl.int32)
-    for begin in range(0, CHOICES, AT_ONCE):
-        total += tl.sum(_load_chosen(experts, block * CHOICES + begin, count, E, AT_ONCE), 0)
-    tl.store(counts + block * E + tl.arange(0, E), total)
+    _, is_chosen = _load_chosen(experts, count, E, CHOICES)
+    tl.store(counts + tl.program_id(0) * E + tl.arange(0, E), tl.sum(is_chosen, 0))
 
 
 @triton.jit
@@ -268,26 +265,25 @@ def _place_choices_kernel(
     num_blocks: tl.tensor,
     E: tl.constexpr,
     CHOICES: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ) -> None:
     """Find the row of each choice in this program's block: after all choices of earlier experts, and earlier choices of
     the same expert."""
-    block, expert = tl.program_id(0), tl.arange(0, E)
+    block, expert, number = tl.program_id(0), tl.arange(0, E), tl.arange(0, CHOICES)
+    chosen, is_chosen = _load_chosen(experts, count, E, CHOICES)
     total, before = tl.zeros((E,), tl.int32), tl.zeros((E,), tl.int32)
-    for begin in range(0, num_blocks, AT_ONCE):
-        others = begin + tl.arange(0, AT_ONCE)
+    for begin in range(0, num_blocks, BLOCKS):
+        others = begin + tl.arange(0, BLOCKS)
         found = tl.load(counts + others[:, None] * E + expert[None, :], (others < num_blocks)[:, None], 0)
         total += tl.sum(found, 0)
         before += tl.sum(tl.where((others < block)[:, None], found, 0), 0)
     until = tl.cumsum(total, 0)
     if block == 0:
         tl.store(ends + expert, until)
+    # Comparing each choice with the earlier ones is cheaper than a running count over a column per expert.
+    is_earlier = (chosen[None, :] == chosen[:, None]) & (number[None, :] < number[:, None])
     free = until - total + before
-    for begin in range(0, CHOICES, AT_ONCE):
-        start = block * CHOICES + begin
-        is_chosen = _load_chosen(experts, start, count, E, AT_ONCE)
-        row = tl.sum(is_chosen * (tl.cumsum(is_chosen, 0) - 1 + free[None, :]), 1)
-        choice = start + tl.arange(0, AT_ONCE)
-        tl.store(back + choice, row.to(tl.int64), choice < count)
-        tl.store(order + row, choice.to(tl.int64), choice < count)
-        free += tl.sum(is_chosen, 0)
+    row = tl.sum(is_chosen * free[None, :], 1) + tl.sum(is_earlier.to(tl.int32), 1)
+    choice = block * CHOICES + number
+    tl.store(back + choice, row.to(tl.int64), choice < count)
+    tl.store(order + row, choice.to(tl.int64), choice < count)

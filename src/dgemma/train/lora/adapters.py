@@ -1,6 +1,6 @@
 """Adapters of a model: added to its modules, merged into its weights, or removed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -107,7 +107,8 @@ def drop_lora(model: DiffusionGemma) -> None:
 def rounded_once(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Round all adapters to the dtype of products within the context, for a forward and its backward pass.
 
-    Otherwise every use rounds them. Gradients reach the adapters themselves.
+    Otherwise every use rounds them. Gradients reach the adapters themselves. The rounded A of layers with the same
+    input are neighbours in memory, so that `AdaptedLinear.together` need not copy them.
 
     Example: `with rounded_once(model, torch.bfloat16): objective.reduce(objective(model, batch, seeds=s)).backward()`.
     """
@@ -117,7 +118,11 @@ def rounded_once(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         for name, weight in module.named_parameters(recurse=False)
         if "lora_" in name and weight.dtype != dtype
     ]
+    places.sort(key=lambda place: place[1])  # all A of linear layers, in the order of the layers; then all B
     weights = [getattr(module, name) for module, name in places]
+    before = [weight.grad for weight in weights]
+    for weight in weights:
+        weight.grad = None  # autograd would add to each gradient with a launch of its own
     for (module, name), rounded in zip(places, _Rounded.apply(dtype, *weights) if places else (), strict=True):
         module._parameters[name] = rounded
     try:
@@ -125,6 +130,18 @@ def rounded_once(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     finally:
         for (module, name), weight in zip(places, weights, strict=True):
             module._parameters[name] = weight
+        _add_gradients(weights, before)
+
+
+def _add_gradients(weights: list[nn.Parameter], before: list[Tensor | None]) -> None:
+    """Add the gradients of the weights to those that they had before, in a few launches."""
+    pairs = [(total, weight.grad) for weight, total in zip(weights, before, strict=True) if total is not None]
+    added = [(total, grad) for total, grad in pairs if grad is not None]
+    if added:
+        torch._foreach_add_([total for total, _ in added], [grad for _, grad in added])
+    for weight, total in zip(weights, before, strict=True):
+        if total is not None:
+            weight.grad = total
 
 
 class _Rounded(torch.autograd.Function):
@@ -132,21 +149,19 @@ class _Rounded(torch.autograd.Function):
     def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.dtypes = [weight.dtype for weight in weights]
         ctx.set_materialize_grads(False)  # an adapter that is not used keeps no gradient
-        return tuple(_cast(weights, [dtype] * len(weights)))
+        sizes = [weight.numel() for weight in weights]
+        parts = torch.empty(sum(sizes), dtype=dtype, device=weights[0].device).split(sizes)
+        rounded = tuple(part.view(weight.shape) for part, weight in zip(parts, weights, strict=True))
+        torch._foreach_copy_(list(rounded), list(weights))  # a few launches for all
+        return rounded
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        used = [number for number, grad in enumerate(grads) if grad is not None]
-        found = _cast([grads[number] for number in used], [ctx.dtypes[number] for number in used])
-        of = dict(zip(used, found, strict=True))
-        return None, *(of.get(number) for number in range(len(grads)))
-
-
-def _cast(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    out = [torch.empty_like(tensor, dtype=dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
-    torch._foreach_copy_(out, list(tensors))  # a few launches for all
-    return out
+        used = {number: grad for number, grad in enumerate(grads) if grad is not None}
+        wide = {number: torch.empty_like(grad, dtype=ctx.dtypes[number]) for number, grad in used.items()}
+        torch._foreach_copy_(list(wide.values()), list(used.values()))
+        return None, *(wide.get(number) for number in range(len(grads)))
 
 
 def is_adapted(model: nn.Module) -> bool:

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -68,10 +67,7 @@ class AdaptedExperts(Experts):
         """Return scale · A x for A of each chosen expert's gate_up: x (M, D) → (M, A, rank)."""
         # For small ranks, one product of all tokens with all experts' A is faster than thin products by expert.
         a = self.gate_up_lora_a.to(x.dtype).flatten(0, 1)
-        of_all = (
-            F.linear(x, a) * self.lora.scale if torch.is_grad_enabled() else scaled_product(x, a.T, self.lora.scale)
-        )
-        taken: Tensor = Take.apply(of_all, groups)
+        taken: Tensor = Take.apply(scaled_product(x, a.T, self.lora.scale), groups)
         return taken
 
     def hidden_after(self, narrow: Tensor, x: Tensor, groups: Groups) -> Tensor:
@@ -128,8 +124,8 @@ class AdaptedExperts(Experts):
         if uses_kernel(gate_up, of_wide):
             from dgemma_kernels.ops.grouped import multiply_rows
 
-            of_rows_of_x = multiply_rows(of_wide, gate_up.transpose(1, 2), ends, of_narrow, up_a.transpose(1, 2))
-            of_x = sum_choices(of_rows_of_x, groups.back)
+            adapter = of_narrow, up_a.transpose(1, 2)
+            of_x = sum_choices(multiply_rows(of_wide, gate_up.transpose(1, 2), ends, *adapter), groups.back)
         else:
             of_x = sum_choices(product_by_group(of_wide, gate_up.transpose(1, 2), ends), groups.back)
             of_x.addmm_(of_all, up_a.flatten(0, 1))

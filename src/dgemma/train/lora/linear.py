@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dgemma.model.config import GenerationDefaults
-from dgemma.model.fused import joined
+from dgemma.model.fused import compiles_on, joined
 from dgemma.model.layers import product_dtype
 from dgemma.model.quantized import QuantizedLinear, Weight, linear_layer
 from dgemma.train.lora.settings import LoRA
@@ -96,18 +96,16 @@ class _AdaptedProducts(torch.autograd.Function):
     ) -> Any:
         """pairs: all A, all B, then the weights that are plain tensors, so that autograd sees them."""
         count, rows = len(weights), x.flatten(0, -2).to(dtype)
-        a, b = torch.cat(pairs[:count]).to(dtype), [pair.to(dtype) for pair in pairs[count : 2 * count]]
+        a, b = _stack(pairs[:count]).to(dtype), [pair.to(dtype) for pair in pairs[count : 2 * count]]
         ctx.scale, ctx.dtypes = scale, (x.dtype, pairs[0].dtype)
         ctx.quantized = [None if isinstance(weight, Tensor) else weight for weight in weights]
         with torch.autocast(x.device.type, enabled=False):
-            narrow = scaled_product(rows, a.T, scale)  # (M, count · rank)
+            narrow = _contract(rows, a, scale, count)  # (M, count · rank)
             ctx.save_for_backward(rows, a, narrow, *b, *pairs[2 * count :])
             if known is not None:
                 return tuple(out.detach() for out in known)
-            out = rows.new_empty(rows.shape[0], sum(weight.shape[0] for weight in weights))
+            out = _expand(narrow, b)
             outs = out.split([weight.shape[0] for weight in weights], 1)
-            for part, of_pair, low in zip(narrow.chunk(count, 1), b, outs, strict=True):
-                torch.mm(part, of_pair.T, out=low)
             together = _join(weights)
             for part, weight in zip(outs, weights, strict=True) if together is None else ((out, together),):
                 part.addmm_(rows, _decoded(weight, dtype).T)
@@ -121,26 +119,87 @@ class _AdaptedProducts(torch.autograd.Function):
         b, tensors = others[:count], iter(others[count:])
         weights = [next(tensors) if weight is None else weight for weight in ctx.quantized]
         flat = [grad.flatten(0, -2) for grad in grads]
-        grad_narrow = torch.empty_like(narrow)
-        for grad, of_pair, part in zip(flat, b, grad_narrow.chunk(count, 1), strict=True):
-            torch.addmm(part, grad, of_pair, beta=0, alpha=ctx.scale, out=part)
+        at_once, together = joined(flat, 1), _join(weights)
+        grad_narrow, grad_b = _grad_of_expand(flat, at_once, narrow, b, ctx.scale)
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = grad_narrow @ a
-            at_once, together = joined(flat, 1), _join(weights)
             pairs = zip(flat, weights, strict=True)
             for grad, weight in pairs if at_once is None or together is None else ((at_once, together),):
                 grad_x.addmm_(grad, _decoded(weight, rows.dtype))
             grad_x = grad_x.to(x_dtype).unflatten(0, grads[0].shape[:-1])
-        grad_a = (grad_narrow.T @ rows).to(wide).chunk(count)
-        parts = zip(flat, narrow.chunk(count, 1), strict=True)
-        grad_b = [(grad.T @ part).to(wide) for grad, part in parts]
+        grad_a = _grad_of_a(grad_narrow, rows, count).to(wide).chunk(count)
         of_weights = [
             (grad.T @ rows).to(weight.dtype) if weight.requires_grad else None
             for grad, weight in zip(flat, weights, strict=True)
             if isinstance(weight, Tensor)
         ]
-        return grad_x, None, None, None, None, *grad_a, *grad_b, *of_weights
+        return grad_x, None, None, None, None, *grad_a, *(grad.to(wide) for grad in grad_b), *of_weights
+
+
+def _contract(rows: Tensor, a: Tensor, scale: float, count: int) -> Tensor:
+    """Return scale · rows Aᵀ for A of all layers: rows (M, K), a (layers · rank, K) → (M, layers · rank)."""
+    if _uses_kernels(rows, count, a.shape[0] // count):
+        from dgemma_kernels.ops.adapters import contract
+
+        return contract(rows.contiguous(), a, scale)
+    return scaled_product(rows, a.T, scale)
+
+
+def _grad_of_a(grad: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Return gradᵀ rows, (layers · rank, K), for the gradient (M, layers · rank) of `_contract`."""
+    if _uses_kernels(rows, count, grad.shape[1] // count):
+        from dgemma_kernels.ops.adapters import contract_gradient
+
+        return contract_gradient(grad, rows.contiguous())
+    return grad.T @ rows
+
+
+def _expand(narrow: Tensor, b: Sequence[Tensor]) -> Tensor:
+    """Return the products of each B (N_l, rank) with its columns of narrow (M, layers · rank), side by side: (M, N)."""
+    widths = [len(each) for each in b]
+    if _uses_kernels(narrow, len(b), b[0].shape[1]):
+        from dgemma_kernels.ops.adapters import expand
+
+        return expand(narrow, _stack(b), widths)
+    out = narrow.new_empty(narrow.shape[0], sum(widths))
+    for part, each, product in zip(narrow.chunk(len(b), 1), b, out.split(widths, 1), strict=True):
+        torch.mm(part, each.T, out=product)
+    return out
+
+
+def _grad_of_expand(
+    grads: Sequence[Tensor], at_once: Tensor | None, narrow: Tensor, b: Sequence[Tensor], scale: float
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """Return scale · the gradient of narrow, and that of each B, from those of each layer's outputs (M, N_l).
+
+    at_once: the gradients as one tensor (M, N), if they are neighbours in memory.
+    """
+    if at_once is not None and at_once.stride(1) == 1 and _uses_kernels(narrow, len(b), b[0].shape[1]):
+        from dgemma_kernels.ops.adapters import expand_gradient
+
+        widths = [len(each) for each in b]
+        of_narrow, of_b = expand_gradient(at_once, narrow, _stack(b), widths, scale=scale)
+        return of_narrow, of_b.split(widths)
+    of_narrow = torch.empty_like(narrow)
+    for grad, each, part in zip(grads, b, of_narrow.chunk(len(b), 1), strict=True):
+        torch.addmm(part, grad, each, beta=0, alpha=scale, out=part)
+    return of_narrow, [grad.T @ part for grad, part in zip(grads, narrow.chunk(len(b), 1), strict=True)]
+
+
+def _uses_kernels(x: Tensor, num_layers: int, rank: int) -> bool:
+    """Return True if our kernels multiply by A and B: in compiled steps on a GPU."""
+    if not x.is_cuda or not compiles_on(x.device) or x.dtype not in (torch.bfloat16, torch.float16) or not len(x):
+        return False
+    from dgemma_kernels.ops.adapters import fits
+
+    return fits(num_layers, rank)
+
+
+def _stack(matrices: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all matrices, without a copy if they are neighbours in memory."""
+    whole = joined(matrices, 0)
+    return torch.cat(list(matrices)) if whole is None else whole
 
 
 def _join(weights: Sequence[Weight]) -> Tensor | None:
