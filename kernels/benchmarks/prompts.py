@@ -97,11 +97,12 @@ def check_parity(results: Results, weights: str) -> None:
     ragged, real = draw_tokens(3, 900), torch.ones(3, 900, dtype=torch.int64, device=GPU)
     real[0, :200], real[2, :899] = 0, 0  # padded on the left; the last row has one token
     cases += [("rows of 700, 900 and 1, launched", ragged, real, 64), ("the same, captured", ragged, real, 64)]
-    after = draw_tokens(3, 64)
+    # Rounding changes the experts of some tokens, so few tokens would make a noisy mean.
+    after = draw_tokens(3, 256)
 
     def read(engine: Any, tokens: torch.Tensor, mask: torch.Tensor | None, at_once: int) -> torch.Tensor:
         cache = engine.encode(tokens, attention_mask=mask)
-        parts = after[: len(tokens)].split(at_once, dim=1)
+        parts = after[: len(tokens), : 64 if at_once == 1 else None].split(at_once, dim=1)
         return torch.cat([engine.causal_logits(part, cache) for part in parts], dim=1)
 
     for name, tokens, mask, at_once in cases:
