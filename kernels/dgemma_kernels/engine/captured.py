@@ -107,7 +107,7 @@ class CapturedCausalStep:
             drawn, entropy = rule.draw(prediction, uniform)
             return settle_token(drawn, entropy, self._packed, stops, rule.pad_token_id)
 
-        launches = run if rule.top_k in (None, 1) and rule.top_p is None else predict  # as in `CapturedStep`
+        launches = run if rule.top_k in (None, 1) and rule.top_p is None else predict  # see `_StaticStep.launch`
         self.graph = Replay(run, workspace.device, workspace.graph_memory, launches)
 
     def __call__(self, state: CausalState) -> CausalState:
@@ -165,7 +165,7 @@ class _StepOutcome(NamedTuple):
     after: dict[str, Any]  # fields of the next state
     record: dict[str, Tensor]
     statistics: tuple[Tensor, ...]
-    sweep: VocabularySweep | None  # for the soft embedding: as a result of the graph, its memory is not used again
+    sweep: VocabularySweep | None  # for `soften`; the graph returns it, so that its memory is not reused
 
 
 class _StaticStep:
@@ -206,7 +206,7 @@ class _StaticStep:
         """Run the part of the step that `compile_together` can run.
 
         A sampler in PyTorch, or a constraint, may index by the prediction, which `compile_together` does not compute.
-        For such steps it is only the forward.
+        For such steps, run only the forward.
         """
         knobs, state = self._knobs, self._state
         all_kernels = published.is_published(state, knobs) and knobs.top_k is None and knobs.top_p is None
@@ -274,7 +274,8 @@ class CapturedStep:
         changes = step.find_changes(outcome)
         self.keeps_form = changes is not None
         self.soft_graph = Replay(lambda: step.soften(changes or []), workspace.device, workspace.graph_memory)
-        # In the interpreter the first replay does nothing. It is taken here, so that the next one computes.
+        # Without a GPU, a `Replay` runs its function when it is made, and its first replay does nothing: use it up
+        # here.
         self.soft_graph.replay()
         self._results = _Results((outcome.after, outcome.record, outcome.statistics), self._inputs)
 

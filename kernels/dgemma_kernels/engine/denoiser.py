@@ -57,8 +57,8 @@ def accelerate(
     - `weights="bf16"` uses the weights unchanged.
     - `weights="packed"` stores them in 12 bits per weight without loss: 32 GiB of experts. It is faster because a step
       mostly reads weights.
-    - `weights="fp8"` rounds them to float8 (e4m3) with a scale per output, and their inputs with one per row: 21 GiB of
-      experts. It needs a GPU with fp8 tensor cores: Ada, Hopper or later.
+    - `weights="fp8"` rounds them to float8 (e4m3) with a scale per output, and the experts' inputs with a scale per
+    token: 21 GiB of experts. It needs a GPU with fp8 tensor cores: Ada, Hopper or later.
     - `weights="int4"` rounds them to integers of 4 bits with a scale per 64 columns, and `weights="nvfp4"` to floats of
       4 bits with a scale per 16 columns: 11 and 12 GiB of experts. Inputs keep their dtype.
 
@@ -105,10 +105,10 @@ def _without_embedding(weights: ModelWeights) -> ModelWeights:
 
 
 class FusedDenoiser(Denoiser[FusedCache]):
-    """The result of `accelerate`, for batches of any size. Predictions of `step` are readable until the next step.
+    """The result of `accelerate`, for batches of any size.
 
     Several threads may use one denoiser. Each call holds the lock `turn`, and steps of different runs may alternate in
-    any order. A thread's last prediction stays readable until that thread takes its next step.
+    any order. A prediction of `step` is readable until the same thread takes its next step.
     """
 
     config: ModelConfig

@@ -1,4 +1,4 @@
-"""The last denoising step of a denoiser: its pending soft embedding, and the next state, which it has loaded."""
+"""The end of a denoiser's last step: its soft embedding, not yet computed, and the next state in a graph's inputs."""
 
 import weakref
 
@@ -39,7 +39,7 @@ class LastStep:
         self._loaded: LoadedState | None = None
 
     def note(self, prediction: FusedPrediction, captured: CapturedStep, loaded: LoadedState | None) -> None:
-        """Note a step after its replay. `loaded` is the next state, which `soften` loads if it can be."""
+        """Note a step after its replay. `loaded`: the next state, if `soften` can copy it into the graph's inputs."""
         prediction.soften = self.soften
         self._unsoftened, self._loaded = (weakref.ref(prediction), captured), loaded
 
@@ -49,7 +49,7 @@ class LastStep:
         prediction = None if unsoftened is None else unsoftened[0]()
         if unsoftened is None or prediction is None:
             return
-        loaded, self._loaded = self._loaded, None  # after an error, its state is not loaded
+        loaded, self._loaded = self._loaded, None  # stays None if `soften` raises
         prediction.signal = unsoftened[1].soften()
         self._loaded = loaded
 

@@ -25,9 +25,9 @@ class ReadLimits:
     Capture takes tens of milliseconds, and large forwards gain less from it.
     """
 
-    most: int  # of one forward
-    captured_soon: int  # of one that is captured when its size comes a second time
-    captured_later: int  # of one that is captured when its size comes _IN_A_ROW times in a row
+    most: int  # largest forward
+    captured_soon: int  # largest forward that is captured at its second use
+    captured_later: int  # largest forward that is captured after _IN_A_ROW uses in a row
 
 
 LIMITS = ReadLimits(most=8192, captured_soon=2048, captured_later=8192)

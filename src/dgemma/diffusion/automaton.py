@@ -17,9 +17,10 @@ class Fan(NamedTuple):
     """The arcs at each state, in tables that kernels loop over.
 
     Most states have at most 8 arcs, which are in `few`. The arcs of other states are in `some`, in rows of 8.
-    Index 0 has the arcs that leave a state, for backward passes; index 1 has those that reach it. Each element of `few`
-    and `some` is a slot. It holds the state at the other end of an arc, or 0 if it has no arc. The slots of `few` are
-    numbered first, then those of `some`.
+    The first dimension of each table is a direction: 0 for the arcs that leave a state (for backward passes), 1 for
+    those that reach it. Each element of `few` and `some` is a slot. It holds the state at the other end of an arc. A
+    slot without an arc holds 0, and its entry in `arc` is E. The slots of `few` are numbered first, then those of
+    `some`.
     """
 
     few: Tensor  # (2, 8, Q) int64: a column per state, empty if the state has more than 8 arcs
@@ -30,7 +31,7 @@ class Fan(NamedTuple):
 
     @classmethod
     def build(cls, arc_source: Tensor, arc_target: Tensor, num_states: int) -> "Fan":
-        """Return the fan of arcs between states, (E,) each."""
+        """Return the fan of the arcs arc_source[e] → arc_target[e], e < E."""
         # Number the arcs of each state.
         num_arcs, ends = len(arc_source), torch.stack((arc_source, arc_target))
         counts = torch.stack([end.bincount(minlength=num_states) for end in ends])  # (2, Q)

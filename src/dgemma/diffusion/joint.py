@@ -59,8 +59,8 @@ class Joint:
     def bias(self) -> Tensor:
         """The logarithm of M_i[k] = Σ_q forward_i[q] · backward_{i+1}[next_state(q, k)], (B, C, K).
 
-        p_i(t) · M_i[class of t] is proportional to the conditioned marginal of token t. At a fixed position it is the
-        marginal given all other positions.
+        p_i(t) · M_i[class of t] is proportional to the conditioned marginal of token t. At a fixed position the fixed
+        token does not count: the result is the marginal there if only the others were fixed.
         """
         bias: Tensor = self._ops.class_bias(self.language, self._passes)
         gaps = self.language.gaps

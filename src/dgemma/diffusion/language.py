@@ -17,8 +17,8 @@ class Language(NamedTuple):
     start: Tensor  # (B,) int64: the state before the canvas
     end: Tensor  # (B, Q) bool: states from which the tokens after the canvas can complete the text
     may_end: Tensor | None = None  # (B, C) bool: positions where a stop token may end the text; None means all
-    # (B, C) bool: positions outside the holes of `infill`, where the language does not constrain the token. The
-    # automaton reads them as its last class, which separates the text of one hole from that of the next.
+    # (B, C) bool: positions outside the holes of `infill`, where the language does not constrain the token. There
+    # the automaton reads its last class, whatever the token is. This class separates one hole from the next.
     gaps: Tensor | None = None
 
     def select(self, rows: Tensor) -> "Language":

@@ -73,8 +73,8 @@ def _walk(values: Tensor, weights: Tensor, first: Tensor, here: Tensor, other: T
     """For each position and state, return the maximum over arcs of weight + value at the arc's other end.
 
     With `total`, return the log-sum-exp over arcs instead of the maximum.
-    values (B, Q), weights (B, C, E), here and other (E,), sorted by `here` → (B, C + 1, Q). The arcs of state q are
-    first[q] .. first[q + 1].
+    An arc updates the value of state `here` (E,) and reads that of state `other` (E,). Arcs are sorted by `here`; those
+    of state q are first[q] .. first[q + 1]. values (B, Q), weights (B, C, E) → (B, C + 1, Q).
     """
     lengths = first.diff().long().expand_as(values).contiguous()
     here, other = here.expand(len(values), -1), other.expand(len(values), -1)
@@ -102,9 +102,10 @@ def best_path(language: Language, weights: Tensor, best: Tensor) -> Tensor:
 
 
 def sample_path(language: Language, weights: Tensor, backward: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw a path, (B, C + 1), with one uniform per position, u (B, C). Also return each uniform's remainder, (B, C).
+    """Draw a path, (B, C + 1), with one uniform per position, u (B, C). Also return new uniforms, (B, C).
 
-    P(arc | state) is proportional to exp(weight + backward of its target).
+    P(arc | state) is proportional to exp(weight + backward of its target). A new uniform is the place of the old one in
+    its arc's interval, rescaled to [0, 1).
     """
     automaton, first_arc = language.automaton, language.automaton.arcs_out.first.long()
     through = weights + backward[:, 1:, automaton.arc_target]

@@ -42,13 +42,13 @@ class Recording:
         self.commits: list[BlockCommit] = []
         self.changes: list[Change] = []
 
-    def add_step(self, record: StepRecord, changes: Changes = None, *, before: DenoiseState | None = None) -> None:
+    def add_step(self, record: StepRecord, changes: Changes = None, *, unwritten: DenoiseState | None = None) -> None:
         """Record a step, and the changes after it.
 
-        before: a `snapshot` of the state right after the step. Pass it if a callback may have written into the state.
+        unwritten: a `snapshot` of the state as the step left it. Pass it if a callback may have written into the state.
         """
-        written = {} if before is None else list_writes(before, record.state)
-        after = record.state if before is None else before
+        written = {} if unwritten is None else list_writes(unwritten, record.state)
+        after = record.state if unwritten is None else unwritten
         token_type = torch.int16 if self.plan.noise.vocab_size <= 2**15 else torch.int32
         top = record.top(self.top) if self.top else None
         none = record.entropy.new_empty(*record.canvas.shape, 0)

@@ -144,10 +144,10 @@ class Trajectory(Recording):
     ) -> "Generation":
         """Continue from step `step` of a block with changes; without changes, the result equals the run.
 
-        changes: fields of the state (with the rows of `moment`), a whole `state`, or fields of `Knobs`. `seed` applies
-        from that step on. Changes that a callback made up to that step are applied again. Later ones belong to the old
-        canvas, so they are repeated only if the fork changes nothing. Pass `on_step` again to keep the callback. The
-        new trajectory begins with the shared steps, and can be saved, replayed and forked too.
+        changes: fields of the state (with one entry per row of `moment(...).state`), a whole `state`, or fields of
+        `Knobs`. `seed` applies from that step on. Changes that a callback made up to that step are applied again. Later
+        ones belong to the old canvas, so they are repeated only if the fork changes nothing. Pass `on_step` again to
+        keep the callback. The new trajectory begins with the shared steps, and can be saved, replayed and forked too.
 
         Example: `trajectory.fork(model, block=1, step=4, sampler=EntropyBound(bound=0.5))`.
         """
@@ -255,7 +255,8 @@ def run_events(
 ) -> Result:
     """Do what `drain` does, with any result and a given progress bar.
 
-    rows: the row numbers of the recorded batch, in ascending order, if the events have others.
+    rows: if the events are of a part of a larger batch, the numbers of these rows there, ascending. They become 0, 1,
+    ….
     """
     changes: Changes = None
     while True:
@@ -266,11 +267,11 @@ def run_events(
         changes = None
         if isinstance(event, StepRecord):
             bar.update()
-            before = snapshot(event.state) if trajectory is not None and on_step is not None else None
+            unwritten = snapshot(event.state) if trajectory is not None and on_step is not None else None
             changes = on_step(event) if on_step is not None else None
             if trajectory is not None:
                 here = event if rows is None else replace(event, rows=torch.searchsorted(rows, event.rows))
-                trajectory.add_step(here, changes, before=before)
+                trajectory.add_step(here, changes, unwritten=unwritten)
         elif trajectory is not None:
             trajectory.add_commit(event)
 

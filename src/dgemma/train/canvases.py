@@ -194,7 +194,7 @@ def _find_answers(batch: TrainBatch, canvas_len: int, truncated: str) -> _Answer
 def _score_successors(
     text: _Text, num_tokens: int, starts: Tensor | None, ends: Tensor, *, causal_fill: bool
 ) -> Tensor:
-    """Mark the first tokens of a text whose successor the causal term scores, (B, num_tokens - 1) bool.
+    """Return whether the causal term scores the successor of each of the first tokens, (B, num_tokens - 1) bool.
 
     Successors lie in [starts, ends), (B,) each, and in the document of the token.
     """

@@ -145,7 +145,7 @@ def _describe_variables(variables: Mapping[str, object]) -> str:
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """Return the class and the settings of the groups. Before the first step, their learning rates are the peaks.
+    """Return the class and the settings of the groups. Call it before the first step changes their learning rates.
 
     Example: `describe_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))`.
     """

@@ -71,7 +71,8 @@ def make_optimizer_state(
     """Create the optimizer's state with the names that were `stored`, so that it can be loaded.
 
     Optimizers create their state in the first step. So this takes a step with gradients and learning rates of zero.
-    may_differ: the stored state may belong to another optimizer. A weight whose state is incomplete then has none.
+    may_differ: the stored state may belong to another optimizer. A parameter then has no state unless all its entries
+    were stored.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     for parameter in parameters.values():

@@ -89,7 +89,7 @@ class Parallel:
         return tensor
 
     def agree(self, flag: bool) -> bool:
-        """Return True if any process raised its flag; called after every step."""
+        """Return True on all processes if any of them raised its flag; called after every step."""
         return flag
 
     def barrier(self) -> None:

@@ -1,10 +1,10 @@
 """Products of the adapters of linear layers that have the same input, and their gradients.
 
 The layers' A (rank, K) and B (N_l, rank) are the rows of two matrices. Each layer has its own `rank` columns of
-`narrow`, which is A of all layers times the input. These products only move memory: a library reaches a third to a half
-of the bandwidth, with one to three launches per layer. The gradient reads the gradient of the outputs once for both
-results. Its sums over rows and over columns are split, and a second launch adds the parts in a fixed order. Reference:
-`reference.py`.
+`narrow`, which is A of all layers times the input. Memory bandwidth limits these products; a library reaches a third to
+a half of it, with one to three launches per layer. `expand_gradient` reads the gradient of the outputs once, and
+returns the gradients of `narrow` and of B. Both gradients split their sums, and a second launch adds the parts in a
+fixed order. Reference: `reference.py`.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Routing in training: choices of experts, their weights and the gradient of these, and choices grouped by expert.
 
-To choose and weigh, a program has a few tokens, each with its logits of all experts. Groups are made by a counting
+A program that chooses or weighs has a few tokens, with all their logits. Groups are made by a counting
 sort in two launches. Reference: `reference.py`.
 """
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 _ROWS = 8  # tokens of a program
 _MOST_EXPERTS = 512
-_CHOICES = 256  # of a program that sorts
-_BLOCKS = 64  # of choices, whose counts it adds at once
+_CHOICES = 256  # per program in the sort
+_BLOCKS = 64  # blocks of choices whose counts are added at once
 
 
 def fits(num_experts: int) -> bool:
@@ -153,7 +153,8 @@ def _choose_experts_kernel(
     is_row = row < num_tokens
     likely = _load_probabilities(logits, row, is_row, E)
     tl.store(probabilities + row[:, None] * E + expert[None, :], likely, is_row[:, None])
-    # NaN equals nothing, so no expert would be found. As 0, it leads to the first experts, with NaN weights.
+    # NaN equals nothing, so no expert would be found. As zeros, such a row gets the first experts, and 0 / 0 makes
+    # their weights NaN.
     left, total = tl.where(likely == likely, likely, 0.0), tl.zeros((ROWS,), tl.float32)
     found = ()
     for choice in tl.static_range(A):

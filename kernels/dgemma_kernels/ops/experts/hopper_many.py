@@ -5,9 +5,10 @@ copy both into a ring in shared memory, the next item's while this one is stored
 are the left operand, so rows need not be rounded up to 64.
 
 The limits are the bandwidths of L2 and of shared memory. So an item is as large as the registers for its sums allow:
-either 128 rows of weights by up to 288 rows ("wide"), or 256 by up to 160 ("tall", for experts with fewer rows). Wide
-items have one product of 256 rows per step. It reads each weight once, where two products of 128 would read it twice.
-In gate_up, 8 rows of gate alternate with the same 8 of up, so that a thread has both values for GeGLU.
+either 128 rows of weights by up to 288 rows of tokens ("wide"), or 256 by up to 160 ("tall", for experts with fewer
+tokens). In wide items, one instruction multiplies 256 rows of tokens. So each weight is read once from shared memory;
+two instructions of 128 would read it twice. A unit is 128 rows of weights, one copy. A part is half a unit. In gate_up,
+8 rows of gate alternate with the same 8 of up, so that a thread has both values for GeGLU.
 
 `kernel.expert_gate_up` and `kernel.expert_down` select it. `kernel` has the same products in Triton.
 """
@@ -34,7 +35,8 @@ from dgemma_kernels.ops.configs import dependent_launch, num_multiprocessors
 from dgemma_kernels.ops.router.kernel import ExpertTiles
 
 TALL_ROWS, WIDE_ROWS = 160, 288  # of a tile
-_FEW, _ALL = gl.constexpr(128), gl.constexpr(256)  # rows of a tile's first block, in wide tiles either of them
+# Rows of tokens in a tile's first block: 128 in tall tiles, 128 or 256 in wide ones.
+_FEW, _ALL = gl.constexpr(128), gl.constexpr(256)
 _MORE = gl.constexpr(32)  # rows of the second block
 _STAGES = gl.constexpr(4)  # slots of the ring; with 3, a program waits for memory
 _UNIT = gl.constexpr(128)  # rows of weights of one copy
@@ -62,12 +64,13 @@ class _ProductSizes(NamedTuple):
     OUT: int  # columns of the result
     NUM_ACTIVE: int
     TALL: bool
-    UNITS: int  # copies of weights that together have all columns
+    UNITS: int  # of a weight matrix
     BLOCKS: int  # items per tile
 
 
 def expert_gate_up(x: Tensor | Quantized, gate_up_proj: Tensor | Quantized, tiles: ExpertTiles) -> Tensor:
-    """Return geglu(x[token] @ gate_up_proj[expert].T) as `kernel.expert_gate_up` does, never in float8.
+    """Return geglu(x[token] @ gate_up_proj[expert].T) as `kernel.expert_gate_up` does. Inputs may be float8; the result
+    never is.
 
     The tiles have at most TALL_ROWS or WIDE_ROWS rows.
 
@@ -330,7 +333,7 @@ def _copy(
         taken = gl.atomic_add(tables[3], 1, sem="relaxed")
         for step in range(ONE, TWO):
             slot, phase = _copy_step(inputs, smem, full, free, source, tile, step, slot, phase, SIZE)
-        if taken == num_items - 1:  # every item takes one number; after the last one, the next launch starts at zero
+        if taken == num_items - 1:  # every item draws one number, and this was the last: zero for the next launch
             gl.atomic_add(tables[3], -num_items, sem="relaxed")
         after = _find(tables, taken + gl.num_programs(0), SIZE)
         for step in range(TWO, THREE):
@@ -433,7 +436,7 @@ def _next(slot: gl.tensor, phase: gl.tensor) -> tuple[gl.tensor, gl.tensor]:
 
 @gluon.jit
 def _before(slot: gl.tensor) -> gl.tensor:
-    # Not a variable of the loop: Triton 3.6 keeps no variable in a loop that equals another one at its start.
+    # Not carried through the loop: Triton 3.6 loses a variable that equals another one before the loop.
     return gl.where(slot == 0, _STAGES - 1, slot - 1)
 
 
@@ -458,7 +461,7 @@ def _multiply(
         num_rows, block = tile[3], tile[4]
         rings = (smem, full, free, queued[1].index(turn % 2), queued[2].index(turn % 2))
         if SIZE.TALL:
-            # An odd number of units leaves one for the last item, of which each warpgroup has half.
+            # With an odd number of units, the last item has one unit, and each warpgroup has a part of it.
             if SIZE.UNITS % 2 > 0 and block == SIZE.BLOCKS - 1:
                 if num_rows > _FEW:
                     slot, phase = _multiply_item(outs, rings, tile, slot, phase, block * 2, _FEW, _MORE, 1, WG, SIZE)
@@ -495,7 +498,7 @@ def _multiply_item(
     WG: gl.constexpr,
     SIZE: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor]:
-    """Multiply and store: NUM rows of the tile and MORE rows after them, by both halves of a unit or one of them."""
+    """Multiply NUM + MORE rows of tokens by both parts of a unit (PARTS = 2) or by one part, and store the result."""
     smem, full, free, targets, factors = rings
     w_smem, r_smem, m_smem, o_smem = smem
     DEPTH: gl.constexpr = r_smem.shape[2]

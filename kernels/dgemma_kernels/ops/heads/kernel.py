@@ -1,8 +1,8 @@
 """Norms and rotations of heads in training, with their gradient, in one pass each. Reference: `reference.py`.
 
 Values round where the published model rounds them: after a norm, after each of the two products of a rotation, and
-after their sum. The gradient is computed in float32 and rounded once. It adds the gradients of two parts of a row, text
-and canvases, as it reads them.
+after their sum. The gradient is computed in float32 and rounded once. It adds the gradients of two parts of a sequence,
+text and canvases, as it reads them.
 """
 
 import math
@@ -55,10 +55,10 @@ def norm_heads_gradient(
     *,
     eps: float,
 ) -> Tensor:
-    """Return the gradient of `raw` (M, …) for rows of L tokens, from those of the first and of the last tokens.
+    """Return the gradient of `raw` (B · L, …), for B sequences of L tokens.
 
-    firsts, seconds: the gradients of queries, keys and values (B, T, heads, H) each, where T <= L may differ. `firsts`
-    have the first tokens of each row, `seconds` the last ones. Where both have a token, they are added.
+    firsts: gradients of queries, keys and values at the first T tokens of each sequence, (B, T, heads, H). seconds: the
+    same for the last T tokens. T <= L may differ between the six tensors. Where both have a token, they are added.
 
     Example: `norm_heads_gradient(raw, wq, wk, cos, sin, (dq, dk, dv), (dq_text, dk_text, dv_text), eps=1e-6)`.
     """

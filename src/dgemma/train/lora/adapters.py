@@ -90,7 +90,7 @@ def merge_lora(model: DiffusionGemma, *, quantized: str | None = None) -> dict[s
 
 
 def drop_lora(model: DiffusionGemma) -> None:
-    """Remove the adapters. The base model is trainable again and samples under its own noise.
+    """Remove the adapters. The base model is trainable again and generates with its own noise process.
 
     Example: `load_lora(model, "sudoku-lora.safetensors"); ...; drop_lora(model)`.
     """
@@ -107,8 +107,8 @@ def drop_lora(model: DiffusionGemma) -> None:
 def rounded_once(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Round all adapters to the dtype of products within the context, for a forward and its backward pass.
 
-    Otherwise every use rounds them. Gradients reach the adapters themselves. The rounded A of layers with the same
-    input are neighbours in memory, so that `AdaptedLinear.together` need not copy them.
+    Otherwise every use rounds them. Gradients arrive in `.grad` of the original parameters. The rounded A of layers
+    with the same input are neighbours in memory, so that `AdaptedLinear.together` need not copy them.
 
     Example: `with rounded_once(model, torch.bfloat16): objective.reduce(objective(model, batch, seeds=s)).backward()`.
     """
@@ -122,7 +122,7 @@ def rounded_once(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     weights = [getattr(module, name) for module, name in places]
     before = [weight.grad for weight in weights]
     for weight in weights:
-        weight.grad = None  # autograd would add to each gradient with a launch of its own
+        weight.grad = None  # autograd would add to each old gradient in a separate launch
     for (module, name), rounded in zip(places, _Rounded.apply(dtype, *weights) if places else (), strict=True):
         module._parameters[name] = rounded
     try:

@@ -16,10 +16,11 @@ _FEW_OUTPUTS = 16  # of a product that has its own kernel
 def product_of_tokens(
     x: Tensor, weights: Weight, narrow: Tensor, b: Tensor, groups: Groups, *, gated: bool = False
 ) -> Tensor:
-    """Return x W_eᵀ + narrow_e B_eᵀ of each choice: x (M, I), weights (E, O, I), narrow (R, rank), b (E, O, rank).
+    """Return x W_eᵀ + narrow B_eᵀ for each choice of an expert e by a token, in rows grouped by expert: (R, O).
 
-    The result is (R, O), or (R, O / 2) if gated, by `gated_gelu`. On a Hopper GPU, compiled training steps use one
-    kernel, which does not copy the tokens.
+    x (M, I), weights (E, O, I), b (E, O, rank); narrow (R, rank) is in the order of the choices, token by token. If
+    gated, `gated_gelu` makes the result (R, O / 2). On a Hopper GPU, compiled training steps use one kernel, which does
+    not copy the tokens.
     """
     if uses_kernel(weights, x):
         from dgemma_kernels.ops.grouped import multiply_tokens
@@ -47,7 +48,7 @@ def uses_kernel(weights: Weight, x: Tensor) -> TypeGuard[Tensor]:
         compiles_on(x.device)
         and not torch.is_grad_enabled()
         and x.is_cuda
-        and torch.cuda.get_device_capability(x.device)[0] == 9  # Hopper has the shared memory for its tiles
+        and torch.cuda.get_device_capability(x.device)[0] == 9  # Hopper has the shared memory for the tiles
         and isinstance(weights, Tensor)
         and x.dtype == weights.dtype in (torch.bfloat16, torch.float16)
         and x.shape[1] % 64 == weights.shape[1] % 8 == 0
@@ -88,7 +89,7 @@ def take(x: Tensor, groups: Groups) -> Tensor:
 
 
 def put(rows: Tensor, groups: Groups) -> Tensor:
-    """Return (M, E · rank) with rows (R, rank) at the places of `take`, and zeros elsewhere."""
+    """Invert `take`: write each row (R, rank) to the columns of its token and expert; others of (M, E · rank) are 0."""
     return _put_rows(rows, groups.experts, groups.order, groups.ends.shape[0]).flatten(1)
 
 

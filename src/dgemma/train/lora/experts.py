@@ -97,9 +97,9 @@ class AdaptedExperts(Experts):
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the gradients of x (M, D), of the routing weights (M, A) and of the parameters that require one.
 
-        grad: that of the experts' output (M, D). Hidden values are recomputed. The output is not: the gradient of the
-        routing weights comes from `grad` times the transposed down weights. narrow: as from `self.narrow`. dtype: that
-        of products.
+        grad: that of the experts' output (M, D). Hidden values are recomputed. The output is not needed: the gradient
+        of the routing weights comes from `grad` times the transposed down weights. narrow: as from `self.narrow`.
+        dtype: that of products.
         """
         assert isinstance(self.gate_up_proj, Tensor)
         assert isinstance(self.down_proj, Tensor)
@@ -107,12 +107,14 @@ class AdaptedExperts(Experts):
         x, grad, gate_up, down = x.to(dtype), grad.to(dtype), self.gate_up_proj.to(dtype), self.down_proj.to(dtype)
         up_a, up_b, down_a, down_b = (getattr(self, name).to(dtype) for name in _EXPERT_ADAPTERS)
         narrow = narrow.flatten(0, 1).to(dtype)
-        wide = product_of_tokens(x, gate_up, narrow, up_b, groups)  # (R, 2F)
+        # Back through down: `along` has the gradient at the adapter's narrow values, `pulled` at the hidden values.
+        wide = product_of_tokens(x, gate_up, narrow, up_b, groups)  # (R, 2F), gate and up before `gated_gelu`
         along = take(scaled_product(grad, down_b.transpose(1, 2).flatten(0, 1).T, scale), groups).flatten(0, 1)
         pulled = product_of_tokens(grad, down.transpose(1, 2), along, down_a.transpose(1, 2), groups)  # (R, F)
         hidden, of_wide, of_rows = grad_of_gates(wide, pulled, weights, groups.order)
         by_row, narrow, along = narrow_by_row(weights, narrow, along, groups.order)
         down_narrow = thin_product(hidden, down_a, ends, scale, by_row)
+        # Back through gate_up. Names with `of_` are gradients of what they name.
         of_narrow = thin_product(of_wide, up_b.mT.contiguous(), ends, scale)
         of_all = put(of_narrow, groups)  # (M, E · rank)
         found = {

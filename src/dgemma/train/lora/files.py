@@ -33,7 +33,7 @@ def save_lora(model: DiffusionGemma, path: str | Path) -> None:
 
 @typed
 def load_lora(model: DiffusionGemma, path: str | Path) -> LoRA:
-    """Add saved adapters to a model, which then samples under their noise; return their settings.
+    """Add saved adapters to a model, which then generates with their noise process; return their settings.
 
     Example: `load_lora(model, "sudoku-lora.safetensors"); merge_lora(model)`.
     """

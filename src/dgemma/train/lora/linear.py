@@ -26,12 +26,12 @@ class AdaptedLinear(nn.Module):
         self.lora_a, self.lora_b = new_pair(base.weight, lora.rank)
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """out: the output, if it is known; then only the backward pass computes."""
+        """out: the output, if an earlier pass computed it. Only x Aᵀ is then computed, for the backward pass."""
         return self.together(x, [self], None if out is None else [out])[0]
 
     @staticmethod
     def together(x: Tensor, layers: Sequence["AdaptedLinear"], outs: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """Return the outputs of several adapted layers for one input. outs: the outputs, if they are known.
+        """Return the outputs of several adapted layers for one input. outs: as `out` of `forward`.
 
         Example: `queries, keys = AdaptedLinear.together(x, [attention.q_proj, attention.k_proj])`.
         """
@@ -171,9 +171,10 @@ def _expand(narrow: Tensor, b: Sequence[Tensor]) -> Tensor:
 def _grad_of_expand(
     grads: Sequence[Tensor], at_once: Tensor | None, narrow: Tensor, b: Sequence[Tensor], scale: float
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """Return scale · the gradient of narrow, and that of each B, from those of each layer's outputs (M, N_l).
+    """Return scale · the gradient of `narrow`, and the unscaled gradient of each B.
 
-    at_once: the gradients as one tensor (M, N), if they are neighbours in memory.
+    grads: the gradients of each layer's output, (M, N_l). at_once: the same as one tensor (M, N), if they are
+    neighbours in memory.
     """
     if at_once is not None and at_once.stride(1) == 1 and _uses_kernels(narrow, len(b), b[0].shape[1]):
         from dgemma_kernels.ops.adapters import expand_gradient
