@@ -1,4 +1,4 @@
-"""The end of a denoiser's last step: its soft embedding, not yet computed, and the next state in a graph's inputs."""
+"""The rest of the most recent step: a soft embedding still to compute, and the next state in a graph's inputs."""
 
 import weakref
 

@@ -1,4 +1,4 @@
-"""Reads prompts and single tokens causally into a prefix cache, in graphs if forwards of a size repeat."""
+"""Reads prompts and single tokens causally into a prefix cache; a forward whose size repeats becomes a CUDA graph."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A finite automaton over tokens, in tables that its kernels loop over."""
+"""A finite automaton over tokens, stored as tables that loops on the CPU and the GPU read."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Comparison of samplers on one task: quality, speed, paired differences, and the area under quality over speed."""
+"""Comparison of samplers on one task: quality, speed, paired differences, and the area under their curve."""
 
 import csv
 import html

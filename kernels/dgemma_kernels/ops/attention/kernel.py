@@ -1,4 +1,4 @@
-"""Attention of new tokens over a cached prefix and themselves, and the choice between its two kernels.
+"""Attention of new tokens over a cached prefix and themselves, and the choice between its kernels.
 
 Both use online softmax (FlashAttention, arXiv:2205.14135). The query heads that share a key head are packed as rows of
 one tile. The keys are split into equal parts, so that one small canvas fills the GPU (Flash-Decoding; `parts`). The

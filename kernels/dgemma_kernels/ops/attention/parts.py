@@ -1,4 +1,4 @@
-"""Code that both attention kernels use: the slots that a token sees, and parts of the keys, whose results are added up.
+"""Code that all attention kernels use: the slots that a token sees, the split of keys into parts, the sum of the parts.
 
 The number of parts depends on shapes alone; their bounds are computed from lengths on the device. So a growing prefix
 never changes a launch, and a captured graph stays valid. Parts are added in a fixed order, so that the same inputs give

@@ -1,4 +1,4 @@
-"""Routing in training: choices of experts, their weights and the gradient of these, and choices grouped by expert.
+"""Routing in training: chosen experts, the weights of the choices with their gradient, and choices grouped by expert.
 
 A program that chooses or weighs has a few tokens, with all their logits. Groups are made by a counting
 sort in two launches. Reference: `reference.py`.
