@@ -27,7 +27,7 @@ from dgemma.run.knobs import Knobs
 from dgemma.run.step import start_state
 from dgemma.train.lora import LoRA, add_lora
 from dgemma_kernels import accelerate
-from dgemma_kernels.engine import captured, published
+from dgemma_kernels.engine import captured, forward, published
 from dgemma_kernels.engine.forward import Forward
 from dgemma_kernels.engine.graphs import CaptureError, Replay
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits
@@ -644,6 +644,27 @@ def test_unsupported_arguments_raise_with_a_reason(models, monkeypatch):
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     with pytest.raises(ValueError, match="needs the model on a CUDA GPU"):
         accelerate(dgemma.DiffusionGemma(plain.config, device="cpu"))
+
+
+def test_the_reason_for_the_triton_kernel_of_attention_is_logged_and_is_a_warning_if_the_version_is_wrong(
+    monkeypatch, caplog
+):
+    model = make_model(torch.device("cpu")).float()
+    caplog.set_level("INFO", "dgemma")
+    accelerate(model)
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        (
+            "INFO",
+            "accelerate runs the Triton kernel of attention: the Hopper kernel needs a Hopper GPU (compute capability "
+            "9.0), got tensors on cpu.",
+        )
+    ]
+    caplog.clear()
+    monkeypatch.setattr(forward, "is_hopper", lambda device: True)
+    monkeypatch.setattr(forward, "GLUON_RAN_WITH", ("2.0.",))
+    accelerate(model)
+    accelerate(model, attention="triton")  # no reason to log: it was requested
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 def test_uniform_draws_the_reference_bits(device):

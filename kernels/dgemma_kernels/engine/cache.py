@@ -2,7 +2,7 @@
 
 As in `dgemma.model.cache.PrefixCache`, rows are left-aligned and lengths are on the device. A forward writes the keys
 and values of its tokens into a tail after the prefix, and a commit only adds to a length. Full layers have room for the
-whole prefix, sliding layers for their window and a tail. `settle` moves the newest tokens of a sliding layer to its
+whole prefix, sliding layers for their window and a tail. `trim` moves the newest tokens of a sliding layer to its
 front. Buffers grow in steps. They return to a pool, with their graphs, when their cache is gone.
 """
 
@@ -251,7 +251,7 @@ class FusedCache:
         """The keys and values of every layer, after reading the postponed tokens."""
         with self.turn:
             self.catch_up()
-            self.settle()
+            self.trim()
         shapes = [self.pool.config.layer_shape(layer) for layer in range(self.pool.config.num_hidden_layers)]
         return [
             LayerCache(keys, values, shape.window, None if shape.window is None else self.pool.keep)
@@ -263,10 +263,10 @@ class FusedCache:
         """Return buffers with room for `num_new` tokens per row, and for `num_later` more in full layers."""
         old, num_slots = self._buffers, self._num_slots + num_new + num_later
         if old is not None and self.num_held + num_new > old.window_capacity:
-            self.settle()
+            self.trim()
         if old is not None and num_slots <= old.size[1] and num_new <= old.size[2]:
             return old
-        self.settle()
+        self.trim()
         self._move_to(self.pool.take(self.batch_size, num_slots, num_new))
         if old is not None:
             self.pool.give_back(old)
@@ -290,7 +290,7 @@ class FusedCache:
         self.ragged = self.ragged or counts is not None
 
     @in_turn
-    def settle(self) -> None:
+    def trim(self) -> None:
         """Drop all but the newest tokens of sliding layers, and move these to the front."""
         buffers = self._buffers
         if buffers is None or self.num_held <= buffers.keep:
@@ -301,7 +301,7 @@ class FusedCache:
                 forget(buffers.sliding[0], buffers.sliding[1], buffers.held, buffers.keep)
             buffers.held.clamp_(max=buffers.keep)
 
-        remembered(buffers.graphs, "settle", lambda: Replay(run, self.pool.device, self.pool.graph_memory)).replay()
+        remembered(buffers.graphs, "trim", lambda: Replay(run, self.pool.device, self.pool.graph_memory)).replay()
         self.num_held = buffers.keep
 
     def reserve(self, num_tokens: int) -> None:
@@ -343,8 +343,8 @@ class FusedCache:
     def splice(self, rows: Tensor, donor: "FusedCache") -> None:
         """Replace `rows` (R,) in place by the rows of a donor of batch size R. Marks are forgotten."""
         self.catch_up()
-        theirs = donor.layers  # reads postponed tokens and settles
-        self.settle()
+        theirs = donor.layers  # reads postponed tokens and trims
+        self.trim()
         lengths = self._lengths.index_copy(0, rows, donor._lengths)
         self.make_room(self.pool.config.canvas_length, max(0, donor._num_slots - self._num_slots))
         for mine, layer in zip(self.layers, theirs, strict=True):
@@ -371,7 +371,7 @@ class FusedCache:
 
     def _rebuild(self, transform: Callable[[Tensor], Tensor]) -> Self:
         self.catch_up()
-        self.settle()
+        self.trim()
         lengths = transform(self._lengths)
         copy = type(self)(self.pool, lengths.shape[0])
         copy._lengths = lengths.clone()
@@ -407,7 +407,7 @@ class FusedCache:
         self._hold(self._lengths)
 
     def _hold(self, lengths: Tensor) -> None:
-        """Set the counters for `lengths` tokens, after sliding layers have settled."""
+        """Set the counters for `lengths` tokens, after `trim`."""
         self.num_held = min(self._num_slots, self.pool.keep)
         self.buffers.held.copy_(lengths.clamp(max=self.pool.keep))
         self._set_lengths(lengths)

@@ -235,7 +235,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
             return fused
         fused.catch_up()
         self._reader.read(tokens, fused, real, last=False)
-        fused.settle()  # now, while the device is busy, and not before the next canvas
+        fused.trim()  # now, while the device is busy, and not before the next canvas
         return fused
 
     @torch.no_grad()
@@ -278,7 +278,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
         fused = self._check_canvas(canvas, cache)
         fused.catch_up()
         buffers = fused.make_room(canvas.shape[1])
-        fused.settle()
+        fused.trim()
         self._last.soften()
         signal = self._signal(self_cond)
         if signal is not None and self_cond_mask is not None:
@@ -300,7 +300,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
         postponed = fused.postponed
         num_postponed = 0 if postponed is None else postponed.shape[1]
         buffers = fused.make_room(num_postponed + state.canvas_len)
-        fused.settle()
+        fused.trim()
         captured = self._last.pop_loaded(state, knobs, buffers)
         if captured is not None and postponed is None:
             logits = captured.replay()  # before other work of the host, because the device is idle
@@ -358,7 +358,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
     @in_turn
     def _read_block(self, tokens: Tensor, cache: FusedCache) -> None:
         self._reader.read(tokens, cache, None, last=False)
-        cache.settle()
+        cache.trim()
 
     def _check_canvas(self, canvas: Tensor, cache: FusedCache) -> FusedCache:
         self._model.check_tokens(canvas, cache, "canvas")

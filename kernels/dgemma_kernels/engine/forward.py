@@ -3,6 +3,9 @@
 Nothing here reads the device, so all of it can be captured. The reference is `dgemma.DiffusionGemma`.
 """
 
+import logging
+from collections.abc import Collection
+
 import torch
 import triton
 from torch import Tensor
@@ -15,8 +18,8 @@ from dgemma_kernels.engine.weights import LayerWeights, ModelWeights
 from dgemma_kernels.formats import FourBit, Quantized, format_of
 from dgemma_kernels.formats.float8 import multiply, multiply_unscaled
 from dgemma_kernels.formats.fourbit import OrderedRows
-from dgemma_kernels.ops.attention import KernelName, attention, choose_kernel
-from dgemma_kernels.ops.configs import dense_config, expert_config, tensor_descriptors
+from dgemma_kernels.ops.attention import KernelChoice, KernelName, attention, choose_kernel
+from dgemma_kernels.ops.configs import GLUON_RAN_WITH, dense_config, expert_config, is_hopper, tensor_descriptors
 from dgemma_kernels.ops.embedding import embed
 from dgemma_kernels.ops.experts import expert_down, expert_gate_up, multiply_experts
 from dgemma_kernels.ops.mlp import dense_mlp, geglu, geglu_float8
@@ -25,6 +28,8 @@ from dgemma_kernels.ops.product import multiply_deep, multiply_row
 from dgemma_kernels.ops.qkv import prepare_qkv
 from dgemma_kernels.ops.router import route, sort_by_expert
 from dgemma_kernels.ops.token import choose_token, score_token
+
+logger = logging.getLogger("dgemma")
 
 _Scales = tuple[Tensor, Tensor] | None  # of rows and columns
 
@@ -53,10 +58,13 @@ class Forward:
         self._multiply = in_slices(multiply) if batch_invariant else multiply
         self._multiply_unscaled = in_slices(multiply_unscaled) if batch_invariant else multiply_unscaled
         table = weights.embedding
+        choices = set()
         for layer in weights.layers:  # an explicit kernel that cannot run raises now, not in the first step
             heads, size = (config.num_attention_heads, layer.shape.num_key_value_heads), layer.shape.head_dim
             queries, keys = (table.new_empty(1, 1, heads[0], size), table.new_empty(1, heads[1], 1, size))
-            choose_kernel(queries, keys, keys, attention_kernel)
+            choices.add(choose_kernel(queries, keys, keys, attention_kernel, few_rows=False))
+        if attention_kernel == "auto":
+            _log_triton(choices, table.device)
         # sqrt(hidden), rounded to the weights' dtype as in the published model
         self.embed_scale = float(torch.tensor(config.hidden_size**0.5, dtype=table.dtype))
         # The dense MLP runs next to the router and the experts, which wait for memory. Torch gives out 32 streams in
@@ -290,3 +298,12 @@ class Forward:
 def _as(weight: Tensor | Quantized, rows: Tensor) -> Tensor | Quantized:
     """Return the rows in the form that multiplies this weight."""
     return round_rows(rows) if isinstance(weight, Quantized) else rows
+
+
+def _log_triton(choices: Collection[KernelChoice], device: torch.device) -> None:
+    """Log why layers run attention's Triton kernel: a warning if another version of Triton would change that."""
+    wrong_version = is_hopper(device) and not triton.__version__.startswith(GLUON_RAN_WITH)
+    for choice in sorted(choices):
+        if choice.kernel == "triton":
+            level = logging.WARNING if wrong_version else logging.INFO
+            logger.log(level, "accelerate runs the Triton kernel of attention: %s.", choice.reason)

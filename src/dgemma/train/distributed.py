@@ -178,7 +178,7 @@ class FullySharded(Parallel):
         dist.all_reduce(total)
         return total
 
-    def agree(self, flag: bool) -> bool:
+    def any(self, flag: bool) -> bool:
         return self._num_raised(flag) > 0
 
     def barrier(self) -> None:

@@ -214,7 +214,7 @@ class _Run:
                 stop = bool(on_step is not None and on_step(record)) or request.is_set()
                 self._plan()
                 bar.total = self.steps
-                stop = self.parallel.agree(stop) and self.step != self.steps
+                stop = self.parallel.any(stop) and self.step != self.steps
                 if stop or self._due(config.log_every) or self._is_late():
                     line = self.read()
                     terms = {

@@ -88,7 +88,7 @@ class Parallel:
         """Return the sum of a tensor over all processes, on each of them."""
         return tensor
 
-    def agree(self, flag: bool) -> bool:
+    def any(self, flag: bool) -> bool:
         """Return True on all processes if any of them raised its flag; called after every step."""
         return flag
 

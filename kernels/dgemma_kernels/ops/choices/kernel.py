@@ -31,7 +31,7 @@ def choose_experts(logits: Tensor, scales: Tensor, top_k: int) -> tuple[Tensor, 
 
     Example: `probabilities, weights, experts = choose_experts(logits, router.per_expert_scale, 8)`.
     """
-    _require("choose_experts", logits, scales)
+    _check("choose_experts", logits, scales)
     num_tokens, num_experts = logits.shape
     probabilities, weights = _new_results(logits, top_k)
     experts = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)
@@ -46,7 +46,7 @@ def weigh_choices(logits: Tensor, experts: Tensor, scales: Tensor) -> tuple[Tens
 
     Example: `probabilities, weights = weigh_choices(logits, experts, router.per_expert_scale)`.
     """
-    _require("weigh_choices", logits, scales, experts)
+    _check("weigh_choices", logits, scales, experts)
     probabilities, weights = _new_results(logits, experts.shape[1])
     _weigh_choices_kernel[(triton.cdiv(logits.shape[0], _ROWS),)](
         logits,
@@ -71,7 +71,7 @@ def weigh_choices_gradient(
 
     Example: `weigh_choices_gradient(grad, None, logits, experts, router.per_expert_scale)`.
     """
-    _require("weigh_choices_gradient", logits, scales, experts)
+    _check("weigh_choices_gradient", logits, scales, experts)
     out = torch.empty_like(logits)
     _weigh_choices_gradient_kernel[(triton.cdiv(logits.shape[0], _ROWS),)](
         grad.contiguous(),
@@ -118,7 +118,7 @@ def _new_results(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return probabilities, probabilities.new_empty(logits.shape[0], top_k)
 
 
-def _require(owner: str, logits: Tensor, scales: Tensor, experts: Tensor | None = None) -> None:
+def _check(owner: str, logits: Tensor, scales: Tensor, experts: Tensor | None = None) -> None:
     if not fits(logits.shape[1]) or scales.shape != logits.shape[1:]:
         raise ValueError(
             f"{owner} must get logits of a power of two of experts, at most {_MOST_EXPERTS}, and a scale for each, got "
