@@ -1,10 +1,11 @@
 """Compare orders of filling a Sudoku: the share of solved grids by number of steps, for one solver and many samplers.
 
 Some samplers fill cells at random, by confidence, or by the margin between the two best digits, in a fixed number of
-steps. Others use an entropy bound to decide how many cells to fill at once, until the grid no longer changes. The
-second command made the mask columns of the table in docs/sudoku.md on one GPU. The third is for a solver that you
-trained with 10_train_sudoku.py. On a GPU, the second command takes about 70 seconds for each of the two kinds of
-puzzles. On a CPU, the first command takes about a minute, and the others take hours.
+steps. Others use an entropy bound to decide how many cells to fill at once, until the grid no longer changes. The last
+rows count the grids that are solved after retries. The second command made the figures for mask noise in docs/sudoku.md
+on one GPU. The third is for a solver that you trained with 10_train_sudoku.py. On a GPU, the second command takes about
+70 seconds for each of the two kinds of puzzles. On a CPU, the first command takes about a minute, and the others take
+hours.
 
     python examples/17_sudoku_orders.py                       16 puzzles of each kind, one setting of each order
     python examples/17_sudoku_orders.py --num-tests 1000 --max-steps 81 --out runs/orders
@@ -13,6 +14,8 @@ puzzles. On a CPU, the first command takes about a minute, and the others take h
 
 import argparse
 import json
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +29,18 @@ KINDS = {"30-45 givens": (30, 45), "24-29 givens": (24, 29)}
 STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 81)
 BOUNDS = (0.001, 0.01, 0.1, 0.5, 1.0, 2.0, 4.0)  # nats
 CONFIDENT = (0.8, 0.95, 0.99)
+RETRIES = 3
+
+
+def until_stable(max_steps: int | None) -> dict[str, Any]:
+    return {"steps": min(48, max_steps or 48), "stop": StableAndConfident()}
 
 
 def list_settings(kind: str, max_steps: int | None) -> dict[str, dict[str, Any]]:
     """Return options of `sudoku.complete` by order and setting. Without `max_steps`, each order has one setting."""
     numbers = (6,) if max_steps is None else tuple(n for n in STEPS if n <= max_steps)
     bounds, sure = ((0.1,), (0.95,)) if max_steps is None else (BOUNDS, CONFIDENT)
-    adaptive = {"steps": min(48, max_steps or 48), "stop": StableAndConfident()}
+    adaptive = until_stable(max_steps)
 
     def by_steps(sampler: Any) -> dict[str, Any]:
         return {f"{n} steps": {"sampler": sampler, "steps": n, "stop": None} for n in numbers}
@@ -62,6 +70,28 @@ def sudoku_task(model: dgemma.DiffusionGemma, tests: sudoku.Puzzles) -> Any:
         return (completion.grids == solutions).all(1), completion.generation
 
     return solve
+
+
+def list_orders(task: Any, orders: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the share of exact grids, its error and the mean steps of every setting of every order."""
+    for order, settings in orders.items():
+        for row in dgemma.sweep(task, settings, progress=False).rows:
+            numbers = {"exact": row.quality, "error": row.error, "steps": row.forwards}
+            yield {"order": order, "setting": row.label, **numbers}
+
+
+def list_retries(
+    model: dgemma.DiffusionGemma, tests: sudoku.Puzzles, max_steps: int | None
+) -> Iterator[dict[str, Any]]:
+    """Yield the share of exact grids, its error and the mean steps of all attempts, after 0, 1, 2, ... retries."""
+    options = {"sampler": EntropyBound(bound=0.01, greedy=True), "temperature": 1.0, **until_stable(max_steps)}
+    done = sudoku.complete(model, tests.puzzles, progress=False, **options)
+    for attempt in range(RETRIES + 1):
+        score = done.scores(tests.solutions)
+        error = (score["exact"] * (1 - score["exact"]) / len(tests.puzzles)) ** 0.5
+        setting = f"{attempt} times"
+        yield {"order": "retry", "setting": setting, "exact": score["exact"], "error": error, "steps": score["steps"]}
+        done = sudoku.retry(model, done, moves_seed=attempt, progress=False, **options)
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -98,13 +128,12 @@ orders = list_settings(dgemma.learnt_noise(model).kind, args.max_steps)
 rows = []
 print(f"{'':52}{'exact':>8}{'± error':>9}{'steps':>7}")
 for kind, givens in KINDS.items():
-    task = sudoku_task(model, sudoku.generate_puzzles(args.num_tests, givens=givens, **common))
-    for order, order_settings in orders.items():
-        for row in dgemma.sweep(task, order_settings, progress=False).rows:
-            numbers = {"exact": row.quality, "error": row.error, "steps": row.forwards}
-            rows.append({"kind": kind, "order": order, "setting": row.label, **numbers})
-            label = f"{kind}: {order}, {row.label}"
-            print(f"{label:52}{row.quality:8.1%}{row.error:9.1%}{row.forwards:7.1f}", flush=True)
+    tests = sudoku.generate_puzzles(args.num_tests, givens=givens, **common)
+    task = sudoku_task(model, tests)
+    for row in chain(list_orders(task, orders), list_retries(model, tests, args.max_steps)):
+        rows.append({"kind": kind, **row})
+        label = f"{kind}: {row['order']}, {row['setting']}"
+        print(f"{label:52}{row['exact']:8.1%}{row['error']:9.1%}{row['steps']:7.1f}", flush=True)
 if args.out is not None:
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "orders.json").write_text(json.dumps(rows, indent=1) + "\n")

@@ -130,7 +130,7 @@ def test_sudoku_is_trained_and_solving_orders_are_compared(run, tmp_path):
     more = ("--denoising-steps", "2", "--workers", "1", "--device", "cpu", "--puzzles", "puzzles")
     assert run("10", *sizes, *more, "--prepare-only") == ""
     assert len(list((tmp_path / "puzzles").iterdir())) == 3
-    for noise, num_settings in (("mask", 3 + 7 + 1), ("uniform", 2 + 3 + 7 + 7 + 1)):
+    for noise, num_settings in (("mask", 3 + 7 + 1), ("uniform", 2 + 3 + 7 + 7 + 1)):  # and four numbers of retries
         run("10", *sizes, *more, "--noise", noise, "--out", noise)
         results = json.loads((tmp_path / noise / "results.json").read_text())
         assert results["test_grids_with_a_key_trained_on"] == 0
@@ -139,8 +139,9 @@ def test_sudoku_is_trained_and_solving_orders_are_compared(run, tmp_path):
         options = ("--num-tests", "2", "--max-steps", "1", "--puzzles", "puzzles", "--device", "cpu")
         printed = run("17", "--model", f"{noise}/checkpoint", *options, "--out", noise)
         rows = json.loads((tmp_path / noise / "orders.json").read_text())
-        assert len(rows) == len(printed.splitlines()) - 1 == 2 * num_settings
-        assert all(row["steps"] == 1 for row in rows)
+        assert len(rows) == len(printed.splitlines()) - 1 == 2 * (num_settings + 4)
+        # No grid is solved here, so every puzzle is tried again.
+        assert all(row["steps"] == 1 + int(row["setting"][0]) * (row["order"] == "retry") for row in rows)
         assert (tmp_path / noise / "steps.png").stat().st_size > 5000
 
 
