@@ -17,7 +17,9 @@ import dgemma
 import next_token
 from dgemma import DiffusionGemma
 from dgemma.model import experts
+from dgemma.train import loop
 from dgemma.train.batch import MicroBatch, StepInput, feed
+from dgemma.train.checkpoints import Checkpoints
 from dgemma.train.config import TrainConfig
 from dgemma.train.loop import _known_cause, _Run, train
 from dgemma.train.lora import LoRA, add_lora, load_lora
@@ -237,6 +239,14 @@ def test_a_run_killed_at_random_moments_ends_in_the_same_bits(tmp_path):
     assert_same_bits(weights(straight), weights(DiffusionGemma.from_pretrained(out / "final")))
     steps = [line["step"] for line in map(json.loads, (out / "log.jsonl").read_text().splitlines())]
     assert steps == list(range(1, 61))
+
+
+@pytest.mark.parametrize(("saving_part", "saved"), [(0, [0, 2, 4, 5]), (1e9, [0, 5])], ids=["fast", "slow"])
+def test_slow_steps_are_saved_when_they_are_logged_unless_saving_is_slow_too(tmp_path, monkeypatch, saving_part, saved):
+    monkeypatch.setattr(loop, "_LONGEST_UNSAVED", 0)
+    monkeypatch.setattr(loop, "_SAVING_PART", saving_part)
+    run(tmp_path, steps=5, log_every=2, checkpoint_every=1000, keep_last=9)
+    assert Checkpoints(folder=tmp_path, keep_last=9, parallel=Parallel()).steps() == saved
 
 
 @pytest.mark.parametrize(

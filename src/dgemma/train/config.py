@@ -51,7 +51,7 @@ class TrainConfig:
     seed: int = 0
     log_every: int = 20
     evaluate_every: int | None = None  # None: only after the last step
-    checkpoint_every: int = 1000
+    checkpoint_every: int = 1000  # steps; sooner if these take more than five minutes
     keep_last: int = 2  # checkpoints
     progress: bool = True
 

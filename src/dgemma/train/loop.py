@@ -2,7 +2,8 @@
 
 Each step takes rows from the source, draws noise from their seeds, measures the objective's terms, reduces them to a
 scalar and updates the weights. No step waits for the GPU. The numbers are read, checked and logged every `log_every`
-steps or ten seconds, and before anything is saved.
+steps or ten seconds, and before anything is saved. A checkpoint is written every `checkpoint_every` steps or five
+minutes; less often if writing takes more than 5 % of the time.
 """
 
 import logging
@@ -51,6 +52,8 @@ logger = logging.getLogger("dgemma")
 _SHORT = 5  # minutes; in a shorter run compiling takes more time than it saves
 _WARMUP_PART = 10  # in a run limited by minutes, at most one step in ten warms up
 _LONGEST_UNREAD = 10  # seconds; slow steps are read and logged before `log_every` of them are taken
+_LONGEST_UNSAVED = 300  # seconds; slow steps are saved before `checkpoint_every` of them are taken
+_SAVING_PART = 20  # saving slow steps takes at most one second in twenty
 
 Evaluate = Callable[[Any, int], Mapping[str, Any] | None]
 
@@ -74,8 +77,9 @@ def train(
     `out` gets `log.jsonl`, checkpoints `step-000100/` and at the end `final/`, which `from_pretrained` reads. An
     adapted model gets `final/adapters.safetensors`, which `load_lora` reads. The process may be killed at any moment:
     the same call continues from the last checkpoint and gives the same result as an uninterrupted run with the same
-    number of steps. On Ctrl-C or SIGTERM it finishes the step, writes a checkpoint and returns. A loss or gradient that
-    is not finite raises FloatingPointError and restores the model from the last checkpoint.
+    number of steps. Checkpoints are about five minutes apart at most, unless writing one takes over 15 seconds. On
+    Ctrl-C or SIGTERM it finishes the step, writes a checkpoint and returns. A loss or gradient that is not finite
+    raises FloatingPointError and restores the model from the last checkpoint.
 
     - on_step: called after every step; returning True stops the run as Ctrl-C does.
     - evaluate: a function of (model, step) that returns a dictionary of numbers, or None. If weights are averaged, the
@@ -148,6 +152,7 @@ class _Run:
         self.budget = None if config.minutes is None else TimeBudget(config.minutes, 0.0)
         self.unread: list[TrainStep] = []
         self.tokens, self.seconds, self.clock = 0, 0.0, 0.0
+        self.saved_at, self.save_pause = time.perf_counter(), float(_LONGEST_UNSAVED)
         self.evaluation: Mapping[str, float] = {}
 
     def _replay_passes(self) -> Replayed | None:
@@ -215,7 +220,8 @@ class _Run:
                 self._plan()
                 bar.total = self.steps
                 stop = self.parallel.any(stop) and self.step != self.steps
-                if stop or self._due(config.log_every) or self._is_late():
+                is_read = stop or self._due(config.log_every) or self._is_late()
+                if is_read:
                     line = self.read()
                     terms = {
                         name.removeprefix("loss/"): f"{line[name]:.3f}" for name in line if name.startswith("loss/")
@@ -223,7 +229,7 @@ class _Run:
                     bar.set_postfix(terms, evenness=f"{line['evenness']:.2f}")
                 if evaluate is not None and self._due(config.evaluate_every):
                     self.evaluate(evaluate)
-                if stop or self._due(config.checkpoint_every):
+                if stop or self._due(config.checkpoint_every) or (is_read and self._is_unsaved()):
                     self.save()
                 bar.update()
                 if stop or self.step == self.steps:
@@ -237,6 +243,10 @@ class _Run:
     def _is_late(self) -> bool:
         """Return True if the last reading was long ago; False for several processes, which must read together."""
         return self.parallel.world_size == 1 and time.perf_counter() - self.clock > _LONGEST_UNREAD
+
+    def _is_unsaved(self) -> bool:
+        """Return True if the last checkpoint is old. All processes must call this at the same step."""
+        return self.parallel.any(time.perf_counter() - self.saved_at > self.save_pause)
 
     def _announce_minutes(self) -> None:
         minutes = self.config.minutes
@@ -389,11 +399,13 @@ class _Run:
     def save(self) -> None:
         if self.unread:
             self.read()
+        began = time.perf_counter()
         if self.parallel.is_main:
             self.log.sync()
         time_plan = {} if self.budget is None else {"seconds": self.budget.seconds, "planned steps": self.steps}
         self.checkpoints.save(self.step, self.state(), {"step": self.step, **time_plan, **self.description})
-        self.clock = time.perf_counter()
+        self.clock = self.saved_at = time.perf_counter()
+        self.save_pause = max(_LONGEST_UNSAVED, _SAVING_PART * (self.saved_at - began))
 
     def restore(self, path: Path) -> None:
         stored, may_differ = self.checkpoints.names(path), self.allow_changes
