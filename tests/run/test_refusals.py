@@ -28,7 +28,7 @@ def model():
 @pytest.mark.parametrize("form", [torch.tensor, np.array, list])
 def test_a_mask_of_zeros_and_ones_is_not_read_as_two_ids(model, form):
     mask = [int(token > 60) for token in range(128)]
-    with pytest.raises(ValueError, match=r"allowed must name every id once.*Convert a mask of 0 and 1 to booleans"):
+    with pytest.raises(ValueError, match=r"allowed must not repeat an id.*Convert a mask of 0 and 1 to booleans"):
         dgemma.generate(model, PROMPT, allowed=form(mask), **RUN)
 
 

@@ -19,8 +19,8 @@ class Fan(NamedTuple):
     Most states have at most 8 arcs, which are in `few`. The arcs of other states are in `some`, in rows of 8.
     The first dimension of each table is a direction: 0 for the arcs that leave a state (for backward passes), 1 for
     those that reach it. Each element of `few` and `some` is a slot. It holds the state at the other end of an arc. A
-    slot without an arc holds 0, and its entry in `arc` is E. The slots of `few` are numbered first, then those of
-    `some`.
+    slot without an arc holds 0, and its entry in `arc` is E, the number of arcs. The slots of `few` are numbered first,
+    then those of `some`.
     """
 
     few: Tensor  # (2, 8, Q) int64: a column per state, empty if the state has more than 8 arcs
@@ -76,10 +76,10 @@ class IndexGroups(NamedTuple):
 
 
 class Automaton(NamedTuple):
-    """A deterministic automaton over tokens: V tokens in K classes with equal transitions, Q states, E arcs, L links.
+    """A deterministic automaton over tokens: V tokens in K classes, Q states, E arcs, L links.
 
-    An arc is a pair of states. A link is a class whose tokens lead from the arc's source to its target. Arcs are sorted
-    by source, links by arc.
+    Tokens of one class have equal transitions. An arc is a pair of states. A link is an arc and a class whose tokens
+    lead from the arc's source to its target. Arcs are sorted by source, links by arc.
     """
 
     token_class: Tensor  # (V,) int32

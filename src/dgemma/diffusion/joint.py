@@ -20,8 +20,9 @@ from dgemma.diffusion.paths import Passes
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.reductions import log_flags
 
-# The cost in nats of contradicting a decided token. It exceeds any difference between texts, so a decided token stays
-# wherever the language permits it. exp(-COST) is 0 in float64, so samples keep such a token with certainty.
+# The cost in nats of contradicting a decided token. It exceeds any difference between the log-probabilities of
+# texts, so a decided token stays wherever the language permits it. exp(-COST) is 0 in float64, so samples keep such a
+# token with certainty.
 COST = 1e6
 _PREFERENCE = 1e3  # the cost of contradicting a draft's token at a position that is still open
 
@@ -60,7 +61,7 @@ class Joint:
         """The logarithm of M_i[k] = Σ_q forward_i[q] · backward_{i+1}[next_state(q, k)], (B, C, K).
 
         p_i(t) · M_i[class of t] is proportional to the conditioned marginal of token t. At a fixed position the fixed
-        token does not count: the result is the marginal there if only the others were fixed.
+        token does not count: the result there is the marginal as if only the others were fixed.
         """
         bias: Tensor = self._ops.class_bias(self.language, self._passes)
         gaps = self.language.gaps
@@ -87,7 +88,7 @@ class Joint:
         possible. A draft in the language is returned unchanged.
         """
         if draft.device.type == "cpu" and torch.equal(draft, self.best):
-            return draft  # only here, because the comparison would make a GPU wait
+            return draft  # not on a GPU, where the comparison would wait for results
         cost = torch.where(decided, COST, _PREFERENCE).double()
         weights = self._arcs(self._kept(self._sums_and_maxima[1], draft, cost))
         path = self._ops.best_path(self.language, weights, self._ops.best_pass(self.language, weights))

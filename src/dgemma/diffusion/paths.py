@@ -111,7 +111,7 @@ def sample_path(language: Language, weights: Tensor, backward: Tensor, u: Tensor
     through = weights + backward[:, 1:, automaton.arc_target]
     top = finite(max_by(through, automaton.arc_source, automaton.num_states))
     width = (through - top[..., automaton.arc_source]).exp()
-    # Arcs are sorted by source. The cumulative sums of one state are differences of those of all arcs.
+    # Arcs are sorted by source, so the sums over one state's arcs are differences of the sums over all arcs.
     ends = F.pad(width.cumsum(-1), (1, 0))  # (B, C, E + 1)
     first = ends[..., first_arc[:-1]]
     total = ends[..., first_arc[1:]] - first

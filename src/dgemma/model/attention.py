@@ -17,7 +17,7 @@ from dgemma.model.layers import RMSNorm, project, rms_norm
 from dgemma.model.rotary import rotate
 
 _FLASH_DIM = 256  # the largest heads of torch's fastest kernels
-_ALIGNED = 8  # 16-bit values; matrices with such rows have fast products
+_ALIGNED = 8  # products of 16-bit matrices are fast if rows have a multiple of 8 values
 
 _BY_KEY_HEAD, _BY_TOKEN = "b t (k g) h -> (b k) (g t) h", "(b k) (g t) h -> b t (k g) h"
 
@@ -83,7 +83,7 @@ def words(*tensors: Tensor) -> list[Tensor]:
 
 
 def in_words(copy: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Return copy(*tensors), which moves values and keeps the last dimension, computed on `words`.
+    """Return copy(*tensors), computed on `words` of the tensors. `copy` only moves values and keeps the last dimension.
 
     Example: `in_words(lambda x: x.transpose(1, 2).contiguous(), keys)`.
     """
@@ -126,7 +126,7 @@ class _AttendByProducts(torch.autograd.Function):
     def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, causal: bool) -> Tensor:
         num_tokens, num_keys = queries.shape[1], keys.shape[2]
         q = in_words(partial(rearrange, pattern=_BY_KEY_HEAD, k=keys.shape[1]), queries)
-        # For other numbers of keys, the library has only slow products.
+        # If the number of keys is no multiple of 8, the library has only slow products.
         pad = partial(F.pad, pad=(0, 0, 0, -num_keys % _ALIGNED))
         k, v = (in_words(pad, x).flatten(0, 1) for x in (keys, values))
         scores = _wide_product(q, k.mT)  # (B K, G T, S)
@@ -156,7 +156,7 @@ class _AttendByProducts(torch.autograd.Function):
 def _masked_softmax(scores: Tensor, num_causal: int | None, num_keys: int, dtype: torch.dtype) -> Tensor:
     """Return attention weights from scores (M, S), of which the first `num_keys` are of real keys.
 
-    num_causal: T, if row m is of token m mod T and sees keys up to itself.
+    num_causal: T for causal attention, where row m belongs to token m mod T and sees keys up to it; otherwise None.
     """
     key = torch.arange(scores.shape[1], device=scores.device)
     hidden = key >= num_keys

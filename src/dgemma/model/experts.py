@@ -92,7 +92,7 @@ def router_input(residual: Tensor, scale: Tensor, eps: float) -> Tensor:
 
 
 def _uses_choice_kernels(logits: Tensor, scales: Tensor) -> bool:
-    """Return True if kernels choose and weigh experts: for frozen scales."""
+    """Return True if kernels choose and weigh experts. They need frozen scales."""
     return _has_kernels(logits, logits.shape[-1]) and not scales.requires_grad and logits.dtype != torch.float64
 
 
@@ -106,7 +106,7 @@ def _has_kernels(x: Tensor, num_experts: int) -> bool:
 
 
 class _Choices(torch.autograd.Function):
-    """Probabilities, weights and experts of a `Routing`, from logits (M, E). Kernels instead of about 15 launches."""
+    """Probabilities, weights and experts of a `Routing`, from logits (M, E). Replaces about 15 launches."""
 
     @staticmethod
     def forward(

@@ -106,7 +106,7 @@ def fusible_with(*, num_joined: int = 0, kernels: Kernels | None = None) -> Call
 
 
 def joined(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
-    """Return the tensor whose neighbouring slices along `dim` these are, without a copy; None if they are not.
+    """Return one tensor without a copy if these are its neighbouring slices along `dim`; otherwise None.
 
     Example: `joined(torch.ones(3, 8).split(4, 1), 1).shape` is (3, 8).
     """

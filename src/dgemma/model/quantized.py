@@ -294,7 +294,7 @@ def _e2m1_values(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 Weight = Tensor | QuantizedWeight
 
-_ROWS = "be a float with the rows of codes"
+_ROWS = "be a float tensor with as many rows as the codes"
 
 
 class QuantizedLinear(nn.Module):

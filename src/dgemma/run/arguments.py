@@ -138,7 +138,7 @@ def read_span(
 
 
 def _check_kept(canvas: Tensor, frozen: Tensor | None, allowed: Tensor, noise: Noise) -> None:
-    """Check that the canvas's own tokens, which stay under mask noise, are allowed or frozen."""
+    """Check that the canvas's own tokens, which mask noise does not change, are allowed or frozen."""
     is_kept = (canvas >= 0) & ~noise.masked(canvas)
     if noise.kind != "mask":
         return
@@ -150,7 +150,7 @@ def _check_kept(canvas: Tensor, frozen: Tensor | None, allowed: Tensor, noise: N
     fits = table.gather(2, canvas[:, :length].clamp(min=0)[..., None])[..., 0]
     if bool((is_kept[:, :length] & ~fits).any()):
         raise ValueError(
-            "generate canvas must hold allowed tokens where it is not frozen, because they stay under mask noise. "
+            "generate canvas must hold allowed tokens where it is not frozen, because mask noise leaves them.  "
             "Freeze other tokens, allow them, or write -1."
         )
 
@@ -286,7 +286,7 @@ def check_prompt(
 def read_allowed(
     name: str, allowed: Any, noise: Noise, shape: tuple[int, int], device: torch.device, *, exact: bool = False
 ) -> Tensor:
-    """Return any form of `allowed` as booleans (B or 1, N or 1, V), where `shape` is (B, largest N).
+    """Return any form of `allowed` as booleans (B or 1, N or 1, V). `shape` is (B, the largest N allowed).
 
     `allowed` is booleans that broadcast, ids for all positions, or one collection of ids per position. With `exact`, N
     must be 1 or the largest N.
@@ -328,7 +328,7 @@ def _allowed_table(name: str, allowed: Any, vocab_size: int) -> Tensor:
     if any(not 0 <= token < vocab_size for ids in sets for token in ids):
         raise ValueError(f"{name} must hold ids in [0, {vocab_size}), got {show(allowed)}.")
     if any(len(set(ids)) < len(ids) for ids in sets):  # a mask of 0 and 1 would be read as the ids 0 and 1
-        raise ValueError(f"{name} must name every id once, got {show(allowed)}. Convert a mask of 0 and 1 to booleans.")
+        raise ValueError(f"{name} must not repeat an id, got {show(allowed)}. Convert a mask of 0 and 1 to booleans.")
     table = torch.zeros(len(sets), vocab_size, dtype=torch.bool)
     for position, ids in enumerate(sets):
         table[position, ids] = True

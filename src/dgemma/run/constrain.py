@@ -229,7 +229,8 @@ class _Kept:
     def __call__(self, source: Any, *settings: Any) -> Automaton:
         key = (id(source.next_state), *settings)
         if key not in self._results:
-            self._results[key] = (source, self._build(source, *settings))  # `source` keeps its id from being reused
+            # `source` is stored too: while it exists, no other object has its id.
+            self._results[key] = (source, self._build(source, *settings))
         while len(self._results) > 32:
             self._results.popitem(last=False)
         return self._results[key][1]

@@ -58,7 +58,7 @@ class Knobs:
 
 
 def _is_frozen(value: Any) -> bool:
-    """Return True for a frozen dataclass without other attributes. This must also hold for samplers and rules in it."""
+    """Return True for a frozen dataclass with no attributes but its fields. The same must hold for its components."""
     parameters = getattr(type(value), "__dataclass_params__", None)
     if parameters is None or not parameters.frozen:
         return False

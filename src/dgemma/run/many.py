@@ -318,7 +318,7 @@ def _prompt_digest(index: int, prompt: Any) -> str:
 
 
 def _describe_weights(model: Any) -> str | None:
-    """Return a digest of both ends of every weight: enough to notice another checkpoint, in milliseconds."""
+    """Return a digest of the first and last value of each weight, which is quick and differs for another checkpoint."""
     if not isinstance(model, nn.Module):
         return None
     ends = [weight.detach().flatten()[[0, -1]].double() for weight in model.parameters() if weight.numel()]

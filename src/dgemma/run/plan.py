@@ -46,7 +46,7 @@ class Plan:
     def block(self, block: int, rows: Tensor, states: Tensor | None = None) -> dict[str, Any]:
         """Arguments of `start_state` for one block and some rows: its part of the span, its noise level, its language.
 
-        states (R,) are those of the language before the block; None means at its start.
+        states (R,) are those of the language before the block; None means the start of the language.
         """
         part = self.span.block(block, self.canvas_len, rows)
         if self.language is not None:

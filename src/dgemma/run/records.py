@@ -124,5 +124,5 @@ Events = Generator[StepRecord | BlockCommit, Changes, Output]
 
 
 def shows_progress(on_step: OnStep | None) -> bool:
-    """Return True for a callback that replaces the progress bar, as a live view does by its attribute of this name."""
+    """Return True for a callback that replaces the progress bar: its `shows_progress` is true, as in a live view."""
     return bool(getattr(on_step, "shows_progress", False))

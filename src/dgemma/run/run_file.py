@@ -17,7 +17,7 @@ with suppress(ImportError):  # not on Windows
 _FORMAT = "dgemma run 1"
 _ABSENT = -1
 _LONGEST_HEADER = 1 << 24  # bytes
-_MOST_MISSING = 1 << 20  # the most unfinished prompts that may precede a finished one
+_MOST_MISSING = 1 << 20  # largest number of unfinished prompts before a finished one
 
 
 class RunFile:

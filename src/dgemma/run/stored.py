@@ -58,10 +58,10 @@ def check_content(content: Mapping[str, Any]) -> None:
     _check_columns(content.get("steps"), [size[2] for size in sizes or ()], plan, top or 0)
     commits, changes = content.get("commits"), content.get("changes")
     fits = isinstance(commits, tuple) and len(commits) <= plan.num_blocks
-    require(fits, "commits", f"be a list of at most {plan.num_blocks} blocks", commits)
+    require(fits, "commits", f"be a tuple of at most {plan.num_blocks} blocks", commits)
     for number, commit in enumerate(commits or ()):
         fits = isinstance(commit, BlockCommit) and _is_int(commit.block, number, number)
-        require(fits, "commits", f"have block {number} here", commit)
+        require(fits, "commits", f"have block {number} at index {number}", commit)
         shape = (batch_size, plan.canvas_len)
         require_tensor(commit.tokens, "commits.tokens", f"be ids {shape}", shape=shape, dtypes=_INTS)
         _check_ids("commits.tokens", commit.tokens, plan.noise.vocab_size)
@@ -93,7 +93,7 @@ def _check_plan(plan: Plan) -> None:
             _check_rows(f"plan.{name}", getattr(plan, name), batch_size, _INTS)
     mask = plan.attention_mask
     if mask is not None:
-        rule = f"be real and have {batch_size} rows that cover the prompt"
+        rule = f"not be complex and have {batch_size} rows that cover the prompt"
         require_tensor(mask, "plan.attention_mask", rule, shape=(batch_size, None))
         require(mask.shape[1] >= prompt.shape[1] and not mask.is_complex(), "plan.attention_mask", rule, mask)
     stops = plan.eos_token_ids

@@ -61,7 +61,7 @@ class Trajectory(Recording):
 
     @typed
     def log_prob(self, model: Denoiser, *, cache: Cache | None = None) -> Tensor:
-        """Return the log-probability of each row's decisions together under `model`, (B,), with gradients.
+        """Return the joint log-probability of each row's decisions under `model`, (B,), with gradients.
 
         A decision is a token that a step wrote. Its probability is that of the step's prediction, after temperature
         and truncation. `model` predicts the recorded canvases again, so it may have other weights than in the run. The
@@ -253,10 +253,10 @@ def run_events(
     trajectory: Trajectory | None,
     rows: Tensor | None = None,
 ) -> Result:
-    """Do what `drain` does, with any result and a given progress bar.
+    """Do what `drain` does, for a stream with a result of any type, and with a given progress bar.
 
-    rows: if the events are of a part of a larger batch, the numbers of these rows there, ascending. They become 0, 1,
-    ….
+    rows: pass it if the events belong to some rows of a larger batch. It holds their row numbers in that batch,
+    ascending. In the trajectory they are numbered 0, 1, ….
     """
     changes: Changes = None
     while True:

@@ -1,7 +1,8 @@
 """The sampler interface: a frozen value that turns a prediction into a decision.
 
 A new sampler is one file: subclass `Sampler`, declare `valid_for`, write `__call__`. It may keep memory: `start`
-returns the first, and each decision the next. It may override `final`, which returns the tokens to commit.
+returns the memory of the first step, and each decision that of the next step. It may override `final`, which returns
+the tokens to commit.
 """
 
 from typing import Any, ClassVar
@@ -23,7 +24,8 @@ class Sampler:
     change closed positions itself. `valid_for` names the noises it may run under: "mask", "uniform", "hybrid".
 
     Draw random numbers with `state.uniform("any name")`. To keep memory, return it in `Decision.memory`. The next step
-    reads it from `state.memory`; `start(state)` returns the first. Its tensors must be batch-first.
+    reads it from `state.memory`; `start(state)` returns the memory of the first step. Its
+    tensors must be batch-first.
 
     Write pure tensor code (no `.item()`, no `if` on a tensor, no boolean indexing): then a CUDA graph can capture it.
 

@@ -16,7 +16,7 @@ from dgemma.sampling.ranking import best
 
 @dataclass(frozen=True, kw_only=True)
 class TokenEditing(Sampler):
-    """Write the argmax over a mask if its confidence is > `tau_mask`, over another token if it is > `tau_edit`.
+    """Write the most probable token: on a mask if its confidence is > `tau_mask`, on a token if it is > `tau_edit`.
 
     The most confident mask is always filled. Edits need a network that was trained on wrong tokens. They can alternate
     between two tokens, so at most `max_edit_steps` steps edit after the last mask is filled. Combine it with the stop

@@ -123,7 +123,7 @@ class Sweep:
     def aup(self, *, alpha: float = 3.0, drop: float = 0.05) -> dict[str, float]:
         """Return the accuracy under parallelism of each family (AUP, arXiv:2601.07568), in tokens per forward.
 
-        It is the area under quality, a share in [0, 1], against tokens per forward. From 0 to the slowest
+        It is the area under the curve of quality (a share in [0, 1]) against tokens per forward. From 0 to the slowest
         point, the curve is flat at that point's unweighted quality. After it, quality y is weighted by
         exp(-alpha (1 - y / best)), where `best` is the highest quality of the sweep. Points whose quality is more than
         `drop` below that of the slowest do not count. The paper counts in percent: multiply by 100.

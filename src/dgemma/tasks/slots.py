@@ -145,7 +145,8 @@ def decide_many(
     - `temperature` divides the log-probabilities of options, or of combinations; see `calibrate`.
     - `threshold`: an answer abstains if the probability of its option is lower.
     - `greedy` takes the most probable option or combination; otherwise one is drawn. Template i has seed + i.
-    - `horizon`: options of different lengths are compared by this many fixed tokens after them, one forward for each.
+    - `horizon`: for options of different lengths, up to this many fixed tokens after them are scored too. Each such
+      token takes one forward.
     - `num_draws`: without a mask token, open positions are drawn this many times, and probabilities are averaged.
     - `tail_token_id` fills the canvas after the template; None leaves it open.
     - `max_rows` canvases are predicted at once.
@@ -219,8 +220,8 @@ class _TemplateRow:
 
     slots: dict[int, Slot]  # by place
     pieces: list[Piece]
-    # Rounds are asked in order, each after the text to its left is read. A round has groups of places, and the slots of
-    # a group are decided jointly.
+    # Rounds are decided in order. Before each one, the text to the left of its slots is read. A round has groups of
+    # places, and the slots of a group are decided jointly.
     rounds: list[list[list[int]]]
     seed: int
     chosen: dict[int, int] = field(default_factory=dict)  # the index of the option, by place
@@ -289,7 +290,7 @@ class _Filler:
             rounds = [[[place]] for place in places]
         else:
             rounds = [[places]] if self.mode == "joint" else [[[place] for place in places]]
-        require(self.seed + number < 2**63, owner, "have a seed below 2**63, which is seed + i", self.seed + number)
+        require(self.seed + number < 2**63, owner, "have a seed below 2**63 (it is seed + i)", self.seed + number)
         row = _TemplateRow(found, pieces, rounds, self.seed + number)
         self._check_sizes(owner, row)
         return row
