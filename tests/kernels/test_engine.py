@@ -647,24 +647,21 @@ def test_unsupported_arguments_raise_with_a_reason(models, monkeypatch):
 
 
 def test_the_reason_for_the_triton_kernel_of_attention_is_logged_and_is_a_warning_if_the_version_is_wrong(
-    monkeypatch, caplog
+    monkeypatch, caplog, device
 ):
-    model = make_model(torch.device("cpu")).float()
     caplog.set_level("INFO", "dgemma")
-    accelerate(model)
-    assert [(record.levelname, record.message) for record in caplog.records] == [
-        (
-            "INFO",
-            "accelerate runs the Triton kernel of attention: the Hopper kernel needs a Hopper GPU (compute capability "
-            "9.0), got tensors on cpu.",
-        )
-    ]
-    caplog.clear()
-    monkeypatch.setattr(forward, "is_hopper", lambda device: True)
-    monkeypatch.setattr(forward, "GLUON_RAN_WITH", ("2.0.",))
-    accelerate(model)
-    accelerate(model, attention="triton")  # no reason to log: it was requested
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    here = triton.__version__
+    cases = ((False, "2.0.", "INFO"), (True, here, "INFO"), (True, "2.0.", "WARNING"))
+    for is_hopper, tested_version, level in cases:
+        monkeypatch.setattr(forward, "is_hopper", lambda device, is_hopper=is_hopper: is_hopper)
+        monkeypatch.setattr(forward, "GLUON_RAN_WITH", (tested_version,))
+        accelerate(make_model(device))  # float32, which the Hopper kernel does not support
+        (record,) = caplog.records
+        assert record.levelname == level
+        assert record.message.startswith("accelerate runs the Triton kernel of attention: the Hopper kernel needs ")
+        caplog.clear()
+    accelerate(make_model(device), attention="triton")  # requested, so there is nothing to explain
+    assert not caplog.records
 
 
 def test_uniform_draws_the_reference_bits(device):
