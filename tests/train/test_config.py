@@ -12,8 +12,8 @@ import torch
 from dgemma.data.markov import MarkovChain, MarkovSource
 from dgemma.data.sudoku import SudokuSource, generate_puzzles
 from dgemma.diffusion.noise import HybridNoise, MaskNoise
+from dgemma.train.checkpoints import describe, describe_optimizer
 from dgemma.train.config import TrainConfig
-from dgemma.train.description import describe, describe_optimizer
 from dgemma.train.objective import Objective
 
 

@@ -33,7 +33,7 @@ from dgemma.sampling.base import Sampler
 from dgemma.train.batch import TrainBatch, row_seeds
 from dgemma.train.canvases import cut_canvases
 from dgemma.train.likelihood import evaluate
-from dgemma.train.readers import read_canvases
+from dgemma.train.one_pass import read_canvases
 from dgemma.values import label, parse_sampler
 
 try:

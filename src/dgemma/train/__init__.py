@@ -8,21 +8,19 @@
 | `head.py` | the tied head and its losses, one slice of tokens at a time |
 | `nelbo.py` | the exact bounds of the three noise processes |
 | `objective.py` | the loss as a value: `Objective` |
-| `recipes.py` | the objectives of public recipes and papers; models prepared for them |
-| `likelihood.py`, `readers.py`, `estimates.py` | `evaluate`: the bound on text, with intervals and curves |
+| `recipes.py` | the objectives of public recipes and papers; models prepared for training, balanced routers |
+| `likelihood.py`, `estimates.py` | `evaluate`: the bound on text, with intervals and curves |
 | `lora` | low-rank adapters: settings, adapted modules, files |
 | `optimizer.py` | AdamW, Muon, the learning rate, averaged weights |
-| `config.py`, `description.py` | `TrainConfig`; the description that a resumed run must match |
+| `config.py` | `TrainConfig` |
 | `loop.py`, `replay.py` | `train`; its passes as CUDA graphs |
 | `stopping.py` | Ctrl-C, and runs limited by minutes |
-| `balance.py` | an auxiliary loss that balances the experts |
 | `log.py` | numbers per step, router load, `log.jsonl`, `TrainResult` |
-| `checkpoints.py` | the folder of a run: lock and checkpoints |
+| `checkpoints.py` | the folder of a run: lock, checkpoints, the description that a resumed run must match |
 | `parallel.py`, `distributed.py` | one process, and the files of a state; many processes, with `FullySharded` |
 """
 
 from dgemma.train import recipes
-from dgemma.train.balance import balanced_routers
 from dgemma.train.batch import BatchSource, TrainBatch
 from dgemma.train.config import TrainConfig
 from dgemma.train.likelihood import evaluate
@@ -31,7 +29,7 @@ from dgemma.train.loop import train
 from dgemma.train.lora import LoRA, add_lora, drop_lora, load_lora, merge_lora, save_lora
 from dgemma.train.objective import Objective, Terms
 from dgemma.train.optimizer import muon
-from dgemma.train.recipes import soften_attention
+from dgemma.train.recipes import balanced_routers, soften_attention
 
 __all__ = [
     "BatchSource",

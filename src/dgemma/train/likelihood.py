@@ -27,7 +27,7 @@ from dgemma.train import nelbo
 from dgemma.train.batch import BatchSource, TrainBatch, check_ids, row_seeds
 from dgemma.train.canvases import Canvases, cut_canvases
 from dgemma.train.estimates import Likelihood, RowSums
-from dgemma.train.readers import ByCanvas, OnePass, SelfCond, read_canvases
+from dgemma.train.one_pass import ByCanvas, OnePass, SelfCond, read_canvases
 
 _MOST_SAMPLES = 100_000  # per canvas; more rows narrow the interval further
 

@@ -28,9 +28,8 @@ from dgemma.model.quantized import frozen_tensors, quantized_weights
 from dgemma.progress import progress_bar
 from dgemma.train.batch import BatchSource, MicroBatch, StepInput, feed
 from dgemma.train.canvases import sizes_of
-from dgemma.train.checkpoints import Checkpoints, lock_folder
+from dgemma.train.checkpoints import Checkpoints, checksum, describe_run, lock_folder, refuse_changes
 from dgemma.train.config import TrainConfig
-from dgemma.train.description import checksum, describe_run, refuse_changes
 from dgemma.train.log import OnTrainStep, RouterLoad, TrainLog, TrainResult, TrainStep, make_lines, summary
 from dgemma.train.lora import adapters_of, is_adapted, rounded_once
 from dgemma.train.objective import Measure, Objective

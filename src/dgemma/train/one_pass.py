@@ -2,20 +2,28 @@
 
 The clean text is read once, causally. Then every canvas, at its own noise level, sees the clean tokens before its start
 and itself. It sees neither other canvases nor the clean tokens that it must predict. Rows are right-padded, so a
-token's position is its index.
+token's position is its index. For `evaluate`, `read_canvases` also predicts the canvases of any other denoiser, one by
+one.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
+from dgemma.diffusion.prediction import Prediction
 from dgemma.model.attention import Mask
 from dgemma.model.backbone import KeysValues
+from dgemma.model.cache import Cache
 from dgemma.model.config import LayerShape
 from dgemma.model.diffusion import DiffusionGemma
+from dgemma.run.step import Denoiser
+from dgemma.train import head
+from dgemma.train.canvases import Canvases
 
 ATTENTIONS = ("dense", "blocks")
 
@@ -194,3 +202,129 @@ def _dense(rule: Rule, batch_size: int, size: tuple[int, int], device: torch.dev
     key = torch.arange(size[1], device=device)
     visible = rule(row, torch.zeros_like(row), query, key)
     return visible.expand(batch_size, *size)[:, None]
+
+
+class SelfCond(NamedTuple):
+    """A request for self-conditioning: a first pass that proposes the tokens in `allowed` (1, 1, V); None means all."""
+
+    allowed: Tensor | None
+
+
+OfLogits = Callable[..., Tensor]  # (logits (m, V), *values (m, 1)) → (m,)
+
+
+class OnePass:
+    """Predictions of a `DiffusionGemma`: the text is read once, then all canvases of a row are predicted together."""
+
+    def __init__(self, model: DiffusionGemma, canvases: Canvases, self_cond: SelfCond | None) -> None:
+        self.model, self.canvases, self.self_cond = model, canvases, self_cond
+        self.clean = read_clean(model, canvases.tokens, documents=canvases.documents)
+        self.masks = canvas_masks(
+            model,
+            canvases.starts,
+            canvases.x.shape[-1],
+            canvases.prefix_len,
+            documents=canvases.packing,
+            aligned=canvases.aligned,
+        )
+
+    def map_logits(self, function: OfLogits, z: Tensor, level: Tensor) -> Tensor:
+        """Apply `function` to the logits, x, z and level of noisy canvases; z, level and the result are (B, K, C).
+
+        The result is 0 where nothing is scored, and no logits are computed there.
+        """
+        hidden = self._predict(z, level, None)
+        if self.self_cond is not None:
+            hidden = self._predict(z, level, head.soft_embedding(self.model, hidden, allowed=self.self_cond.allowed))
+        scored = self.canvases.scored
+        cost = head.map_logits(
+            function,
+            hidden[scored],
+            self.model.embed_tokens.weight,
+            *(values[scored][:, None] for values in (self.canvases.x, z, level)),
+            cap=self.model.config.final_logit_softcapping,
+        )
+        return cost.new_zeros(z.shape).masked_scatter(scored, cost)
+
+    def causal_cost(self) -> Tensor | None:
+        """Return the autoregressive cost of every token after the first, (B, T - 1)."""
+        tokens = self.canvases.tokens
+        cost = head.cross_entropy(
+            self.clean.hidden[:, :-1].flatten(0, 1),
+            self.model.embed_tokens.weight,
+            tokens[:, 1:].flatten(),
+            cap=self.model.config.final_logit_softcapping,
+        )
+        return cost.view(len(tokens), -1)
+
+    def _predict(self, z: Tensor, level: Tensor, signal: Tensor | None) -> Tensor:
+        """Return the last hidden states (B, K, C, D)."""
+        return predict_canvases(
+            self.model,
+            z,
+            self.canvases.starts,
+            self.clean.first(self.canvases.prefix_len),
+            self.masks,
+            signal=signal,
+            noise_level=level if self.model.takes_noise_level else None,
+        )
+
+
+class ByCanvas:
+    """Predictions of any `Denoiser`, one canvas at a time, through `encode` and `denoise`."""
+
+    def __init__(self, model: Denoiser, canvases: Canvases, self_cond: SelfCond | None) -> None:
+        if canvases.packing is not None:
+            raise ValueError(
+                f"evaluate source must have one text per row for a {type(model).__name__}, got rows that pack several. "
+                "Read the texts with scan."
+            )
+        self.model, self.canvases, self.self_cond = model, canvases, self_cond
+
+    @cached_property
+    def _prefixes(self) -> list[Cache]:
+        """The prefix of each canvas: the clean text before it."""
+        position = torch.arange(self.canvases.prefix_len, device=self.canvases.tokens.device)
+        tokens = self.canvases.tokens[:, : self.canvases.prefix_len]
+        starts = self.canvases.starts.unbind(1)
+        return [self.model.encode(tokens, None, position < start[:, None]) for start in starts]
+
+    def map_logits(self, function: OfLogits, z: Tensor, level: Tensor) -> Tensor:
+        """Apply `function` as `OnePass.map_logits` does."""
+        costs = []
+        for number, prefix in enumerate(self._prefixes):
+            canvas, levels, scored = z[:, number], level[:, number], self.canvases.scored[:, number]
+            if not self.model.takes_position_levels:  # the level of the scored tokens, for the whole canvas
+                levels = torch.where(scored, levels, 0.0).amax(-1, keepdim=True).expand_as(levels)
+            prediction = self._denoise(canvas, prefix, levels, None)
+            if self.self_cond is not None:
+                first = prediction.shaped(allowed=self.self_cond.allowed)
+                prediction = self._denoise(canvas, prefix, levels, first)
+            values = (each[scored][:, None] for each in (self.canvases.x[:, number], canvas, levels))
+            cost = function(prediction.logits[scored], *values)
+            costs.append(cost.new_zeros(canvas.shape).masked_scatter(scored, cost))
+        return torch.stack(costs, dim=1)
+
+    def causal_cost(self) -> Tensor | None:
+        """Return the autoregressive cost of every token after the first, (B, T - 1); None without a causal mode."""
+        if not self.model.has_causal_mode:
+            return None
+        rows = self.canvases.tokens.split(1)  # the logits of a row are large
+        costs = (F.cross_entropy(self.model.causal_logits(row)[0, :-1], row[0, 1:], reduction="none") for row in rows)
+        return torch.stack(list(costs))
+
+    def _denoise(self, canvas: Tensor, prefix: Cache, levels: Tensor, self_cond: Prediction | None) -> Prediction:
+        if not self.model.takes_noise_level:
+            return self.model.denoise(canvas, prefix, self_cond=self_cond)
+        noise_level = levels if self.model.takes_position_levels else levels[:, 0]
+        return self.model.denoise(canvas, prefix, self_cond=self_cond, noise_level=noise_level)  # type: ignore[call-arg]
+
+
+def read_canvases(model: Denoiser, canvases: Canvases, self_cond: SelfCond | None = None) -> OnePass | ByCanvas:
+    """Read the text of the canvases, in the fastest way that the model allows.
+
+    Example: `read_canvases(model, canvases).causal_cost()`.
+    """
+    if isinstance(model, DiffusionGemma):
+        return OnePass(model, canvases, self_cond)
+    return ByCanvas(model, canvases, self_cond)

@@ -6,9 +6,17 @@ base weights. Adapters are additional parameters of those modules, saved separat
 (QLoRA, arXiv:2305.14314).
 """
 
-from dgemma.train.lora.adapters import adapters_of, add_lora, drop_lora, is_adapted, merge_lora, rounded_once
+from dgemma.train.lora.adapters import (
+    adapters_of,
+    add_lora,
+    drop_lora,
+    is_adapted,
+    load_lora,
+    merge_lora,
+    rounded_once,
+    save_lora,
+)
 from dgemma.train.lora.experts import AdaptedExperts, trained_weights
-from dgemma.train.lora.files import load_lora, save_lora
 from dgemma.train.lora.linear import AdaptedLinear
 from dgemma.train.lora.settings import LoRA
 
