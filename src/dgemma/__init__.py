@@ -13,7 +13,8 @@ else:
         if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module 'dgemma' has no attribute {name!r}")
         public = importlib.import_module("dgemma._public")
-        return globals()[name] if name in globals() else getattr(public, name)  # its imports add our folders
+        # Importing `_public` also adds packages such as `dgemma.sampling` to `globals()`.
+        return globals()[name] if name in globals() else getattr(public, name)
 
     def __dir__() -> list[str]:
         return __getattr__("__all__")

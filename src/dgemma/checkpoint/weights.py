@@ -106,8 +106,9 @@ def load_pretrained(
 
     All headers are checked before the first weight is read. Each weight is read directly to `device` and `dtype`, so
     there is never a second copy of the model. dtype None means the dtype of the embedding. Checkpoints that ship with
-    dgemma are stored in bfloat16 to be small, which most CPUs compute slowly; for them None means float32. Quantised
-    weights keep their format. With `quantization`, other weights are quantised one by one as they are read.
+    dgemma are stored in bfloat16 to be small. Most CPUs are slow in bfloat16, so for these checkpoints None means
+    float32. Quantised weights keep their format. With `quantization`, other weights are quantised one by one as they
+    are read.
 
     Example: `load_pretrained(DiffusionGemma, "path/to/checkpoint", dtype=torch.bfloat16, device="cuda")`.
     """
@@ -251,7 +252,7 @@ def _read_weights(
 ) -> tuple[dict[str, Weight], dict[str, str]]:
     """Return weights on `device` by our names, and the formats of those that had to be dequantised.
 
-    Weights are read one by one, so that only one of them exists twice. Tied copies are compared and dropped.
+    Weights are read one by one, so that at most one at a time is in memory twice. Tied copies are compared and dropped.
     """
     expected, state = model.state_dict(), {}
     dequantized: dict[str, str] = {}

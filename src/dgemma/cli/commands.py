@@ -12,7 +12,7 @@ API_KEY = "DGEMMA_API_KEY"  # environment variable of `dgemma serve`
 
 
 def add_commands(commands: Any) -> None:
-    """Add every command to the parser. Its parser default `module` names the file whose `run_COMMAND` is called."""
+    """Add every command to the parser. A command's default of `module` names the file that has its `run_COMMAND`."""
     for add in (
         *(_add_generate, _add_race, _add_chat, _add_infill, _add_edit, _add_sudoku),
         *(_add_info, _add_bench, _add_quantize, _add_evaluate, _add_train, _add_serve),
@@ -128,7 +128,7 @@ def _add_sudoku(commands: Any) -> None:
         help="solve a Sudoku and watch the board fill",
         usage="dgemma sudoku [OPTION ...] [PUZZLE ...]",
         description="Solve a Sudoku by diffusion. The model predicts all cells in parallel and keeps the most certain "
-        "first. Into a pipe it prints the solution. If it made the puzzle itself, it prints the puzzle first. The exit "
+        "first. Into a pipe the command prints the solution, after the puzzle if it made the puzzle itself. The exit "
         "code is 1 if the answer breaks a rule.",
         epilog="examples:\n  dgemma sudoku --givens 24 --seed 7\n      make a hard puzzle and solve it\n"
         "  dgemma sudoku - < puzzle.txt\n      81 characters; white space is ignored",

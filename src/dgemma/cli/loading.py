@@ -188,7 +188,7 @@ def own_noise(arguments: argparse.Namespace, model: Denoiser) -> Noise | None:
 
 @contextmanager
 def _in_config(arguments: argparse.Namespace, entry: str) -> Iterator[None]:
-    """Add to an error where the bad entry of config.json is, and which option replaces it."""
+    """Extend an error with the place of the bad entry in config.json and the option that replaces it."""
     try:
         yield
     except ValueError as error:

@@ -122,7 +122,7 @@ class _Printable(logging.Formatter):
 def _open_streams() -> bool:
     """Open closed standard streams on /dev/null, and return False if standard output was closed.
 
-    Otherwise the next file that is opened would get the number of a standard stream.
+    If a stream stayed closed, the next file that is opened would get its number.
     """
     has_output = sys.stdout is not None
     for number in range(3):

@@ -36,8 +36,8 @@ def add_model_options(
             "--weights",
             choices=("bf16", "packed", "fp8", "int4", "nvfp4"),
             help="weight format of the experts with --fast: packed stores bf16 losslessly in 12 bits and is 1.1 times "
-            "as fast for one text; fp8, int4 and nvfp4 round, and are 1.5 to 1.7 times as fast (default: the format of "
-            "the checkpoint)",
+            "as fast for one text; fp8, int4 and nvfp4 round the weights and are 1.5 to 1.7 times as fast (default: "
+            "the format of the checkpoint)",
         )
 
 

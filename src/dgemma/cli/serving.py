@@ -60,7 +60,9 @@ def _bind(host: str, port: int) -> socket.socket:
     try:
         family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind)
-        if os.name == "posix":  # otherwise a port stays reserved for a minute after its server; Windows would share it
+        # Without this option, a port stays reserved for a minute after its server ends. On Windows the option would let
+        # two servers share the port.
+        if os.name == "posix":
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
     except OSError as error:

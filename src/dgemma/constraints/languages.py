@@ -39,7 +39,7 @@ class Regex:
     """Texts that match a regular expression from beginning to end.
 
     The syntax is that of Rust's regex crate: no look-around and no back-references; `.` excludes newlines. The
-    tokenizer is one of dgemma, a fast one of transformers, or one of the tokenizers library. Building takes up to
+    tokenizer comes from dgemma, from transformers (a fast one), or from the tokenizers library. Building takes up to
     seconds, so build once and use the value in many runs. Pass it as `constraint=` to `generate`, `stream`,
     `infill` or `edit`.
 

@@ -42,8 +42,8 @@ _INTEGER = "-?(?:0|[1-9][0-9]*)"
 _CODE = r"\\u[0-9A-Fa-f]{4}|\\x[0-9A-Fa-f]{2}|\\[pP]\{\w+\}|\\."
 _PIECES = re.compile(rf"\[\^?(?:\\.|[^\]\\])*\]|{_CODE}|\(\?(?:i?:|P?<\w+>)|\(\?|.", re.DOTALL)
 _SET_PIECES = re.compile(rf"{_CODE}|.", re.DOTALL)
-# ECMA-262, Python and Rust differ on classes. A class has what all of them include; a negated one excludes what any
-# includes.
+# ECMA-262, Python and Rust differ on character classes. Here a class has the characters that all three include. A
+# negated class excludes every character that any of the three includes.
 _CLASSES = {r"\d": "0-9", r"\w": "0-9A-Za-z_", r"\s": " "}
 _NEGATED = {r"\d": r"\d", r"\w": r"0-9A-Za-z_\x80-\U0010ffff", r"\s": r"\s\x1c-\x1f\ufeff"}
 _CONTROLS = {"\\t": 9, "\\n": 10, "\\v": 11, "\\f": 12, "\\r": 13}
@@ -486,8 +486,8 @@ def _bounds(schema: Mapping[str, Any], where: str, *, whole: bool) -> tuple[int 
         found = [(schema[key], key == exclusive) for key in (name, exclusive) if key in schema]
         if any(isinstance(bound, bool) or bound != int(bound) for bound, _ in found) or (len(found) > 1 and not whole):
             raise ValueError(
-                "JsonSchema.schema must have whole numbers as bounds, and with type number at most one lower and one "
-                f"upper bound, got {found[0][0]!r} at {where}."
+                "JsonSchema.schema must have whole numbers as bounds, and at most one lower and one upper bound if its "
+                f"type is 'number', got {found[0][0]!r} at {where}."
             )
         moved = [int(bound) + (shift if beyond and whole else 0) for bound, beyond in found]
         bounds.append(None if not moved else max(moved) if shift > 0 else min(moved))

@@ -15,7 +15,7 @@ _known: "WeakKeyDictionary[Any, list[bytes | None]]" = WeakKeyDictionary()
 def token_texts(tokenizer: Any) -> list[bytes | None]:
     """Return the bytes of every token id; None for special tokens, which have no text.
 
-    tokenizer: one of dgemma, a fast one of transformers, or one of the tokenizers library.
+    tokenizer: from dgemma, from transformers (a fast one), or from the tokenizers library.
 
     Example: `token_texts(ByteTokenizer())[128 + 65]` is `b"A"`.
     """
@@ -61,8 +61,8 @@ def _pieces(tokenizer: Any) -> tokenizers.Tokenizer:
     pieces = getattr(tokenizer, "backend_tokenizer", tokenizer)  # of dgemma and of transformers
     if not isinstance(pieces, tokenizers.Tokenizer):
         raise ValueError(
-            f"A constraint's tokenizer must be one of dgemma, a fast one of transformers or one of tokenizers, "
-            f"got {type(tokenizer).__name__}."
+            f"A constraint's tokenizer must come from dgemma, from transformers (a fast one) or from the tokenizers "
+            f"library, got {type(tokenizer).__name__}."
         )
     return pieces
 

@@ -32,10 +32,10 @@ class TextSource:
     document of L tokens has ⌈L / canvas_len⌉ canvases. The last is filled with end-of-text. No canvas holds or sees two
     documents.
 
-    The canvases of all documents form a ring. Each epoch starts at a random canvas and cuts the ring into rows. Every
-    other row has one token of context and `num_canvases` canvases. The rows between have 1 to `canvas_len` tokens of
-    context and one canvas less. So the model sees prompts of all these lengths in batches of one shape. Each epoch
-    shuffles its rows.
+    The canvases of all documents form a ring. Each epoch starts at a random canvas and cuts the ring into rows. Two
+    kinds of rows alternate. The first kind has one token of context and `num_canvases` canvases. The second has 1 to
+    `canvas_len` tokens of context and one canvas less. So the model sees prompts of all these lengths in batches of one
+    shape. Each epoch shuffles its rows.
 
     If a document starts a row, its begin-of-text is the context, unless its last canvas would then be empty. Otherwise
     begin-of-text is the first token of its canvas, and frozen. If a document needs several rows, its second row repeats

@@ -83,7 +83,7 @@ class Service:
         return JSONResponse(await answer.whole(request))
 
     async def infill(self, body: InfillRequest) -> dict[str, Any]:
-        """Fill the holes of a text, while other requests wait. So all holes must lie within one canvas."""
+        """Fill the holes of a text. Other requests wait, so all holes must lie within one canvas, which is quick."""
         if body.model is not None:
             self.check_model(body.model)
         limit = self.model.config.canvas_length
@@ -178,7 +178,7 @@ class Service:
         return self.tokenizer.encode(body.prompt) if isinstance(body.prompt, str) else list(body.prompt)
 
     def _read_chat(self, body: ChatRequest) -> list[int]:
-        """Return the tokens of a chat. Without a chat template the model continues the texts of its turns."""
+        """Return the tokens of a chat. Without a chat template, these are the texts of all turns."""
         if not self.tokenizer.has_chat_template:
             if body.tools:
                 raise ApiError(400, "tools must be empty: this model has no chat template.", param="tools")

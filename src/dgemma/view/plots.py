@@ -141,10 +141,10 @@ def plot_losses(
     smooth: int = 50,
     ax: "Axes | None" = None,
 ) -> "Figure":
-    """Plot a number of `log.jsonl` over the steps for one run or several, and its mean over `smooth` steps.
+    """Plot one logged value over the steps, for one run or several, and its mean over `smooth` steps.
 
     logs: a log file or the folder of a run, a list of them, or a dictionary from legend names to them. `name` is a key
-    of a line: "loss", one of its terms such as "loss/decoder", "lr", or a number of an evaluation.
+    of a line: "loss", one of its terms such as "loss/decoder", "lr", or a value that an evaluation logged.
 
     Example: `plot_losses({"uniform": "runs/a", "mask": "runs/b"}, name="loss/decoder")`.
     """

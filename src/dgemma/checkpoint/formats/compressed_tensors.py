@@ -267,7 +267,7 @@ def _decode_packed(tensors: dict[str, Tensor], bits: int) -> QuantizedWeight:
 
 
 def _unpack_rows(words: Tensor, bits: int) -> Tensor:
-    """Return the codes (..., N, G) of zero points whose words (..., N · bits / 32, G) join neighbouring rows."""
+    """Return zero points (..., N, G). Each word of (..., N · bits / 32, G) has the codes of neighbouring rows."""
     octets = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))  # (..., W, G, 4)
     codes = unpack_nibbles(octets) if bits == 4 else octets
     return codes.transpose(-1, -2).flatten(-3, -2)
@@ -355,7 +355,8 @@ def describe_weights(weights: Mapping[str, QuantizedWeight]) -> dict[str, Any]:
         kind = _kind_of(name)
         if settings.setdefault(kind, _settings(weight)) != _settings(weight):
             raise ValueError(
-                f"save_pretrained weights of {kind} must have one format, got {_settings(weight)} and {settings[kind]}."
+                f"save_pretrained needs one format for all weights of {kind}, got {_settings(weight)} and "
+                f"{settings[kind]}."
             )
     groups: dict[str, Any] = {}
     for number, (kind, (format, arguments)) in enumerate(settings.items()):

@@ -247,9 +247,9 @@ def _q4_1(tensors: dict[str, Tensor]) -> IntWeight:
 def _scales_and_biases(scale: Tensor, bias: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
     """Return the scales and biases (..., blocks * 8), float32, of the eight groups of every block of Q4_K or Q5_K.
 
-    `packed` (..., blocks, 12) has six bits for each scale and bias. Those of the first four groups are the low six bits
-    of bytes 0 to 7. Those of the last four have their low four bits in bytes 8 to 11, and their high two bits in the
-    high two bits of bytes 0 to 7.
+    `packed` (..., blocks, 12) has six bits for each scale and bias. The scales of the first four groups are the low six
+    bits of bytes 0 to 3. The scales of the last four have their low four bits in the low half of bytes 8 to 11, and
+    their high two bits in the high two bits of bytes 0 to 3. For biases, read bytes 4 to 7 and the high half.
     """
     first, second, third = packed.split(4, dim=-1)
     scales = torch.cat((first & 63, third & 15 | (first >> 6) << 4), dim=-1)

@@ -75,9 +75,10 @@ def token_text(token: int) -> str:
 class SudokuSource:
     """Endless training batches from a pool of puzzles: a `BatchSource`, a pure function of (seed, step, row).
 
-    Each row is a random equivalent of a puzzle from the pool. The number of clues is drawn from `givens` as
-    lowest + span · u^skew, so a larger `skew` gives fewer clues. Clues are added back to reach it. In a share
-    `frozen_share` of the rows, clues are frozen on the canvas; in the others the model must write them as well.
+    Each row is a random equivalent of a puzzle from the pool. The number of clues is drawn from `givens` as lowest +
+    span · u^skew, so a larger `skew` gives fewer clues. If the puzzle has fewer, digits of its solution become clues.
+    In a share `frozen_share` of the rows, clues are frozen on the canvas; in the others the model must write them as
+    well.
 
     Example: `SudokuSource(pool=generate_puzzles(1024, givens=24, exact=False))(0, range(256)).tokens`.
     """

@@ -146,7 +146,8 @@ def _branch(cells: Cells, rng: np.random.Generator | None) -> tuple[Cells, NDArr
     bits = flat[cell, parent]
     order = np.arange(9)[:, None] if rng is None else rng.random((9, parent.size)).argsort(0)
     digit = np.uint16(1) << order.astype(np.uint16) & bits  # (9, M)
-    # The children to try first come last, one per parent, so that all puzzles advance together.
+    # Nodes are searched from the end of the list. It ends with one child of each parent, the one to try first, so that
+    # all puzzles advance together.
     rank = np.cumsum(digit != 0, axis=0)
     which, owner = np.nonzero(digit)
     newest_last = np.argsort(-rank[which, owner], kind="stable")
