@@ -1,4 +1,4 @@
-"""The rest of the most recent step: a soft embedding still to compute, and the next state in a graph's inputs."""
+"""The most recent step: its soft embedding, which may still have to be computed, and its new state in a graph's inputs."""
 
 import weakref
 

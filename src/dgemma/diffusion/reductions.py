@@ -1,4 +1,4 @@
-"""Log-sums, maxima and flags over values that share an index."""
+"""Reductions over values that share an index: log-sum, maximum and logical or."""
 
 import torch
 from torch import Tensor

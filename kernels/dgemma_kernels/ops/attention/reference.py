@@ -1,4 +1,4 @@
-"""Attention in plain PyTorch, the reference for both kernels."""
+"""Attention in plain PyTorch, the reference for all its kernels."""
 
 import torch
 from torch import Tensor
