@@ -200,7 +200,9 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=300, help="training steps (%(default)s)")
     parser.add_argument("--model", type=Path, help="a checkpoint of an earlier run, instead of training")
     parser.add_argument("--num-tests", type=int, default=400, help="dates of each kind (%(default)s)")
-    parser.add_argument("--tries", type=int, default=16, help="most draws per date of rejection (%(default)s)")
+    parser.add_argument(
+        "--tries", type=int, default=16, help="draws per date, at most, of rejection sampling (%(default)s)"
+    )
     parser.add_argument("--out", type=Path, help="folder for the checkpoint and results.json; default: temporary")
     with tempfile.TemporaryDirectory() as folder:
         main(parser.parse_args(), Path(folder))

@@ -101,7 +101,7 @@ NOVELS = (
     *("chesterton-thursday", "edgeworth-parents", "melville-moby_dick"),
 )
 LONGEST_SENTENCES = 200  # characters of a document of single sentences, about one canvas
-PASSAGES = (40, 1200)  # characters of a passage, at least
+PASSAGES = (40, 1200)  # a passage has at least so many characters, drawn from this range
 HELD_OUT = {7: "test", 27: "validation"}  # of every 40 documents
 TRAIN_STORIES = {1: range(80_000), 2: range(80_000, 100_000), 3: range(100_000, 120_000)}  # their numbers, by stage
 OTHER_STORIES = {"validation": range(50), "stories_test": range(200)}

@@ -4,8 +4,8 @@ python kernels/benchmarks/constraint.py --automaton FILE      parity first, then
 python kernels/benchmarks/constraint.py --make FILE           builds the automaton (needs dgemma[constraints], no GPU)
 
 The model has two layers of the published size. The constraint's cost does not depend on the number of layers, so it is
-compared with the recorded step of all 30. The vocabulary has 262,144 tokens: the shipped tokenizer's and random pairs
-and triples of them.
+compared with the recorded step of all 30. The vocabulary has 262,144 tokens: those of the shipped tokenizer, and
+random pairs and triples of them.
 """
 
 import argparse

@@ -3,8 +3,9 @@
 python kernels/benchmarks/experts.py                  every kernel of the half, the experts from 1 to 4,096 tokens
 python kernels/benchmarks/experts.py --weights int4   with the experts in another format
 
-Weights are random and differ in every layer (30 layers are 45 GB, so that no cache helps). Routing is random as well:
-even over all experts, the worst case, or over 84 random experts per layer. `experts_sweep.py` compares tiles.
+Weights are random and differ in every layer (30 layers are 45 GB, so that no cache helps). Routing is random as well,
+and spread evenly over all experts (the worst case) or over 84 random experts per layer. `experts_sweep.py` compares
+tiles.
 """
 
 import argparse
@@ -382,7 +383,7 @@ def check_half(layer: Layer, tokens: int) -> None:
         got.fill_(torch.nan)
         graph.replay()
         if not torch.equal(got, want):
-            raise SystemExit(f"PARITY FAILED, nothing timed: half layer, {tokens} tokens, depends on its launches.")
+            raise SystemExit(f"PARITY FAILED, nothing timed: half layer, {tokens} tokens: overlapped launches differ.")
 
 
 def time_half(report: Report, layers: list[Layer], tokens: int, distinct: int) -> None:

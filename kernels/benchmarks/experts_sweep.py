@@ -107,7 +107,7 @@ PACKED_GATE_UP_TILES, PACKED_DOWN_TILES = (
     }
     for cols, bounds in ((64, ((), (168,))), (128, ((),)))
 )
-# So does that of four-bit weights.
+# The format also fixes the blocks of four-bit weights.
 FOUR_BIT_GATE_UP_TILES, FOUR_BIT_DOWN_TILES = (
     {
         rows: [(cols, depth, 4, s, *bound) for depth in depths for s in (3, 4) for bound in ((), (128,))]
@@ -187,7 +187,7 @@ def sweep(report: Report, layers: list[Layer], tokens: int, distinct: int) -> No
 def rows_worth_trying(tokens: int, format: str) -> list[int]:
     """Return the numbers of rows between an expert's average and twice that; for an average above 128, from 128 on.
 
-    Fewer rows repeat weights, and more waste arithmetic.
+    With fewer rows, weights are read repeatedly. With more rows, arithmetic is wasted.
     """
     average = min(max(tokens * A // E, 16), 128)
     limit = 2 * average if average < 128 else 288

@@ -196,7 +196,9 @@ def print_row(row: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", nargs="+", choices=tuple(ENCODERS), default=list(ENCODERS))
-    parser.add_argument("--float8", nargs="*", choices=FLOAT8_PARTS, default=[], help="not for bf16; experts for int4")
+    parser.add_argument(
+        "--float8", nargs="*", choices=FLOAT8_PARTS, default=[], help="parts in float8, except with bf16"
+    )
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8, 16])
     parser.add_argument("--prompt", type=int, default=1024, help="tokens before the first canvas (%(default)s)")
     parser.add_argument("--memory", type=float, help="cap of torch's memory in decimal GB")

@@ -23,7 +23,8 @@ from dgemma_kernels.ops.vocabulary import pack_allowed, sample, soft_probabiliti
 VOCAB, HIDDEN, CANVAS, SOFTCAP = 262_144, 2816, 256, 30.0
 LIMITS: dict[str, Any] = {"bound": 0.1, "confidence": 0.005, "vocab_size": VOCAB}
 CHECKED_ROWS = 16  # only these rows are copied to float64
-# The largest logit, cap 30 over temperature 0.4, has a float32 error of about 2e-5. So has its probability, relatively.
+# The largest logit, cap 30 over temperature 0.4, has a float32 error of about 2e-5. This is also the relative error of
+# its probability.
 LIMIT = 5e-5
 
 

@@ -83,9 +83,9 @@ def accept(
 
     A row without unfrozen positions is done. `recent` has the last n argmaxes (B, n, C) int64, or canvases if
     `compare_canvas`. With it, a row is also done if its argmax equals all of them and its mean entropy is below
-    `confidence`, both over unfrozen positions. Positions in `ended` (B, C) bool count as frozen here. The verdict is
-    that of `dgemma.run.step.judge`, with one difference: a proposed token outside the vocabulary is reported even if it
-    was not accepted.
+    `confidence`, both over unfrozen positions. In these tests, positions in `ended` (B, C) bool count as frozen. The
+    verdict is that of `dgemma.run.step.judge`, with one difference: a proposed token outside the vocabulary is reported
+    even if it was not accepted.
 
     Example: `accept(h, sampled, argmax, canvas, open, frozen, draft, done, seeds, block, step, num_steps, recent,
     bound=0.1, vocab_size=262144, confidence=0.005).canvas`.
@@ -208,7 +208,7 @@ def _settle_positions(
     COMMIT_CANVAS: tl.constexpr,
     COMPARE_CANVAS: tl.constexpr,
 ) -> None:
-    """Accept or renoise some positions of a row, which compare themselves with all `others`."""
+    """Accept or renoise some positions of a row. Each one is compared with all `others`."""
     row, position, was_done, step = own
     other, other_open, other_entropy = others
     valid = position < canvas_len

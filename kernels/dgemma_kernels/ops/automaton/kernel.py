@@ -19,7 +19,7 @@ from dgemma.diffusion.paths import Passes
 from dgemma_kernels.ops.vocabulary.kernel import LogitShaping, processed
 
 _WARPS = 16
-_MOST_SLOTS = 1 << 14  # of a fan whose values fit into the registers of one program
+_MOST_SLOTS = 1 << 14  # of a `Fan` (the arcs by state): so many values fit into the registers of one program
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LEAST = tl.constexpr(-(1 << 30))  # the exponent of a packed 0
 _ZERO = tl.constexpr(-(1 << 62))  # a packed 0
@@ -45,7 +45,7 @@ def class_sums(prediction: Any, automaton: Automaton) -> tuple[Tensor, Tensor]:
         if begin < end:
             _class_sums_kernel[(triton.cdiv(end - begin, tile), rows.shape[0])](
                 rows,
-                shaping._replace(RAGGED=tl.constexpr(True)),  # the last tokens of a tile may be none
+                shaping._replace(RAGGED=tl.constexpr(True)),  # a tile may end with places without a token
                 *tokens,
                 *out,
                 rows.shape[1],
@@ -106,7 +106,7 @@ def best_pass(language: Language, weights: Tensor) -> Tensor:
 
 
 def _walk(language: Language, weights: Tensor | None, best_weights: Tensor) -> Tensor:
-    """Run the best, or with `weights` the forward, backward and best pass, in that order: (passes, B, C + 1, Q)."""
+    """Run the best pass; with `weights` the forward, the backward and the best pass: (passes, B, C + 1, Q)."""
     fan, num_states = language.automaton.fan, language.automaton.num_states
     batch_size, canvas_len, _ = best_weights.shape
     num_passes, num_slots, device = 1 if weights is None else 3, fan.arc.shape[1], fan.arc.device
@@ -256,7 +256,7 @@ def _maximum(top: tl.tensor) -> tl.tensor:
 def _load_groups(
     first_ptr: tl.tensor, order_ptr: tl.tensor, begin: tl.tensor, end: tl.tensor, TILE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Load a tile of the groups at places `begin` to `end`: group, its members' begin and end, valid (TILE,) each."""
+    """Load groups at places `begin` to `end`: group, begin and end of its members, and validity, (TILE,) each."""
     at = begin + tl.program_id(0) * TILE + tl.arange(0, TILE)
     valid = at < end
     group = tl.load(order_ptr + at, mask=valid, other=0)

@@ -168,7 +168,7 @@ def _store_weighted(
     WIDTH: tl.constexpr,
     KEEP: tl.constexpr,
 ) -> None:
-    # Loaded here: before the loop, the load of the first weights would wait for `pair`.
+    # Not loaded before the loop: there, the load of the first weights would wait for `pair`.
     weight = tl.load(weights + pair, mask=rows.inside, other=0.0)
     if scale is not None:
         sums *= scale[:, None]

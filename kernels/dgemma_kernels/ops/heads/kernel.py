@@ -66,7 +66,7 @@ def norm_heads_gradient(
     sizes = _sizes("norm_heads_gradient", raw, query_weight, key_weight, cos, sin, num_heads, kv_heads)
     length, pairs = raw.shape[0] // batch, list(zip(firsts, seconds, strict=True))
     if any(part.stride(-1) != 1 or part.dtype != raw.dtype for pair in pairs for part in pair):
-        raise ValueError("norm_heads_gradient must get gradients of raw's dtype with neighbouring values of a head.")
+        raise ValueError("norm_heads_gradient must get gradients of raw's dtype with stride 1 in the last dimension.")
     out = torch.empty_like(raw)
     parts = [
         ((first, *first.stride()[:3], first.shape[1]), (second, *second.stride()[:3], length - second.shape[1]))

@@ -258,8 +258,8 @@ def _dense_mlp_kernel(
         tl.debug_barrier()  # all threads store before one thread counts the tile
         tl.atomic_add(stored, 1, sem="release")
         tile = tl.atomic_add(taken, 1)
-    # Running programs took every gate and up tile before this tile. So all of them will be stored, even if other
-    # programs of this launch still wait for a multiprocessor.
+    # Before this tile was taken, running programs had taken every gate and up tile. So all of those will be stored,
+    # even if other programs of this launch still wait for a multiprocessor.
     if tile < all_tiles:
         while tl.atomic_add(stored, 0, sem="acquire") < gate_up_tiles:
             pass

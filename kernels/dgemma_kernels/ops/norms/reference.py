@@ -29,7 +29,7 @@ def scale_rows(
     factor: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return x (M, D) times `factor`, the scales of its rows (M,), and unless None those of its columns (D,)."""
+    """Multiply x (M, D) by `factor`, by scales of its rows (M,), and by scales of its columns (D,) unless None."""
     scaled = x * (row_scale * factor)[:, None]
     return (scaled if col_scale is None else scaled * col_scale).to(dtype or x.dtype)
 

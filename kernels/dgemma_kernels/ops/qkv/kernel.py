@@ -42,8 +42,8 @@ def prepare_qkv(
     rows (B·T,) and columns of `projected` first. Returns the queries (B, T, N, H).
 
     With `rotary_pairs`, for a layer without v_proj, only the first pairs rotate. In the other columns, key_weight
-    multiplies the queries instead of the keys. The products of both are the same, and keys equal values there, as
-    `attention(..., rotary_pairs=...)` needs.
+    multiplies the queries instead of the keys. Products of queries and keys stay the same, and keys equal values
+    there, as `attention(..., rotary_pairs=...)` needs.
 
     Example: `queries = prepare_qkv(x @ w.T, wq, wk, inv_freq, start, length, keys, values, num_heads=16, eps=1e-6)`.
     """

@@ -38,7 +38,7 @@ class VocabularyStatistics(NamedTuple):
 
 
 class LogitShaping(NamedTuple):
-    """The shaping of logits (R, V) by `processed`, as one argument of a kernel. None is known at compile time."""
+    """The shaping of logits (R, V) by `processed`, as one argument of a kernel. Fields that are None cost nothing."""
 
     temperature: Any  # (B,) float32
     allowed: Any  # (A, ceil(V / 32)) int32 or None
