@@ -41,8 +41,11 @@ def draw_rows(num_tokens: int, width: int, device: str = "cpu") -> OrderedRows:
 
 def interpret(routing: str, width: int, hidden: int, edits: dict[str, str] | None = None) -> float:
     """Return the relative error of the interpreted kernel against float64."""
-    index = draw_routing(routing)[:10, :1].contiguous()
-    tiles = router.sort_by_expert(index, router.count_pairs(index, NUM_EXPERTS), 16)
+    if routing == "every-size-of-tile":
+        index = torch.tensor([1] * 17 + [3] * 9 + [0] * 3, dtype=torch.int32)[:, None]
+    else:
+        index = draw_routing(routing)[:10, :1].contiguous()
+    tiles = router.sort_by_expert(index, router.count_pairs(index, NUM_EXPERTS), 32)
     proj = draw(2 * hidden, width, gated=True), draw(width, hidden, gated=False)
     arguments = draw_rows(index.shape[0], width), *proj, torch.rand(index.shape), tiles
     want = reference.multiply_experts(*arguments)
@@ -51,8 +54,12 @@ def interpret(routing: str, width: int, hidden: int, edits: dict[str, str] | Non
 
 @pytest.mark.parametrize(
     ("routing", "width", "hidden"),
-    [("one-token", 1408, 448), pytest.param("two-experts-have-no-rows", 2048, 384, marks=pytest.mark.slow)],
-    ids=["one block at a time", "several tiles"],
+    [
+        ("one-token", 1408, 448),
+        ("every-size-of-tile", 1408, 384),
+        pytest.param("two-experts-have-no-rows", 2048, 384, marks=pytest.mark.slow),
+    ],
+    ids=["one block at a time", "products of 32, 16 and 8 rows", "several tiles"],
 )
 def test_both_products_in_one_launch_match_float64(routing, width, hidden):
     assert interpret(routing, width, hidden) < LIMIT

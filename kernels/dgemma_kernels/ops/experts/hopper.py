@@ -4,7 +4,8 @@ Four programs per multiprocessor take blocks of columns from a queue, first all 
 A program copies planes of weights, and the 64 columns of its rows that multiply each plane, into ring buffers in shared
 memory. While it multiplies the last planes of a block, it already copies the first ones of its next block. A block of
 down waits for the hidden values of its tile. Blocks are taken in order, and only by running programs. So the blocks
-that a block of down waits for are complete or being computed.
+that a block of down waits for are complete or being computed. A tile with few rows has smaller products, which take
+less time and energy.
 
 A byte with a code of four bits, read as float8, is code * 2**-9. So the codes themselves are the left operand of
 gate_up. The scale of a group multiplies its sums. Codes have an offset of 8. To remove it, a product after every 16
@@ -188,19 +189,12 @@ def _multiply_blocks(
     """Compute `block` and further blocks from the queue, until this product has none left. Return the next block, which
     is of the other product.
 
-    Blocks are numbered from 0 within a product. Planes with even and odd numbers are in two rings. So Triton knows that
-    a step reads and writes different memory, and inserts no barrier between the two. Loads for the next block depend on
-    each other. They are spread over the steps, so each has arrived before the next needs it.
+    Blocks are numbered from 0 within a product.
     """
     BLOCKS: gl.constexpr = SIZE.BLOCKS
     ROWS: gl.constexpr = SIZE.ROWS
     UP: gl.constexpr = SIZE.UP
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32 if UP else 16])
     PLANES: gl.constexpr = SIZE.WIDTH // 64
-    ODD: gl.constexpr = PLANES % 2 == 1
-    PAIRS: gl.constexpr = (PLANES + 1) // 2 - _SLOTS  # of steps, before the first copy for the next block
-    FIRST: gl.constexpr = PAIRS // 3 if UP else PAIRS * 2 // 3
-    SECOND: gl.constexpr = PAIRS * 2 // 3 if UP else PAIRS
     LAST: gl.constexpr = (PLANES - 1) // 16  # part of 16 groups
     memory = _allocate(proj[0], PLANES, ROWS)
     total = num_tiles * BLOCKS
@@ -216,55 +210,108 @@ def _multiply_blocks(
             _copy_groups(proj, scales, memory[2], source, pair, 0, LAST + 1, SIZE)
         for i in gl.static_range(2 * _SLOTS - 1):
             _copy_plane(proj, memory[i % 2], block * 0 + i // 2, source, block * 0 + i)
-        plane = block * 0 + (2 * _SLOTS - 1)  # the next one to copy
         slot = block * 0
         while block < total:
             after = gl.atomic_add(tables[3], 1, sem="relaxed") - before
-            low = gl.zeros((64, ROWS), gl.float32, MMA)
-            high = gl.zeros((64, ROWS), gl.float32, MMA)
-            low, high, slot, plane = _steps(proj, memory, low, high, slot, source, plane, 0, FIRST, UP)
-            copying = after < total
-            following = gl.where(copying, after, block)
-            next_tile = _load_tile(tables, following, BLOCKS)
-            if not UP:
-                ready = gl.atomic_add(tables[2] + following // BLOCKS, 0, sem="relaxed")
-                weight = gl.load(scales[0] + pair, mask=_inside(tile, ROWS, UP), other=0.0)
-            low, high, slot, plane = _steps(proj, memory, low, high, slot, source, plane, FIRST, SECOND, UP)
-            next_pair = _load_pairs(tables, next_tile, ROWS, UP)
-            if UP:
-                weight = gl.load(scales[0] + pair // SIZE.NUM_ACTIVE)
-            low, high, slot, plane = _steps(proj, memory, low, high, slot, source, plane, SECOND, PAIRS, UP)
-
-            low, high = _step(proj, memory, low, high, slot, source, plane, 2 * PAIRS, 0, not ODD, UP)
-            if not UP:
-                while ready < SIZE.UP_BLOCKS:
-                    ready = gl.atomic_add(tables[2] + following // BLOCKS, 0, sem="relaxed")
-                gl.inline_asm_elementwise("fence.acq_rel.gpu; // $0", "=r", [], gl.int32, False, 1)
-            source = _source(next_tile, next_pair, following, copying, SIZE)
-            if UP:
-                _copy_groups(proj, scales, memory[2], source, next_pair, 0, LAST, SIZE)
-            plane = block * 0
-            low, high = _step(proj, memory, low, high, slot, source, plane, 2 * PAIRS + 1, 1, True, UP)
-            slot = gl.where(slot == _SLOTS - 1, 0, slot + 1)
-            low, high, slot, plane = _pairs(
-                proj, memory, low, high, slot, source, plane + 1, PAIRS + 1, PLANES // 2, UP
-            )
-            if ODD:
-                low, high = _step(proj, memory, low, high, slot, source, plane, PLANES - 1, 0, True, UP)
-                _barrier()
-                _copy_plane(proj, memory[0], slot, source, plane + 1)
-                plane += 2
-                slot = gl.where(slot == _SLOTS - 1, 0, slot + 1)
-            if UP:
-                low, high = _add_offsets(memory[2], low, high, LAST)
-                _store_hidden(out, tables, low, high, block, tile, weight, SIZE)
-                _copy_groups(proj, scales, memory[2], source, next_pair, LAST, LAST + 1, SIZE)
+            at = (block, after, total)
+            next_tile, next_pair = tile, pair  # defined before the branches, as Triton requires
+            if tile[2] > SIZE.ROWS // 2:
+                next_tile, next_pair, source, slot = _multiply_block(
+                    proj, scales, out, tables, memory, at, tile, pair, source, slot, SIZE, 1
+                )
+            elif tile[2] > SIZE.ROWS // 4:
+                next_tile, next_pair, source, slot = _multiply_block(
+                    proj, scales, out, tables, memory, at, tile, pair, source, slot, SIZE, 2
+                )
             else:
-                _store_out(out, low, high, block, tile, pair, weight, SIZE)
+                next_tile, next_pair, source, slot = _multiply_block(
+                    proj, scales, out, tables, memory, at, tile, pair, source, slot, SIZE, 4
+                )
             block, tile, pair = after, next_tile, next_pair
         async_copy.wait_group(0)
         _barrier()
     return block - total
+
+
+@gluon.jit
+def _multiply_block(
+    proj: gl.tuple,
+    scales: gl.tuple,
+    out: gl.tensor,
+    tables: gl.tuple,
+    memory: gl.tuple,
+    at: gl.tuple,
+    tile: gl.tuple,
+    pair: gl.tensor,
+    source: gl.tuple,
+    slot: gl.tensor,
+    SIZE: gl.constexpr,
+    DIVISOR: gl.constexpr,
+) -> gl.tuple:
+    """Compute a block and start the copies of the next one. Return the next tile, its pairs, its source and its slot.
+
+    Products have the rows of a tile, divided by DIVISOR. Planes with even and odd numbers are in two rings. So Triton
+    knows that a step reads and writes different memory, and inserts no barrier between the two. Loads for the next
+    block depend on each other. They are spread over the steps, so each has arrived before the next needs it.
+    """
+    BLOCKS: gl.constexpr = SIZE.BLOCKS
+    ROWS: gl.constexpr = SIZE.ROWS
+    FEW: gl.constexpr = ROWS // DIVISOR
+    UP: gl.constexpr = SIZE.UP
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FEW, 32 if UP else 16])
+    PLANES: gl.constexpr = SIZE.WIDTH // 64
+    ODD: gl.constexpr = PLANES % 2 == 1
+    PAIRS: gl.constexpr = (PLANES + 1) // 2 - _SLOTS  # of steps, before the first copy for the next block
+    FIRST: gl.constexpr = PAIRS // 3 if UP else PAIRS * 2 // 3
+    SECOND: gl.constexpr = PAIRS * 2 // 3 if UP else PAIRS
+    LAST: gl.constexpr = (PLANES - 1) // 16  # part of 16 groups
+    block, after, total = at
+    source = (source[0], source[1], source[2], True)  # a constant, so that copies need no test
+    if FEW == ROWS:
+        few = pair
+    else:
+        few = _load_pairs(tables, tile, FEW, UP)
+    plane = block * 0 + (2 * _SLOTS - 1)  # the next one to copy
+    low = gl.zeros((64, FEW), gl.float32, MMA)
+    high = gl.zeros((64, FEW), gl.float32, MMA)
+    low, high, slot, plane = _steps(proj, memory, low, high, slot, source, plane, 0, FIRST, UP)
+    copying = after < total
+    following = gl.where(copying, after, block)
+    next_tile = _load_tile(tables, following, BLOCKS)
+    if not UP:
+        ready = gl.atomic_add(tables[2] + following // BLOCKS, 0, sem="relaxed")
+        weight = gl.load(scales[0] + few, mask=_inside(tile, FEW, UP), other=0.0)
+    low, high, slot, plane = _steps(proj, memory, low, high, slot, source, plane, FIRST, SECOND, UP)
+    next_pair = _load_pairs(tables, next_tile, ROWS, UP)
+    if UP:
+        weight = gl.load(scales[0] + few // SIZE.NUM_ACTIVE)
+    low, high, slot, plane = _steps(proj, memory, low, high, slot, source, plane, SECOND, PAIRS, UP)
+
+    low, high = _step(proj, memory, low, high, slot, source, plane, 2 * PAIRS, 0, not ODD, UP)
+    if not UP:
+        while ready < SIZE.UP_BLOCKS:
+            ready = gl.atomic_add(tables[2] + following // BLOCKS, 0, sem="relaxed")
+        gl.inline_asm_elementwise("fence.acq_rel.gpu; // $0", "=r", [], gl.int32, False, 1)
+    source = _source(next_tile, next_pair, following, copying, SIZE)
+    if UP:
+        _copy_groups(proj, scales, memory[2], source, next_pair, 0, LAST, SIZE)
+    plane = block * 0
+    low, high = _step(proj, memory, low, high, slot, source, plane, 2 * PAIRS + 1, 1, True, UP)
+    slot = gl.where(slot == _SLOTS - 1, 0, slot + 1)
+    low, high, slot, plane = _pairs(proj, memory, low, high, slot, source, plane + 1, PAIRS + 1, PLANES // 2, UP)
+    if ODD:
+        low, high = _step(proj, memory, low, high, slot, source, plane, PLANES - 1, 0, True, UP)
+        _barrier()
+        _copy_plane(proj, memory[0], slot, source, plane + 1)
+        plane += 2
+        slot = gl.where(slot == _SLOTS - 1, 0, slot + 1)
+    if UP:
+        low, high = _add_offsets(memory[2], low, high, LAST)
+        _store_hidden(out, tables, low, high, block, tile, weight, SIZE, FEW)
+        _copy_groups(proj, scales, memory[2], source, next_pair, LAST, LAST + 1, SIZE)
+    else:
+        _store_out(out, low, high, block, tile, few, weight, SIZE, FEW)
+    return next_tile, next_pair, source, slot
 
 
 @gluon.jit
@@ -295,6 +342,15 @@ def _ring(x: gl.tensor, ROWS: gl.constexpr) -> gl.tuple:
         rows = gl.allocate_shared_memory(gl.bfloat16, [_SLOTS, ROWS, 64], gl.NVMMASharedLayout(128, 16))
         scale = gl.allocate_shared_memory(gl.int32, [_SLOTS, 64], _PLAIN1)
         return codes, rows, scale
+
+
+@gluon.jit
+def _first_rows(rows: gl.tensor, ROWS: gl.constexpr) -> gl.tensor:
+    """Return the first ROWS rows of a matrix in shared memory."""
+    if rows.shape[0] == ROWS:
+        return rows
+    else:  # noqa: RET505
+        return rows.slice(0, ROWS)
 
 
 @gluon.jit
@@ -435,7 +491,7 @@ def _step(
     _barrier()
     MMA: gl.constexpr = low.type.layout
     ring = memory[PARITY]
-    rows = ring[1].index(slot).permute((1, 0))
+    rows = _first_rows(ring[1].index(slot), low.shape[1]).permute((1, 0))
     if UP:
         none = gl.zeros(low.shape, gl.float32, MMA)
         low_codes, high_codes = _split(ring[0], slot, MMA)
@@ -524,8 +580,8 @@ def _add_offsets(groups: gl.tuple, gate: gl.tensor, up: gl.tensor, PART: gl.cons
     scale = groups[0].index(PART).permute((1, 0)).load(gl.DotOperandLayout(0, WIDE, 2))
     gate_scale = scale.to(gl.int16).to(gl.bfloat16, bitcast=True)
     up_scale = (scale >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    sums = groups[2].index(2 * PART).permute((1, 0))
-    rest = groups[2].index(2 * PART + 1).permute((1, 0))
+    sums = _first_rows(groups[2].index(2 * PART), gate.shape[1]).permute((1, 0))
+    rest = _first_rows(groups[2].index(2 * PART + 1), gate.shape[1]).permute((1, 0))
     gate_run = warpgroup_mma(gate_scale, sums, none, use_acc=False, is_async=True)
     gate_run = warpgroup_mma(gate_scale, rest, gate_run, is_async=True)
     up_run = warpgroup_mma(up_scale, sums, none, use_acc=False, is_async=True)
@@ -546,9 +602,9 @@ def _store_hidden(
     tile: gl.tuple,
     row_scale: gl.tensor,
     SIZE: gl.constexpr,
+    ROWS: gl.constexpr,
 ) -> None:
     """Multiply by the tokens' scales, and store GeGLU of a block."""
-    ROWS: gl.constexpr = SIZE.ROWS
     MMA: gl.constexpr = gate.type.layout
     row_scale = gl.expand_dims(gl.convert_layout(row_scale, gl.SliceLayout(0, MMA)) * 512.0, 0)
     dtype: gl.constexpr = out.dtype.element_ty
@@ -574,11 +630,12 @@ def _store_out(
     pair: gl.tensor,
     weight: gl.tensor,
     SIZE: gl.constexpr,
+    ROWS: gl.constexpr,
 ) -> None:
     """Store both halves of a block's columns, times the routing weights."""
     dtype: gl.constexpr = out.dtype.element_ty
     each = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, _ROWS16)), 0)
-    inside = gl.expand_dims(_inside(tile, SIZE.ROWS, False), 1)
+    inside = gl.expand_dims(_inside(tile, ROWS, False), 1)
     weight = gl.expand_dims(weight, 1)
     at = out + (gl.expand_dims(pair * SIZE.OUT, 1) + (block % SIZE.BLOCKS * 128 + each))
     low_out = gl.convert_layout((low * 65536.0).to(dtype).permute((1, 0)), _ROWS16).to(gl.float32) * weight
