@@ -2,11 +2,12 @@
 
 python kernels/benchmarks/generate.py                            every format, batches of 1 to 16
 python kernels/benchmarks/generate.py --weights int4 --float8 attention head --batches 1
-python kernels/benchmarks/generate.py --weights int4 nvfp4 --prompt 8192 --batches 1 --memory 18
+python kernels/benchmarks/generate.py --weights int4 --prompt 8192 --batches 1 --memory 18
 
 Weights are random. Those of fp8, int4 and nvfp4 are drawn in the format itself, so no layer ever exists in bfloat16. A
 canvas of 256 tokens takes 16 steps and a commit. `--memory` caps the memory that torch may reserve, in decimal GB, from
-the first weight to the last token. Autoregressive decoding runs in the same engine, one token per forward.
+the first weight to the last token. NVFP4 fits into 18 GB only with `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
+Autoregressive decoding runs in the same engine, one token per forward.
 """
 
 import argparse
