@@ -11,7 +11,7 @@ except ModuleNotFoundError as error:
 from dgemma_kernels.engine import interpreter
 from dgemma_kernels.engine.denoiser import FusedDenoiser, accelerate
 
-if triton.knobs.runtime.interpret:  # only the interpreter uses the private functions that these replace
+if triton.knobs.runtime.interpret:  # these replace private functions of Triton that only its interpreter uses
     interpreter.accept_new_numpy()
     interpreter.round_float8()
 

@@ -436,7 +436,9 @@ def test_a_sampler_that_waits_for_the_host_is_named(models, monkeypatch):
         raise CaptureError("This work could not be captured in a CUDA graph (operation not permitted).")
 
     monkeypatch.setattr(captured, "Replay", fail)
-    sentence = r"could not be captured in a CUDA graph \(operation not permitted\)\. If Ancestral\(.*waits for the host"
+    sentence = (
+        r"could not be captured in a CUDA graph \(operation not permitted\)\. If Ancestral\(.*makes the host wait"
+    )
     with pytest.raises(RuntimeError, match=sentence):
         fast.step(state, cache=cache, knobs=replace(knobs, sampler=dgemma.Ancestral()))
 
@@ -478,7 +480,7 @@ def test_after_a_sampler_that_waits_for_the_host_the_model_writes_with_another()
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    assert re.search(r"could not be captured in a CUDA graph \(.+\)\. If Waits\(.*waits for the host", ran.stdout)
+    assert re.search(r"could not be captured in a CUDA graph \(.+\)\. If Waits\(.*makes the host wait", ran.stdout)
 
 
 def test_a_kernel_that_fails_before_capture_is_not_reported_as_a_failed_capture(monkeypatch):

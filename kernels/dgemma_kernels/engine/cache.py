@@ -57,7 +57,7 @@ class CacheBuffers:
         self._times_read = 0
 
     def count_read(self, shape: Any) -> int:
-        """Note a forward over tokens of this shape; return how many forwards since the last other shape."""
+        """Note a forward over tokens of this shape. Return how many in a row, with this one, had this shape."""
         self._times_read = self._times_read + 1 if shape == self._last_read else 1
         self._last_read = shape
         return self._times_read
@@ -143,7 +143,8 @@ class FusedCache:
     def __init__(self, pool: BufferPool, batch_size: int) -> None:
         self.pool = pool
         self._buffers: CacheBuffers | None = None
-        # Lengths (B,), and the tokens that every row has got since. One tuple, because any thread may add them up.
+        # Lengths (B,) at some time, and how many tokens every row has gained since. One tuple, because any thread may
+        # add them up.
         self._counted = (torch.zeros(batch_size, dtype=torch.int64, device=pool.device), 0)
         self._num_slots = 0
         self._num_seen = 0

@@ -64,7 +64,7 @@ class CapturedRead:
 
 @dataclass(frozen=True, kw_only=True)
 class _PackedState(CausalState):
-    """A state whose tensors are views of one, so that one launch copies them."""
+    """A state whose tensors are views of one packed tensor, so that one launch copies them."""
 
     # (5, B) int64: token, number, done, broken, seeds. `dataclasses.replace` does not copy this field.
     packed: Tensor | None = field(default=None, init=False)
@@ -267,7 +267,7 @@ class CapturedStep:
             self.graph = Replay(step.run, workspace.device, workspace.graph_memory, launches=step.launch)
         except CaptureError as error:
             raise CaptureError(
-                f"{error} If {knobs.sampler} or {knobs.stop} waits for the host, write it as pure tensor code "
+                f"{error} If {knobs.sampler} or {knobs.stop} makes the host wait, write it as pure tensor code "
                 "(no .item(), no if on a tensor, no boolean indexing)."
             ) from error
         outcome: _StepOutcome = self.graph.result

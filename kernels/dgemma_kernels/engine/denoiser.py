@@ -58,7 +58,7 @@ def accelerate(
     - `weights="packed"` stores them in 12 bits per weight without loss: 32 GiB of experts. It is faster because a step
       mostly reads weights.
     - `weights="fp8"` rounds them to float8 (e4m3) with a scale per output, and the experts' inputs with a scale per
-    token: 21 GiB of experts. It needs a GPU with fp8 tensor cores: Ada, Hopper or later.
+      token: 21 GiB of experts. It needs a GPU with fp8 tensor cores: Ada, Hopper or later.
     - `weights="int4"` rounds them to integers of 4 bits with a scale per 64 columns, and `weights="nvfp4"` to floats of
       4 bits with a scale per 16 columns: 11 and 12 GiB of experts. Inputs keep their dtype.
 

@@ -34,7 +34,7 @@ logger = logging.getLogger("dgemma")
 _Scales = tuple[Tensor, Tensor] | None  # of rows and columns
 
 _DEEP = 256  # rows; for more, library products fill the GPU
-_TILE = 64  # keys, a multiple of those of any tile of attention
+_TILE = 64  # keys; a multiple of the number of keys in any tile of attention
 _FULL_PART = 10 * _TILE  # keys; a canvas of 256 after a prefix of 1,024 tokens sees two equal parts
 
 
@@ -206,9 +206,9 @@ class Forward:
     def _shared_pairs(self, shape: LayerShape) -> int | None:
         """Return the number of rotated pairs of a layer whose keys equal its values in all other columns, else None.
 
-        A full layer has no v_proj: without a rotation, keys and values differ only by the weight of the keys' norm,
-        which then multiplies the queries. It is None with `batch_invariant`, because the kernel for such keys has no
-        fixed parts.
+        A full layer has no v_proj. So in columns without a rotation, keys and values differ only by the weight of the
+        keys' norm, and the queries are multiplied by this weight instead. The result is None with `batch_invariant`,
+        because the kernel for such keys has no fixed parts.
         """
         return None if shape.is_sliding or self.batch_invariant else shape.rotary_pairs
 
@@ -277,7 +277,7 @@ class Forward:
         """Return the dense MLP, and the scales that it still lacks if it is float8."""
         if isinstance(dense_in, Tensor):
             if self._is_row(dense_in):
-                # Not early, so that the router's few programs find a free multiprocessor first.
+                # `early=False`, so that the router's few programs find a free multiprocessor first.
                 hidden_row = geglu(multiply_row(dense_in, layer.gate_up, early=False))
                 return multiply_row(hidden_row, layer.down, early=False), None
             assert isinstance(layer.gate_up, Tensor)

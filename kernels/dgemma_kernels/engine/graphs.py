@@ -183,7 +183,7 @@ class Replay:
             # torch does not return from the capture's stream if the capture fails. The outer context does.
             with torch.cuda.stream(torch.cuda.current_stream(device)), capture:
                 self.result = fn()
-        except RuntimeError as error:  # only of the capture, because the function has just run without it
+        except RuntimeError as error:  # an error of the capture, because the function has just run without one
             memory.renew(self._graph)
             if isinstance(error, torch.OutOfMemoryError):
                 raise

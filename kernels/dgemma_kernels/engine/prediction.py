@@ -79,7 +79,7 @@ class Shaping(NamedTuple):
     temperature: Tensor  # (n,), n dividing B·C
     softcap: float
     allowed: Tensor | None  # (n, V / 32) packed
-    bias: vocabulary.Bias | None  # of a language
+    bias: vocabulary.Bias | None  # of a constraint
 
 
 class VocabularySweep(NamedTuple):

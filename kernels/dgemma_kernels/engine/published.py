@@ -32,7 +32,7 @@ def is_published(state: DenoiseState, knobs: Knobs) -> bool:
         and type(state.noise) is UniformNoise
         and state.awaited is None
         and state.allowed is None
-        # The draft must be a text of the language. The argmax is one, but a canvas with noise may not be.
+        # With a constraint, the draft must be a text of its language. The argmax is one; a noisy canvas may not be.
         and (state.language is None or getattr(knobs.sampler, "commit", None) == "argmax")
         and not state.injected
     )

@@ -58,7 +58,7 @@ class ModelWeights:
 
     embedding: Tensor  # (V, D)
     head: Tensor | Quantized  # the embedding, or its rows in float8
-    soft_table: Quantized | None  # the embedding's columns in float8, (D, V), if the soft embedding is
+    soft_table: Quantized | None  # the embedding's columns in float8, (D, V), for a soft embedding in float8
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     signal_norm: Tensor  # of self-conditioning
@@ -92,7 +92,7 @@ def take_weights(
     """Fuse the model's projections in place, a layer at a time, and return its tensors.
 
     Experts are encoded by `formats.ENCODERS[format]`. `float8` names what else is rounded to float8 (`FLOAT8_PARTS`).
-    With `release` each layer's converted weights leave the model.
+    With `release`, the original weights of a layer leave the model once they are converted.
 
     Example: `take_weights(model).layers[0].qkv.shape` is `((16 + 2 * 8) * 256, 2816)`.
     """

@@ -87,7 +87,7 @@ def format_of(weights: ExpertWeights) -> str:
 
 
 def decode(x: ExpertWeights) -> Tensor:
-    """Return the values that `x` encodes: a plain tensor unchanged, packed in its own dtype, all others in float64.
+    """Return the values that `x` encodes: of `Packed` in its dtype, of others in float64; a plain tensor as it is.
 
     Example: `decode(layer.expert_down).shape` is `(128, 2816, 704)`.
     """

@@ -93,7 +93,7 @@ class FourBit:
         return values.bfloat16().double()
 
     def _floats(self, pairs: Tensor, low: float, high: float) -> Tensor:
-        """Return bfloat16 values of rows r and r + 64, divided by two powers of two: (E, N, K) float64."""
+        """Return bfloat16 values, of rows r divided by `low` and of rows r + 64 by `high`: (E, N, K) float64."""
         first, second = ((x & 0xFFFF) << 16 for x in (pairs, pairs >> 16))
         values = (x.view(torch.float32).double() for x in (first, second))
         return self._per_column(*(value / factor for value, factor in zip(values, (low, high), strict=True)))
@@ -115,8 +115,8 @@ class OrderedRows:
     """Rows in float8 (e4m3) with one scale per row, for products with int4 codes.
 
     The order of columns is that of the codes. In every 16 columns, the first eight are stored at even positions and the
-    last eight at odd ones. `sums` corrects for the offset of 8 in all codes. It has the sum of every 64 values times
-    -8 * 2**-49, rounded to bfloat16, and then its rounding errors, also in bfloat16.
+    last eight at odd ones. `sums` corrects for the offset of 8 in all codes. For each group of 64 values it has
+    their sum times -8 * 2**-49, rounded to bfloat16. The rounding errors of these sums follow, also in bfloat16.
 
     Example: `order_rows(x).decode()` differs from x by at most 1/16 of it, or 1/512 of the scale if larger.
     """
@@ -213,7 +213,7 @@ def _arrange_chunks(weight: IntWeight | NvFp4Weight, gated: bool) -> Iterator[tu
         return low & (1 << bits) - 1 | high << bits
 
     def pair_floats(x: Tensor, *factors: float) -> Tensor:
-        """Join bfloat16 values of rows r and r + 64, times two powers of two."""
+        """Join bfloat16 values of rows r and of rows r + 64, each times its own factor, a power of two."""
         exact = [x.bfloat16().double() * factor for factor in factors]
         rounded = [value.bfloat16() for value in exact]
         if not all(torch.equal(got.double(), want) for got, want in zip(rounded, exact, strict=True)):
@@ -443,7 +443,7 @@ def _decode_slowly(words: tl.tensor, scale: tl.tensor, offset: tl.tensor, ZERO: 
 
 @triton.jit
 def _multiply_add(halfword: tl.tensor, scale: tl.tensor, add: tl.tensor) -> tl.tensor:
-    """Return the bfloat16 of these bits times `scale` plus `add`, rounded to nearest: the interpreter truncates."""
+    """Return the bfloat16 of these bits times `scale` plus `add`, rounded to nearest. The interpreter truncates."""
     exact = (halfword << 16).to(tl.float32, bitcast=True) * scale + add
     bits = exact.to(tl.uint32, bitcast=True)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True).to(tl.bfloat16)

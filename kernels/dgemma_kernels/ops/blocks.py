@@ -21,7 +21,7 @@ def blocks_of(width: int, per_thread: int = 8) -> dict[str, int]:
 
 
 def rows_of(num_rows: int, width: int) -> dict[str, int]:
-    """Return the launch arguments of a kernel whose programs have ROWS rows each: one of many rows has a warp per row.
+    """Return the launch arguments of a kernel whose programs have ROWS rows each, 1 or, if there are many rows, 8.
 
     Example: `rows_of(4096, 704)` has 8 rows in blocks of 256 values on eight warps.
     """

@@ -4,7 +4,8 @@
 |---|---|
 | `batch.py` | batches of text, their sources, and the thread that prepares them |
 | `canvases.py` | cuts answers into canvases and adds noise |
-| `one_pass.py`, `together.py` | predict all canvases of a row in one pass; in the same pass as the text |
+| `one_pass.py` | predicts all canvases of a row in one pass |
+| `together.py` | predicts them in the same pass as the text |
 | `head.py` | the tied head and its losses, one slice of tokens at a time |
 | `nelbo.py` | the exact bounds of the three noise processes |
 | `objective.py` | the loss as a value: `Objective` |
@@ -17,7 +18,8 @@
 | `stopping.py` | Ctrl-C, and runs limited by minutes |
 | `log.py` | numbers per step, router load, `log.jsonl`, `TrainResult` |
 | `checkpoints.py` | the folder of a run: lock, checkpoints, the description that a resumed run must match |
-| `parallel.py`, `distributed.py` | one process, and the files of a state; many processes, with `FullySharded` |
+| `parallel.py` | training in one process, and the files of a checkpoint |
+| `distributed.py` | training in many processes, with `FullySharded` |
 """
 
 from dgemma.train import recipes

@@ -214,14 +214,14 @@ class NoisyCanvases(NamedTuple):
     """Canvases with noise on them."""
 
     z: Tensor  # (B, K, C) tokens
-    replaced: Tensor  # (B, K, C) bool; noise may have replaced a token by itself
+    replaced: Tensor  # (B, K, C) bool; True also where noise drew the same token again
     level: Tensor  # (B, K)
     self_cond: Tensor  # (B, K) bool
     masked: Tensor  # (B, K) bool: noised by `masks`
 
 
 def draw_choice(seeds: Tensor) -> Tensor:
-    """Return a uniform (B,) per row seed (B,), which chooses one of the row's canvases."""
+    """Return a uniform number for each row, (B,), from its seed. It chooses one of the row's canvases."""
     # Two positions, of which one is used: torch.compile would compile a size of 1 separately.
     zeros, position = torch.zeros_like(seeds), torch.arange(2, device=seeds.device)
     return _uniform_at(seeds, zeros, position, torch.full_like(position, _CANVAS))[:, 0]
@@ -230,8 +230,8 @@ def draw_choice(seeds: Tensor) -> Tensor:
 def cut_holes(canvases: Canvases, seeds: Tensor, prob: float) -> Canvases:
     """Choose a share `prob` of the canvases, cut holes into them, and freeze the text between the holes.
 
-    Holes and frozen stretches take turns; either may come first. Their lengths are log-uniform: of holes from 1 to half
-    a canvas, of frozen stretches from 1 to a canvas. Frozen tokens get no noise and are not scored.
+    Holes and frozen stretches take turns; either may come first. Their lengths are log-uniform. Holes have from 1 token
+    to half a canvas, frozen stretches from 1 token to a canvas. Frozen tokens get no noise and are not scored.
 
     Example: `cut_holes(canvases, seeds, 0.5).frozen`.
     """

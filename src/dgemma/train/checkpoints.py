@@ -265,7 +265,7 @@ def describe(value: object) -> str:
     """Return a line that identifies a value, the same in every process.
 
     Objectives and sources are the user's own functions and objects, so this covers every kind of value that they may
-    hold. A resumed run would not notice a change of a value that this left out.
+    hold. If a value were left out, a resumed run would not notice that it had changed.
 
     An object may offer the line itself as `fingerprint`. Otherwise a dataclass is identified by its fields, a
     collection by its elements, and a partial function by its arguments. A dense tensor or array is identified by dtype,

@@ -254,7 +254,7 @@ def _lost_connection(error: RuntimeError) -> bool:
 
 @contextmanager
 def _gathered(model: nn.Module, *, keep: bool) -> Iterator[None]:
-    """Replace sharded weights by whole ones on the CPU, where `keep` is set. All processes must enter this context."""
+    """Replace sharded weights by whole ones on the CPU, in processes with `keep`. All processes must enter it."""
     parts: list[tuple[nn.Module, str, nn.Parameter]] = []
     for module in model.modules():
         for name, part in list(module.named_parameters(recurse=False)):
@@ -299,7 +299,7 @@ def spread_experts(experts: Experts, mesh: DeviceMesh) -> None:
         part = weight.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
         spread = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
         setattr(experts, name, nn.Parameter(spread, requires_grad=weight.requires_grad))
-    # A subclass of the current class, which may have adapters: `super().forward` runs between the two exchanges.
+    # The current class, perhaps one with adapters, gets a subclass. Its `super().forward` runs between two exchanges.
     experts.__class__ = type(f"Spread{type(experts).__name__}", (_SpreadExperts, type(experts)), {"mesh": mesh})
 
 
@@ -325,7 +325,7 @@ class _SpreadExperts(Experts):
         own_rows = _Exchange.apply(rows, send, receive, group)  # (R, D)
         own_experts = _Exchange.apply(sorted_experts, send, receive, group) - self.mesh.get_local_rank() * num_own
 
-        # Each received row is a token with one choice of weight 1, so the reference can compute it.
+        # A received row is passed as a token that chose one expert with weight 1, so `super().forward` computes it.
         ones = torch.ones(own_experts.shape[0], 1, device=x.device, dtype=wide_dtype(x))
         with _own_weights(self):
             out = super().forward(own_rows, Routing(ones, ones, own_experts[:, None]))
@@ -337,7 +337,7 @@ class _SpreadExperts(Experts):
 def _own_weights(module: nn.Module) -> Iterator[None]:
     """Replace the module's weights by this process's part of them within the context."""
     whole = dict(module._parameters)
-    # `setattr` refuses a part, because it is no Parameter: it is computed from one, with a gradient.
+    # `setattr` refuses a part, because it is computed from a Parameter, with a gradient, but is not one itself.
     module._parameters.update({name: cast(DTensor, weight).to_local() for name, weight in whole.items()})  # type: ignore[misc]
     try:
         yield

@@ -31,7 +31,7 @@ from dgemma.train.one_pass import ByCanvas, OnePass, SelfCond, read_canvases
 
 _MOST_SAMPLES = 100_000  # per canvas; more rows narrow the interval further
 
-_LOW_LEVELS = 0.5  # the share of noise levels whose density rises as 1/sqrt(level) towards 0
+_LOW_LEVELS = 0.5  # the share of noise levels that are drawn with a density of 1/sqrt(level)
 _SOME_NOISE = 0.75  # the least share of canvases with noise, for uniform and hybrid noise
 
 
@@ -199,7 +199,7 @@ class _Estimator:
         level: Tensor,
         of_logits: Callable[..., Tensor],
     ) -> Tensor:
-        """Noise canvases to `level` (B, K, 1) and apply `of_logits`, from the module `nelbo`: (B, K, C) float64."""
+        """Add noise of `level` (B, K, 1) to canvases, then apply `of_logits`, from `nelbo`: (B, K, C) float64."""
         u_event, u_token = (self._draw(canvases, seeds, sample, self.canvas_len, name) for name in ("event", "noise"))
         u_some = self._draw(canvases, seeds, sample, 1, "some")
         replaced = torch.where(canvases.scored, 1 - self.noise.clean_share(level), 0.0)  # (B, K, C) probabilities

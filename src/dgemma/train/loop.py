@@ -52,7 +52,7 @@ _SHORT = 5  # minutes; in a shorter run compiling takes more time than it saves
 _WARMUP_PART = 10  # in a run limited by minutes, at most one step in ten warms up
 _LONGEST_UNREAD = 10  # seconds; slow steps are read and logged before `log_every` of them are taken
 _LONGEST_UNSAVED = 300  # seconds; slow steps are saved before `checkpoint_every` of them are taken
-_SAVING_PART = 20  # saving slow steps takes at most one second in twenty
+_SAVING_PART = 20  # if steps are slow, at most one second in twenty is spent on checkpoints
 
 Evaluate = Callable[[Any, int], Mapping[str, Any] | None]
 
@@ -77,7 +77,7 @@ def train(
     adapted model gets `final/adapters.safetensors`, which `load_lora` reads. The process may be killed at any moment:
     the same call continues from the last checkpoint and gives the same result as an uninterrupted run with the same
     number of steps. Checkpoints are about five minutes apart at most, unless writing one takes over 15 seconds. On
-    Ctrl-C or SIGTERM it finishes the step, writes a checkpoint and returns. A loss or gradient that is not finite
+    Ctrl-C or SIGTERM `train` finishes the step, writes a checkpoint and returns. A loss or gradient that is not finite
     raises FloatingPointError and restores the model from the last checkpoint.
 
     - on_step: called after every step; returning True stops the run as Ctrl-C does.
@@ -192,7 +192,7 @@ class _Run:
     def loop(self, on_step: OnTrainStep | None, evaluate: Evaluate | None, request: threading.Event) -> bool:
         """Train to the end; return True if the run was stopped before."""
         noise = getattr(self.objective, "noise", None)
-        if isinstance(noise, Noise):  # recorded in the model: the default of `generate`, which callbacks may call
+        if isinstance(noise, Noise):  # becomes the default of `generate`, which callbacks may call
             self.model.generation = self.model.generation.after_learning(describe_noise(noise))
         if self.steps is not None and self.step >= self.steps:
             return False
@@ -264,7 +264,7 @@ class _Run:
         share_of_main = float(self.parallel.sum(share))  # all processes must make the same plan
         steps = self.budget.plan(self.step, self.steps, share_of_main)
         if steps != self.steps and self.parallel.is_main:
-            logger.info("Step %d of %d planned, %.0f%% of the time is over.", self.step, steps, 100 * share_of_main)
+            logger.info("Step %d of %d planned steps, %.0f%% of the time.", self.step, steps, 100 * share_of_main)
         self.steps = steps
 
     def take_step(self, step_input: StepInput) -> TrainStep:
@@ -411,7 +411,7 @@ class _Run:
         make_optimizer_state(self.optimizer, self.parameters, stored, may_differ=may_differ)
         state = self.state()
         if may_differ and self.average is not None and stored.isdisjoint(self.average.state):
-            # The earlier run had no average, so it begins with the loaded weights.
+            # The earlier run had no average, so the average begins with the loaded weights.
             self.checkpoints.load(path, {name: state[name] for name in state.keys() - self.average.state.keys()})
             self.average = WeightAverage(self.parameters, self.average.decay)
         else:

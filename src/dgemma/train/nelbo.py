@@ -110,7 +110,7 @@ def reconstruction(
 
 
 def mask_exactly(noise: Noise, tokens: Tensor, num_masked: Tensor, u: Tensor) -> Tensor:
-    """Mask the `num_masked` (B,) positions with the smallest u (B, C) of tokens (B, C) → (B, C).
+    """Mask tokens (B, C) at the `num_masked` (B,) positions of each row with the smallest u (B, C): (B, C).
 
     Example: `nelbo.mask_exactly(noise, tokens, torch.tensor([3]), torch.rand(1, 8))` masks three of eight.
     """

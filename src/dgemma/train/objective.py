@@ -123,7 +123,7 @@ class Objective:
 
     truncated: str = "scored"  # the fill after a cut answer: "scored", "unscored", or the whole row "rejected"
     reduction: str = "global"  # token mean per step, per "process", per "micro_batch", or a mean of "example" means
-    attention: str = "dense"  # or "blocks", which skips hidden keys, for long rows on a GPU
+    attention: str = "dense"  # or "blocks", which skips masked keys, for long rows on a GPU
 
     def __post_init__(self) -> None:
         if isinstance(self.t_range, list):
@@ -235,8 +235,8 @@ class Objective:
     def total_counts(self, batch: TrainBatch, seeds: Tensor) -> dict[str, Tensor]:
         """Return what these rows add to the totals of the step, before any forward.
 
-        "decoder" and "causal" count scored positions, "decoder_rows" and "causal_rows" rows with scored positions,
-        "micro_batches" is 1.
+        "decoder" and "causal" count scored positions. "decoder_rows" and "causal_rows" count rows with scored
+        positions. "micro_batches" is 1.
 
         Example: `objective.reduce(terms, totals)`, where totals are sums of this over micro-batches and processes.
         """

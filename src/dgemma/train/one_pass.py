@@ -50,7 +50,7 @@ def read_clean(
 ) -> CleanText:
     """Read tokens (B, P) causally, with gradients. documents (B, P) numbers texts that must not see each other.
 
-    attention: "dense" masks, or "blocks", with which FlexAttention skips hidden keys in long rows on a GPU.
+    attention: "dense" masks, or "blocks", with which FlexAttention skips masked keys in long rows on a GPU.
 
     Example: `read_clean(model, tokens).hidden` gives the causal loss.
     """

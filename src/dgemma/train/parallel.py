@@ -1,6 +1,6 @@
 """The contract between the training loop and the machines it runs on, and the files of tensors that they write.
 
-One process is here, many are in `distributed.py`.
+This file has the code for one process, `distributed.py` the code for many.
 
 The training loop uses parallelism only through `Parallel`. A subclass must follow these rules:
 

@@ -181,7 +181,7 @@ def _bound(config: ModelConfig, defaults: dict[str, Any], changes: dict[str, Any
 
 @contextmanager
 def balanced_routers(model: nn.Module, weight: float) -> Iterator[None]:
-    """Add the gradient of weight · E · Σ_e (share of e) · (mean probability of e) per router to every backward pass.
+    """In every backward pass, add weight · E · Σ_e (share of e) · (mean probability of e) of each router to the loss.
 
     The share counts the choices of a forward pass and has no gradient. The sum is smallest when all E experts are
     chosen equally often. The reported losses do not contain it.

@@ -122,7 +122,7 @@ class TogetherPass:
         return layer.feed_forward(x, attended, self.scalars[number], kept), noisy_keys, noisy_values
 
     def run_canvases(self, number: int, x: Tensor, result: _FromText, kept: Kept) -> Tensor:
-        """Return the output of a layer for canvases x (B·C, D), and replace the keys and values of the earlier ones."""
+        """Return the output of a layer for canvases x (B·C, D), and replace their keys and values in `result`."""
         layer, rope = self.layers[number], self.noisy_ropes[number]
         if _uses_head_kernel(layer, x):
             raws = layer.self_attn.raw_heads(layer.input_layernorm(x))
@@ -136,7 +136,7 @@ class TogetherPass:
         return layer.feed_forward(x, _project_out(layer, attended, kept), self.noisy_scalars[number], kept)
 
     def _layer_scalars(self) -> tuple[Tensor, Tensor]:
-        """Return each layer's scalars of all tokens (layers, B·L, 1), and of those of canvases (layers, B·C, 1)."""
+        """Return each layer's scalar for all tokens (layers, B·L, 1), and for canvas tokens alone (layers, B·C, 1)."""
         noisy = torch.stack([layer.layer_scalar for layer in self.layers]).expand(-1, self.num_noisy)
         clean = torch.stack([layer.causal_layer_scalar for layer in self.layers])
         both = torch.cat((noisy, clean.expand(-1, self.text.positions.shape[1])), 1)
@@ -189,7 +189,7 @@ class _NormOf(torch.autograd.Function):
 
 
 def _uses_head_kernel(layer: Layer, x: Tensor) -> bool:
-    """Return True if our kernels norm and rotate heads: in compiled steps on a GPU, for frozen norms.
+    """Return True if our kernels normalise and rotate heads: in compiled steps on a GPU, for frozen norms.
 
     Under autocast, rotary tables are float32 and the results of their products are not rounded as in the kernel.
     """
@@ -228,7 +228,7 @@ def _inputs_of_heads(
 class _Heads(torch.autograd.Function):
     """Compute queries, keys and values, (B, T, heads, H) each, of the first and of the last tokens of each row.
 
-    Kernels norm and rotate the heads. That of the gradient adds both parts, so the gradients are not joined before.
+    Kernels normalise and rotate the heads. The kernel of the gradient adds both parts, so they are not joined first.
     """
 
     @staticmethod
@@ -279,7 +279,7 @@ class _Split(torch.autograd.Function):
 
 
 class _JoinTokens(torch.autograd.Function):
-    """The tokens of both (B, T, …). Defines its own gradient, because attention copies gradients that are slices."""
+    """Join the tokens of two tensors. Defines its own gradient, because attention copies gradients that are slices."""
 
     @staticmethod
     def forward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
@@ -303,7 +303,7 @@ def _replace(old: Tensor, new: Tensor) -> None:
 
 
 class _TogetherLayer(torch.autograd.Function):
-    """A layer whose forward runs canvases only, because that of the text is known. The backward runs both again."""
+    """A layer whose forward runs only canvases, because the text's results are known. The backward runs both again."""
 
     @staticmethod
     def forward(ctx: Any, run: TogetherPass, number: int, x: Tensor, *trained: Tensor) -> Tensor:
