@@ -205,3 +205,12 @@ def _default_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     from dgemma_kernels.ops import configs
 
     monkeypatch.setattr(configs, "gpu_name", lambda device: "default")
+
+
+@pytest.fixture(params=[False, True], ids=["pointers", "descriptors"])
+def described(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Let kernels load weights through pointers, or through tensor descriptors."""
+    from dgemma_kernels.ops import configs
+
+    monkeypatch.setattr(configs, "TENSOR_DESCRIPTORS", {"default"} if request.param else set())
+    return request.param

@@ -38,13 +38,6 @@ def run(index: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor
     return experts.expert_down(experts.expert_gate_up(x, gate_up, tiles), down, weights, tiles, overlap=True)
 
 
-@pytest.fixture(params=[False, True], ids=["pointers", "descriptors"])
-def described(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Weights as pointers, or as tensor descriptors."""
-    monkeypatch.setattr(configs, "TENSOR_DESCRIPTORS", {"default"} if request.param else set())
-    return request.param
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 @pytest.mark.parametrize("routing", ["one-token", "even", "one-expert-has-every-row", "two-experts-have-no-rows"])
 @pytest.mark.parametrize(("width", "hidden"), [(D, F), (64, 128)], ids=["ragged", "exact"])

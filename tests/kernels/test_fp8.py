@@ -158,13 +158,6 @@ def sort(index: Tensor) -> router.ExpertTiles:
     return router.sort_by_expert(index, router_reference.count_pairs(index, E), rows)
 
 
-@pytest.fixture(params=[False, True], ids=["pointers", "descriptors"])
-def described(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Weights as pointers, or as tensor descriptors."""
-    monkeypatch.setattr(configs, "TENSOR_DESCRIPTORS", {"default"} if request.param else set())
-    return request.param
-
-
 @pytest.mark.usefixtures("described")
 @pytest.mark.parametrize(
     ("routing", "dtype"),

@@ -181,13 +181,6 @@ def sort(index: Tensor) -> router.ExpertTiles:
     return router_reference.sort_by_expert(index, router_reference.count_pairs(index, E), rows)
 
 
-@pytest.fixture(params=[False, True], ids=["pointers", "descriptors"])
-def described(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Planes as pointers, or as tensor descriptors."""
-    monkeypatch.setattr(configs, "TENSOR_DESCRIPTORS", {"default"} if request.param else set())
-    return request.param
-
-
 def draw_ordinary(*shape: int, seed: int) -> Tensor:
     """Draw normal weights without outliers, in rows of different magnitudes."""
     generator = torch.Generator().manual_seed(seed)
