@@ -23,6 +23,8 @@ from dgemma.train.objective import Objective
         ({"steps": 0}, "TrainConfig.steps must be an integer >= 1, got 0"),
         ({"steps": 2.5}, "TrainConfig.steps must be int or None, got 2.5"),
         ({"micro_batch_size": 0}, "micro_batch_size"),
+        ({"batch_size": 10**9}, "batch_size must be at most 1048576, got 1000000000"),
+        ({"lr": 1e300}, r"lr must be at most 1e\+30, got 1e\+300"),
         ({"clip": 0.0}, "clip"),
         ({"ema_decay": 1.0}, "ema_decay"),
         ({"precision": "fp8"}, "precision must be 'mixed' or 'weights'"),

@@ -12,6 +12,8 @@ from dgemma.checks import (
     require_field,
 )
 
+_MOST_ROWS = 1 << 20  # of a batch; more would fill the memory before the first step
+_MOST_LR = 1e30  # torch cannot convert a much larger number to float32
 _MOST_MINUTES = 10**7  # 19 years; in a longer run, one step would be too small a share of the time to measure
 
 
@@ -75,9 +77,11 @@ class TrainConfig:
                 check_count(self, name, fix="Use 1 or more, or None.")
         for name in ("batch_size", "log_every", "checkpoint_every"):
             check_count(self, name, fix="Use 1 or more.")
+        require_field(self.batch_size <= _MOST_ROWS, self, "batch_size", f"be at most {_MOST_ROWS}", "Use 16.")
         check_count(self, "keep_last", fix="Keep 1 or more, or the run cannot be resumed.")
         check_count(self, "warmup", least=0, fix="Use 0 for no warm-up.")
         check_finite(self, "lr", fix="Use 1.5e-4, as published.")
+        require_field(self.lr <= _MOST_LR, self, "lr", f"be at most {_MOST_LR:g}", "Use 1.5e-4, as published.")
         check_size(self, "weight_decay", fix="Use 0 for none.")
         check_size(self, "clip", above=0, fix="Use math.inf to never clip.")
         check_probability(self, "final_lr", fix="It is a fraction of the peak; use 0.1, as published.")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dgemma.checks import show, typed
+from dgemma.checks import require, show, typed
 from dgemma.files import open_tensors, parse_json, write_tensors
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import Experts, require_experts
@@ -37,6 +37,8 @@ def add_lora(model: DiffusionGemma, lora: LoRA | None = None, *, seed: int = 0) 
     Example: `add_lora(model, LoRA(rank=8)); train(model, objective, source, config, out="run")`.
     """
     lora = lora or LoRA()
+    most = model.config.hidden_size
+    require(lora.rank <= most, "LoRA.rank", f"be at most the model's hidden size {most}", lora.rank, "Use 8.")
     refuse_adapters(model, "add_lora")
     model.requires_grad_(False)
     for name, module in list(model.named_modules()):
