@@ -306,12 +306,47 @@ def test_sampler_tables_are_the_recorded_ones(heading, group):
         assert {name: cell.replace(" %", "%") for name, cell in table[row["label"]].items()} == expected
 
 
-def test_the_sudoku_page_and_the_card_of_the_model_agree():
-    page = read_table("docs/sudoku.md", "Exact grids and steps")
+SUDOKU_ROWS = {  # of the page: order and setting of the recorded run
+    "random, 12 steps": ("random", "12 steps"),
+    "confidence, 12 steps": ("confidence", "12 steps"),
+    "margin, 12 steps": ("margin", "12 steps"),
+    "random, one cell per step": ("random", "81 steps"),
+    "confidence, one cell per step": ("confidence", "81 steps"),
+    "margin, one cell per step": ("margin", "81 steps"),
+    "entropy bound 0.01": ("entropy", "0.01 nats"),
+    "entropy bound 0.1": ("entropy", "0.1 nats"),
+    "entropy bound 0.1, clues not frozen": ("entropy, clues not frozen", "0.1 nats"),
+}
+
+
+def sudoku_cells(order: str, setting: str) -> dict[str, list[str]]:
+    """Return the share of exact grids and the mean steps by number of clues."""
+    rows = json.loads((ROOT / "docs/results/sudoku.json").read_text())["rows"]
+    return {
+        row["kind"].removesuffix(" givens").replace("-", "–"): [f"{100 * row['exact']:.1f} %", f"{row['steps']:.1f}"]
+        for row in rows
+        if (row["order"], row["setting"]) == (order, setting)
+    }
+
+
+def test_sudoku_tables_of_mask_noise_are_the_recorded_ones():
+    table = read_table("docs/sudoku.md", "Exact grids and steps")
+    for row, (order, setting) in SUDOKU_ROWS.items():
+        for clues, cell in sudoku_cells(order, setting).items():
+            assert table[row][f"mask, {clues} clues"] == ", ".join(cell[:1] if setting == "12 steps" else cell), row
+    for retries, cells in read_table("docs/sudoku.md", "Try again").items():
+        expected = {
+            f"{clues} clues": ", ".join(cell) for clues, cell in sudoku_cells("retry", f"{retries} times").items()
+        }
+        assert cells == expected
+
+
+def test_the_card_of_the_sudoku_model_has_the_recorded_results():
     card = (ROOT / "src/dgemma/assets/sudoku/README.md").read_text()
-    for bound, row in (("0.01", "entropy bound 0.01"), ("0.1", "entropy bound 0.1")):
-        cells = [page[row][f"mask, {clues} clues"].split(", ") for clues in ("30–45", "24–29")]
-        assert f"| entropy bound {bound} | " + " | ".join(part for cell in cells for part in cell) + " |" in card
+    rows = {f"entropy bound {bound}": ("entropy", f"{bound} nats") for bound in (0.01, 0.1, 0.5)}
+    for row, source in (rows | {"confidence, 12 steps": ("confidence", "12 steps")}).items():
+        cells = sudoku_cells(*source)
+        assert f"| {row} | {' | '.join(cells['30–45'] + cells['24–29'])} |" in card
 
 
 def test_scores_of_the_harness_are_the_recorded_ones():
