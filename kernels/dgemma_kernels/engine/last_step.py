@@ -1,4 +1,4 @@
-"""The most recent step: its soft embedding, which may still be missing, and its new state in a graph's inputs."""
+"""The most recent step: its new state, in a graph's inputs, and its soft embedding, perhaps not computed yet."""
 
 import weakref
 

@@ -1,4 +1,4 @@
-"""Patterns whose automata would have too many states, found before they fill the memory.
+"""Detection of patterns whose automata would have too many states, before these fill the memory.
 
 If a repetition such as `.*` comes before a counted one that accepts the same characters, each further count can double
 the states: `.*a.{30}` has billions. So every pattern is first built in another process, with limits.
