@@ -197,7 +197,7 @@ def read_checkpoint(path_or_repo: str | Path, files: Sequence[str] = _CHECKPOINT
 
 
 def read_headers(folder: Path) -> dict[str, Stored]:
-    """Return every tensor of a checkpoint folder by its published name. No weight is read.
+    """Return the header of every tensor of a checkpoint folder, by its published name. No weight is read.
 
     Example: `read_headers(Path("checkpoint"))["model.decoder.norm.weight"].shape`.
     """

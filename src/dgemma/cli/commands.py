@@ -12,7 +12,7 @@ API_KEY = "DGEMMA_API_KEY"  # environment variable of `dgemma serve`
 
 
 def add_commands(commands: Any) -> None:
-    """Add every command to the parser. A command's default of `module` names the file that has its `run_COMMAND`."""
+    """Add every command to the parser. Each command sets `module`, the file that has its `run_COMMAND`."""
     for add in (
         *(_add_generate, _add_race, _add_chat, _add_infill, _add_edit, _add_sudoku),
         *(_add_info, _add_bench, _add_quantize, _add_evaluate, _add_train, _add_serve),

@@ -149,7 +149,7 @@ def check_chosen_sampler(arguments: argparse.Namespace, noise: Noise, denoiser: 
 
 
 def _shipped_for(sampler: Sampler, vocab_size: int) -> str | None:
-    """Return the name of a shipped checkpoint that has this vocabulary size and runs the sampler by default."""
+    """Return the name of a shipped checkpoint that has this vocabulary size and a noise for the sampler."""
     for folder in shipped():
         config = read_json(folder / "config.json")
         if config["noise"]["kind"] in sampler.valid_for and config["text_config"]["vocab_size"] == vocab_size:

@@ -190,14 +190,16 @@ class _Compiler:
             for j in range(i):
                 if not self._disjoint(one, options[j]):
                     raise ValueError(
-                        f"JsonSchema.schema must have oneOf with options that exclude each other, got {j} and {i} at "
-                        f"{where}. Use anyOf, or give each a property with its own const."
+                        f"JsonSchema.schema must have oneOf with options that exclude each other, but {j} and {i} "
+                        f"may overlap at {where}. Use anyOf, or give each a property with its own const."
                     )
         return self._anyof({"anyOf": options}, where, refs)
 
     def _allof(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
         if len(schema["allOf"]) != 1:
-            raise ValueError(f"JsonSchema.schema must have allOf with one schema, got several at {where}. Merge them.")
+            raise ValueError(
+                f"JsonSchema.schema must have allOf with one schema at {where}. Merge the schemas into one."
+            )
         return self.value(schema["allOf"][0], f"{where}/allOf/0", refs)
 
     def _disjoint(self, left: Schema, right: Schema) -> bool:

@@ -40,7 +40,7 @@ def _equivalent(next_state: np.ndarray, is_final: np.ndarray) -> np.ndarray:
     """Return a label (S,) per state; states that accept the same texts have the same label.
 
     Blocks of states are split until all states of a block have successors in the same blocks. From the start, two
-    states are in different blocks if the longest texts after them differ in length. So long repetitions take few
+    states are in different blocks if the longest texts after them differ in length. This way, long repetitions take few
     rounds. To compare states, the blocks of their successors are hashed. After a split, only predecessors of the states
     that left their block are compared again. The code calls them suspects.
     """

@@ -1,4 +1,4 @@
-"""A finite automaton over tokens, stored as tables that loops on the CPU and the GPU read."""
+"""A finite automaton over tokens, stored as tables for fast loops on the CPU and the GPU."""
 
 from typing import NamedTuple
 

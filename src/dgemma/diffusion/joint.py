@@ -43,7 +43,7 @@ def condition(prediction: Prediction, language: Language, canvas: Tensor, fixed:
 class Joint:
     """The joint law of a canvas: a prediction conditioned on a language and on the tokens at `fixed` positions.
 
-    A fixed token that no accepted text has is replaced, because the committed text must be in the language.
+    If no accepted text has a fixed token, the token is replaced, because the committed text must be in the language.
     """
 
     prediction: Prediction  # shaped, before conditioning

@@ -181,7 +181,7 @@ def _wide_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _attend_in_blocks(queries: Tensor, keys: Tensor, values: Tensor, mask: BlockMask) -> Tensor:
-    # In a compiled layer it is compiled with the layer. On a CPU it is not compiled: slow but exact.
+    # In a compiled layer, `flex_attention` is compiled with the layer. On a CPU it is not compiled: slow but exact.
     attention = flex_attention
     if queries.is_cuda and not torch.compiler.is_compiling():
         attention = _compiled_flex_attention()
@@ -225,7 +225,7 @@ class Attention(nn.Module):
         return queries, keys.transpose(1, 2), values.transpose(1, 2)
 
     def raw_heads(self, x: Tensor) -> list[Tensor]:
-        """Return the projections of x (..., D): queries, keys and, unless they are the keys, values."""
+        """Return the projections of x (..., D): queries and keys, and values if the layer has `v_proj`."""
         layers = (self.q_proj, self.k_proj) if self.v_proj is None else (self.q_proj, self.k_proj, self.v_proj)
         return project(x, *layers)
 

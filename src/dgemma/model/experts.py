@@ -227,7 +227,7 @@ def require_experts(model: nn.Module, owner: str) -> None:
 
 
 def group_by_expert(experts: Tensor, num_experts: int) -> Groups:
-    """Sort choices (M, A) by expert, without counting on the host.
+    """Sort choices (M, A) by expert. Nothing is counted on the host.
 
     Example: `group_by_expert(routing.experts, 128).ends`.
     """

@@ -87,8 +87,8 @@ class Kernels(NamedTuple):
 def fusible_with(*, num_joined: int = 0, kernels: Kernels | None = None) -> Callable[[Function], Function]:
     """Return `fusible` with options.
 
-    num_joined: the gradients of this many first arguments are slices of one tensor. A product with joined weights can
-    then read them all at once, by `joined`. kernels: replace the compiled function on a GPU.
+    num_joined: the gradients of this many first arguments are slices of one tensor, which `joined` returns. So one
+    product, with weights joined in the same way, reads all of them. kernels: replace the compiled function on a GPU.
 
     Example: `gated_gelu = fusible_with(num_joined=2)(gated_gelu)`.
     """
@@ -188,7 +188,7 @@ def _in_one(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def fused(function: Function, device: torch.device) -> Function:
-    """Return the function, compiled if `device` is a GPU, where each operation would cost a launch and a pass.
+    """Return the function, compiled if `device` is a GPU, where each operation would read and write all values.
 
     It computes without gradients. One compilation serves any size of the arguments' first dimension.
 

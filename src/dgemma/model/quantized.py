@@ -77,7 +77,7 @@ class QuantizedWeight(nn.Module):
         return out.view(self.shape)
 
     def _decode_rows(self, rows: slice, wide: torch.dtype, dtype: torch.dtype) -> Tensor:
-        """Return the values (r, K) of some of the rows, counted over all leading dimensions: computed in `wide`."""
+        """Return the values (r, K) of some rows, computed in `wide`. Rows are numbered over all leading dimensions."""
         raise NotImplementedError
 
     def _is_compiled(self) -> bool:
@@ -152,7 +152,8 @@ class IntWeight(QuantizedWeight):
             fits = tensor is None or tensor.shape == scale.shape
             require(fits, f"IntWeight.{name}", "have the shape of scale", tensor)
         if group_index is None:
-            require(self.shape[-1] % scale.shape[-1] == 0, "IntWeight.scale", f"divide {self.shape[-1]} columns", scale)
+            fits, rule = self.shape[-1] % scale.shape[-1] == 0, f"have groups that divide {self.shape[-1]} columns"
+            require(fits, "IntWeight.scale", rule, scale)
         else:
             fits = group_index.shape == (*self.shape[:-2], self.shape[-1])
             require(fits, "IntWeight.group_index", "name one group per column", group_index)

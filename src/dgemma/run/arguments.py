@@ -150,7 +150,7 @@ def _check_kept(canvas: Tensor, frozen: Tensor | None, allowed: Tensor, noise: N
     fits = table.gather(2, canvas[:, :length].clamp(min=0)[..., None])[..., 0]
     if bool((is_kept[:, :length] & ~fits).any()):
         raise ValueError(
-            "generate canvas must hold allowed tokens where it is not frozen, because mask noise leaves them.  "
+            "generate canvas must hold allowed tokens where it is not frozen, because mask noise keeps them. "
             "Freeze other tokens, allow them, or write -1."
         )
 

@@ -1,4 +1,4 @@
-"""Changes that a caller makes between two steps, to the state or to knobs. Callbacks, forks and replays all use this form."""
+"""Changes that a caller makes between two steps, to state or knobs. Callbacks, forks and replays use this form."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace

@@ -245,8 +245,8 @@ def _unite(owner: str, constraint: Constraint, batch_size: int, vocab_size: int)
     listed = [constraint] * batch_size if isinstance(constraint, Regex) or constraint is None else list(constraint)
     if len(listed) != batch_size or not all(one is None or isinstance(one, Regex) for one in listed):
         raise ValueError(
-            f"{owner} constraint must be a value such as Regex(pattern, tokenizer), or a list with one or None per row "
-            f"({batch_size}), got {show(constraint)}."
+            f"{owner} constraint must be a value such as Regex(pattern, tokenizer), or a list of {batch_size} "
+            f"such values or Nones, one per row, got {show(constraint)}."
         )
     distinct = list(dict.fromkeys(listed))
     automata = [_padded(None if one is None else one.automaton, vocab_size) for one in distinct]

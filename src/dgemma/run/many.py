@@ -271,7 +271,7 @@ def load_completion(file: RunFile, index: int, prompt: Any) -> Completion:
     stored = file[index]
     if stored.pop("prompt") != _prompt_digest(index, prompt):
         raise ValueError(
-            f"{file.path} must be continued with the prompts that it began with, got another prompt {index}. "
+            f"{file.path} must be continued with the prompts that it began with, but prompt {index} differs. "
             "Use the old prompts, or another file."
         )
     return restore_completion(stored, file.settings)

@@ -47,7 +47,7 @@ def check_content(content: Mapping[str, Any]) -> None:
     assert isinstance(plan, Plan)
     _check_plan(plan)
     require(_is_int(top, 0, plan.noise.vocab_size), "top", f"be in [0, {plan.noise.vocab_size}]", top)
-    require(isinstance(sizes, tuple), "sizes", "be a list", sizes)
+    require(isinstance(sizes, tuple), "sizes", "be a tuple", sizes)
     batch_size = plan.prompt_tokens.shape[0]
     place = (-1, -1)
     for size in sizes or ():
@@ -67,7 +67,7 @@ def check_content(content: Mapping[str, Any]) -> None:
         _check_ids("commits.tokens", commit.tokens, plan.noise.vocab_size)
         _check_rows("commits.finished", commit.finished, batch_size, (torch.bool,))
         _check_rows("commits.steps", commit.steps, batch_size, _INTS)
-    require(isinstance(changes, tuple), "changes", "be a list", changes)
+    require(isinstance(changes, tuple), "changes", "be a tuple", changes)
     for change in changes or ():
         fits = isinstance(change, Change) and isinstance(change.values, dict) and change.values.keys() <= _CHANGED
         fits = fits and _is_int(change.block, 0, plan.num_blocks - 1) and _is_int(change.index, 0, plan.num_steps)
@@ -93,7 +93,7 @@ def _check_plan(plan: Plan) -> None:
             _check_rows(f"plan.{name}", getattr(plan, name), batch_size, _INTS)
     mask = plan.attention_mask
     if mask is not None:
-        rule = f"not be complex and have {batch_size} rows that cover the prompt"
+        rule = f"have {batch_size} rows that cover the prompt, and not be complex"
         require_tensor(mask, "plan.attention_mask", rule, shape=(batch_size, None))
         require(mask.shape[1] >= prompt.shape[1] and not mask.is_complex(), "plan.attention_mask", rule, mask)
     stops = plan.eos_token_ids

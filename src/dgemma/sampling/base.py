@@ -1,8 +1,8 @@
 """The sampler interface: a frozen value that turns a prediction into a decision.
 
 A new sampler is one file: subclass `Sampler`, declare `valid_for`, write `__call__`. It may keep memory: `start`
-returns the memory of the first step, and each decision that of the next step. It may override `final`, which returns
-the tokens to commit.
+returns the memory of the first step, and each decision returns that of the next step. It may override `final`, which
+returns the tokens to commit.
 """
 
 from typing import Any, ClassVar

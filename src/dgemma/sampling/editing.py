@@ -33,7 +33,7 @@ class TokenEditing(Sampler):
     def __post_init__(self) -> None:
         for name in ("tau_mask", "tau_edit"):
             check_probability(self, name, fix="No confidence exceeds 1.")
-        check_count(self, "max_edit_steps", least=0, fix="Use 0 for none after the canvas is full.")
+        check_count(self, "max_edit_steps", least=0, fix="Use 0 for no edits after the canvas is full.")
 
     @property
     def revises(self) -> bool:

@@ -92,9 +92,10 @@ class Guided(Denoiser[GuidedCache]):
 
     log p(x0 | z) = log p(x0) + log q(z | x0) + const, and both predictions share q. So for a single position, mixing
     predictions gives the exact prediction for the mixed prior p_c^(w+1) · p_u^(-w). This holds under mask and uniform
-    noise, for mean and leave-one-out networks. For several positions it is a heuristic. The rule published for
-    uniform noise (Schiff et al., arXiv:2412.10193) mixes the logarithms of the two reverse kernels,
-    `mix(noise.posterior(...).log(), ...)`. A denoiser cannot do that, because it returns a prediction and not a kernel.
+    noise, for networks that see a position's own token and for those that do not. For several positions it is a
+    heuristic. The rule published for uniform noise (Schiff et al., arXiv:2412.10193) mixes the logarithms of the two
+    reverse kernels, `mix(noise.posterior(...).log(), ...)`. A denoiser cannot do that, because it returns a prediction
+    and not a kernel.
 
     Example: `generate(Guided(model, strength=1.0, unconditional=4), prompt, ...)`.
     """

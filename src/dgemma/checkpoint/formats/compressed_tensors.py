@@ -61,7 +61,7 @@ class _ConfigGroup:
 
 
 def read_compressed(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> Contents:
-    """Return the weights that a compressed-tensors checkpoint stores. No weight is read.
+    """Return descriptions of the weights in a compressed-tensors checkpoint. No weight is read.
 
     Example: `read_compressed(published["quantization_config"], read_headers(folder)).entries`.
     """
@@ -346,7 +346,7 @@ def _pack_rows(codes: Tensor) -> Tensor:
 
 
 def describe_weights(weights: Mapping[str, QuantizedWeight]) -> dict[str, Any]:
-    """Return the quantization_config of a checkpoint with these quantised weights, by our names.
+    """Return the quantization_config of a checkpoint with these quantised weights. Keys of `weights` are our names.
 
     Example: `describe_weights(dict(quantized_weights(model)))["config_groups"]`.
     """

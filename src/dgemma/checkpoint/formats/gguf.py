@@ -73,7 +73,7 @@ def find_gguf(path: str | Path) -> Path | None:
 
 
 def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Stored], Contents]:
-    """Return the config.json, the tensors and the weights of a GGUF file. No weight is read.
+    """Return the config.json of a GGUF file, and descriptions of its tensors and weights. No weight is read.
 
     Example: `published, stored, contents = read_gguf(Path("diffusiongemma-Q4_K_M.gguf"))`.
     """
@@ -249,7 +249,8 @@ def _scales_and_biases(scale: Tensor, bias: Tensor, packed: Tensor) -> tuple[Ten
 
     `packed` (..., blocks, 12) has six bits for each scale and bias. The scales of the first four groups are the low six
     bits of bytes 0 to 3. The scales of the last four have their low four bits in the low half of bytes 8 to 11, and
-    their high two bits in the high two bits of bytes 0 to 3. For biases, read bytes 4 to 7 and the high half.
+    their high two bits in the high two bits of bytes 0 to 3. Biases are in bytes 4 to 7 and in the high half of bytes 8
+    to 11.
     """
     first, second, third = packed.split(4, dim=-1)
     scales = torch.cat((first & 63, third & 15 | (first >> 6) << 4), dim=-1)
