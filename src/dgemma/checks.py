@@ -15,6 +15,7 @@ from torch import Tensor
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _FIELD_HINTS: dict[type, dict[str, Any]] = {}
+_WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -292,6 +293,18 @@ def read_device(owner: str, device: Any) -> torch.device:
         torch.empty(0, device=read)
     except (RuntimeError, TypeError, AssertionError, ValueError):
         require(False, f"{owner} device", "name a device that torch can use here", device, "Use 'cpu' or 'cuda'.")
+    return read
+
+
+def read_dtype(owner: str, dtype: Any) -> torch.dtype | None:
+    """Return a dtype of weights, which may be given by its name; None stays None.
+
+    Example: `read_dtype("from_pretrained", "bfloat16")`.
+    """
+    read = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is not None and (not isinstance(read, torch.dtype) or read not in _WEIGHT_DTYPES):
+        names = ", ".join(str(known).removeprefix("torch.") for known in _WEIGHT_DTYPES)
+        require(False, f"{owner} dtype", f"be one of {names}", dtype, "An example is torch.bfloat16.")
     return read
 
 

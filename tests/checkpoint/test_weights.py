@@ -120,10 +120,13 @@ def test_saved_files_have_the_permissions_of_the_umask(tmp_path, umask):
     assert modes == {0o666 & ~umask}
 
 
-def test_a_dtype_may_be_given_by_its_name(sharded):
+def test_a_dtype_may_be_given_by_its_name_and_must_be_one_of_weights(sharded):
     assert DiffusionGemma.from_pretrained(sharded, dtype="bfloat16").dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="dtype must be a torch dtype, got 'bf16'"):
-        DiffusionGemma.from_pretrained(sharded, dtype="bf16")
+    for dtype in ("bf16", torch.int8, torch.float8_e4m3fn):
+        with pytest.raises(ValueError, match=r"from_pretrained dtype must be one of bfloat16, float16, .* got "):
+            DiffusionGemma.from_pretrained(sharded, dtype=dtype)
+        with pytest.raises(ValueError, match=r"DiffusionGemma dtype must be one of bfloat16, float16, .* got "):
+            DiffusionGemma(presets.tiny(), dtype=dtype)
 
 
 def test_shards_stay_under_the_limit_and_the_index_accounts_for_every_byte(sharded):

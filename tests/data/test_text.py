@@ -99,6 +99,8 @@ def test_missing_files_and_empty_folders_are_named(tmp_path):
         TokenFile.open(tmp_path)
     with pytest.raises(ValueError, match="at least one"):
         TokenFile.write([], ByteTokenizer(), tmp_path / "none")
+    with pytest.raises(ValueError, match=r"must be Documents, got 'a text'\. Pass .* Document\(text\)"):
+        TokenFile.write(["a text"], ByteTokenizer(), tmp_path / "none")
 
 
 def test_token_files_hold_what_was_written(tmp_path):

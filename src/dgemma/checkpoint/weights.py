@@ -21,7 +21,7 @@ from dgemma.checkpoint.formats.entry import FLOATS, Contents, Entry, Stored
 from dgemma.checkpoint.formats.gguf import find_gguf, open_gguf, read_gguf
 from dgemma.checkpoint.names import VISION, published_name
 from dgemma.checkpoint.plan import LoadPlan, first, make_plan, read_weight
-from dgemma.checks import as_int, read_device
+from dgemma.checks import as_int, read_device, read_dtype
 from dgemma.files import clear_temporaries, fill_json, fill_tensors, new_files, open_tensors, writing
 from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig, read_published
 from dgemma.model.gemma4 import GEMMA4_TYPES
@@ -113,9 +113,7 @@ def load_pretrained(
     Example: `load_pretrained(DiffusionGemma, "path/to/checkpoint", dtype=torch.bfloat16, device="cuda")`.
     """
     device = read_device("from_pretrained", device)
-    dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ValueError(f"from_pretrained dtype must be a torch dtype, got {dtype!r}. An example is torch.bfloat16.")
+    dtype = read_dtype("from_pretrained", dtype)
     folder, published, stored, contents = read_checkpoint(path_or_repo)
     if dtype is None and folder.parent == _ASSETS:
         dtype = torch.float32

@@ -8,14 +8,14 @@ import dataclasses
 import importlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 
-from dgemma.checks import show
+from dgemma.checks import require, show
 from dgemma.constraints.grammar import grammar_pattern
 from dgemma.constraints.schema import Notation, schema_pattern
 from dgemma.constraints.token_automaton import (
@@ -48,6 +48,9 @@ class Regex:
 
     pattern: str
     tokenizer: Any = field(repr=False)
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.pattern, str), "Regex.pattern", "be a text", self.pattern)
 
     def within(self, *, before: str = r"(?s:.*)", after: str = r"(?s:.*)") -> "Regex":
         """Constrain only a part of the text: `before` and `after` are patterns of what surrounds it.
@@ -114,8 +117,9 @@ class Choice(Regex):
     """
 
     def __init__(self, options: Sequence[str], tokenizer: Any) -> None:
-        if isinstance(options, str) or not options or not all(isinstance(option, str) for option in options):
-            raise ValueError(f"Choice.options must be texts, at least one, got {show(options)}.")
+        is_list = isinstance(options, Collection) and not isinstance(options, str) and len(options) > 0
+        are_texts = is_list and all(isinstance(option, str) for option in options)
+        require(are_texts, "Choice.options", "be texts, at least one", options)
         object.__setattr__(self, "options", tuple(options))
         object.__setattr__(self, "pattern", "|".join(map(re.escape, dict.fromkeys(options))))
         object.__setattr__(self, "tokenizer", tokenizer)
@@ -133,6 +137,7 @@ class Grammar(Regex):
     """
 
     def __init__(self, grammar: str, tokenizer: Any, *, depth: int = 4) -> None:
+        require(isinstance(grammar, str), "Grammar.grammar", "be a text in Lark's notation", grammar)
         object.__setattr__(self, "grammar", grammar)
         object.__setattr__(self, "pattern", grammar_pattern(grammar, depth))
         object.__setattr__(self, "tokenizer", tokenizer)
@@ -180,8 +185,6 @@ def read_pattern(pattern: str, owner: str) -> ByteAutomaton:
         raise ImportError(
             'Constraints need outlines-core. Install it with: pip install "dgemma[constraints]"'
         ) from None
-    if not isinstance(pattern, str):
-        raise ValueError(f"{owner}.pattern must be a text, got {show(pattern)}.")
     if {"^", "$", r"\A", r"\z"} & set(_PATTERN_PARTS.findall(pattern)):
         raise ValueError(
             f"{owner}.pattern must have no anchors such as ^ and $, got {show(pattern)}. A pattern always covers the "

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.checks import show, typed
+from dgemma.checks import require, show, typed
 from dgemma.data.documents import Document, list_files
 from dgemma.files import map_array, new_file, open_file, read_array, read_json, write_json, writing
 
@@ -180,6 +180,8 @@ def _encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tup
     """Yield each document with the tokens of its prompt and of its text, in order; encode on all cores."""
 
     def encode(document: Document) -> tuple[Document, list[int], list[int]]:
+        fix = "Pass read_documents(paths), or Document(text) for each text."
+        require(isinstance(document, Document), "TokenFile.write documents", "be Documents", document, fix)
         if document.chat is None:
             return document, tokenizer.encode(document.prompt), tokenizer.encode(document.text, bos=False)
         try:

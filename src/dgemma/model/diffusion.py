@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgemma.checks import read_device, require, require_tensor, typed
+from dgemma.checks import read_device, read_dtype, require, require_tensor, typed
 from dgemma.diffusion.prediction import Prediction, SoftCap
 from dgemma.model.attention import Mask
 from dgemma.model.backbone import KeysValues, Layer, run_layers
@@ -71,8 +71,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
                 f"DiffusionGemma config must be a ModelConfig, got {config!r}. "
                 "Pass dgemma.presets.tiny(), or use DiffusionGemma.from_pretrained(path)."
             )
-        if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
-            require(False, "DiffusionGemma dtype", "be a floating torch dtype", dtype)
+        dtype = read_dtype("DiffusionGemma", dtype)
         if conventions is not None and not isinstance(conventions, Conventions):
             require(False, "DiffusionGemma conventions", "be a Conventions", conventions)
         self.config = config
