@@ -34,6 +34,13 @@ def test_generate_prints_prompt_and_continuation_and_nothing_else(command, check
     assert "\x1b[" not in ran.out
 
 
+def test_a_dtype_that_most_cpus_are_slow_in_is_noted(command, checkpoint):
+    options = ("-m", checkpoint, "-n", "32", "--steps", "1", "--device", "cpu")
+    ran = command("generate", *options, "--dtype", "bfloat16", "Once")
+    assert ran.err == "Most CPUs are slow in bfloat16. Without --dtype the model runs in float32.\n"
+    assert command("generate", *options, "--dtype", "float32", "Once").err == ""
+
+
 def test_json_of_generate_equals_the_output_of_the_library(command, checkpoint, model):
     ran = command("generate", "-m", checkpoint, *QUICK, "--seed", "7", "--json", "Once")
     found = json.loads(ran.out)

@@ -13,6 +13,7 @@ import torch
 
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checkpoint.weights import read_checkpoint, resolve
+from dgemma.cli import output
 from dgemma.cli.cores import idle_cores
 from dgemma.cli.listing import shipped
 from dgemma.constraints.languages import Choice, JsonSchema, Regex
@@ -60,6 +61,8 @@ def load_model(arguments: argparse.Namespace, *, dtype: torch.dtype | None = Non
     """Load the model that -m names on --device, in --dtype or else in `dtype`."""
     device = pick_device(arguments)
     dtype = pick_dtype(arguments) or dtype or (torch.float32 if device.type == "cpu" else None)
+    if device.type == "cpu" and dtype != torch.float32:
+        output.print_note(f"Most CPUs are slow in {arguments.dtype}. Without --dtype the model runs in float32.")
     # For small 16-bit products, torch uses another kernel on some CPUs and warns about it.
     warnings.filterwarnings("ignore", message=".*mkldnn_matmul failed")
     return DiffusionGemma.from_pretrained(arguments.model, dtype=dtype, device=device).eval()
