@@ -149,7 +149,7 @@ def test_the_published_sizes_take_three_quarters_of_the_bytes(num_rows, width):
         ),
         (lambda w: w.index_fill_(2, torch.tensor(3), torch.inf), "must be finite values that bfloat16 represents"),
         (lambda w: w.index_fill_(2, torch.tensor(3), torch.nan), "must be finite values that bfloat16 represents"),
-        (lambda w: w.index_fill_(1, torch.tensor(7), 0.0), r"at most 1 % of places, got 360 of 7,200\. Use weights="),
+        (lambda w: w.index_fill_(1, torch.tensor(7), 0.0), r"at most 1 % of values .* got 360 of 7,200\. Use weights="),
         (lambda w: w.half(), r"pack weights must be bfloat16 or float32, got torch\.float16"),
         (lambda w: w[:, :, :0], r"with 1 <= N, K <= 16384, .* got \(5, 20, 0\)"),
         (lambda w: w[0], r"must be \(E, N, K\) with .* got \(20, 72\)"),

@@ -218,7 +218,7 @@ class _StaticStep:
     def find_changes(self, outcome: _StepOutcome) -> list[tuple[Tensor, Tensor]] | None:
         """Return the inputs that the step changes, with their next values.
 
-        None if shapes or values other than tensors change: then the next step needs another graph.
+        Return None if a shape changes, or a value that is not a tensor: then the next step needs another graph.
         """
         after, form = tree_flatten(outcome.after)
         if form != self._form or list_shapes(after) != list_shapes(self.inputs):

@@ -204,7 +204,7 @@ class Forward:
         return x.shape[0] == 1 and not self.batch_invariant
 
     def _shared_pairs(self, shape: LayerShape) -> int | None:
-        """Return the number of rotated pairs of a layer whose keys equal its values in all other columns, else None.
+        """Return the number of rotated pairs if keys equal values in all columns without rotation, else None.
 
         A full layer has no v_proj. So in columns without a rotation, keys and values differ only by the weight of the
         keys' norm, and the queries are multiplied by this weight instead. The result is None with `batch_invariant`,

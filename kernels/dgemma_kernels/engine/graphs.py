@@ -202,7 +202,7 @@ class Replay:
                 target.copy_(source)
 
     def rewrite(self) -> None:
-        """Run `fn` for what it writes to static tensors. The first call returns at once: the constructor has run it."""
+        """Run `fn` again, which writes to static tensors. The first call does nothing: the constructor has run `fn`."""
         if self._is_fresh:
             self._is_fresh = False
         else:

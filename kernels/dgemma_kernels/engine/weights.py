@@ -73,11 +73,11 @@ class ModelWeights:
 
 
 FLOAT8_PARTS = ("attention", "dense", "head", "soft_embedding", "experts")
-_MODULES = {"attention": "self_attn", "dense": "mlp"}  # of a layer, by the names of `float8`
+_MODULES = {"attention": "self_attn", "dense": "mlp"}  # modules of a layer, by names in FLOAT8_PARTS
 
 
 def stored_format(model: DiffusionGemma) -> str:
-    """Return the format of the model's experts: "bf16" if they are plain, also in another dtype.
+    """Return the format of the model's experts; for plain experts "bf16", whatever their dtype.
 
     Example: `stored_format(model)` is "int4" for a checkpoint with int4 experts.
     """
@@ -208,7 +208,8 @@ def _view_float8(held: Any, dtype: torch.dtype) -> Any:
 def _fuse(linears: Sequence[nn.Linear | QuantizedLinear], dtype: torch.dtype) -> Tensor:
     """Fuse the weights of several linears into one matrix. Plain weights become views of it.
 
-    If an earlier call has fused them, its matrix is returned, so that `accelerate` twice takes no more memory.
+    If an earlier call has fused them, its matrix is returned, so that a second call of `accelerate` takes no more
+    memory.
     """
     weights = [_plain(linear, dtype) for linear in linears]
     if len(weights) == 1:

@@ -52,8 +52,8 @@ class FourBit:
     """Weights (E, N, K) in four bits. N' is N rounded up to blocks of 128 rows, K' is K rounded up to 64 columns.
 
     Every plane has 64 / `group` scales per row, those of rows r and r + 64 in one integer. For int4 they are two
-    bfloat16. For NVFP4 they are two bytes, floats without sign with five bits of exponent and three of mantissa, which
-    have every positive value of e4m3.
+    bfloat16. For NVFP4 they are two bytes. Each is a float without a sign, with five bits of exponent and three of
+    mantissa, so that every positive value of e4m3 is exact.
 
     Example: `arrange(quantize(experts.down_proj, "int4"), dtype=torch.bfloat16).decode()`.
     """
@@ -443,7 +443,8 @@ def _decode_slowly(words: tl.tensor, scale: tl.tensor, offset: tl.tensor, ZERO: 
 
 @triton.jit
 def _multiply_add(halfword: tl.tensor, scale: tl.tensor, add: tl.tensor) -> tl.tensor:
-    """Return the bfloat16 of these bits times `scale` plus `add`, rounded to nearest. The interpreter truncates."""
+    """Return the bfloat16 of these bits times `scale` plus `add`, rounded to nearest."""
+    # `.to(tl.bfloat16)` truncates in the interpreter, so the bits are rounded first.
     exact = (halfword << 16).to(tl.float32, bitcast=True) * scale + add
     bits = exact.to(tl.uint32, bitcast=True)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True).to(tl.bfloat16)

@@ -99,7 +99,7 @@ def pack(weights: Tensor, *, gated: bool = False) -> Packed:
     planes, scale, counts, places, outliers = map(torch.cat, zip(*_pack_chunks(weights, gated), strict=True))
     if len(places) > _MOST_OUTLIERS * weights.numel():
         raise ValueError(
-            f"pack weights must be 0 or under 2^-14 of their row's largest in at most 1 % of places, "
+            f"pack weights may have at most 1 % of values that are 0 or under 2^-14 of their row's largest,  "
             f'got {len(places):,} of {weights.numel():,}. Use weights="bf16".'
         )
     return Packed(

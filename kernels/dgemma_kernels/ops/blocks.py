@@ -41,7 +41,7 @@ def inside(index: tl.tensor, limit: tl.tensor, EXACT: tl.constexpr) -> tl.tensor
 
 @triton.jit
 def gelu_tanh_times(gate: tl.tensor, up: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Return gelu_tanh(gate) * up from float32 sums, with the roundings of separate layers."""
+    """Return gelu_tanh(gate) * up from float32 sums. Values are rounded as by separate operations."""
     gate = gate.to(dtype).to(tl.float32)
     # 0.5 (1 + tanh(u)) is 1 / (1 + e^(-2u)), u = sqrt(2 / pi) (gate + 0.044715 gate³). 1 / y as rsqrt(y)² is shorter
     # than a division.

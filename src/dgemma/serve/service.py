@@ -203,7 +203,7 @@ class Service:
 
 @lru_cache(maxsize=32)
 def _json_schema(schema: str, tokenizer: Tokenizer) -> JsonSchema:
-    """Return the constraint of a schema. Building it takes up to seconds, so the last ones are kept."""
+    """Return the constraint of a schema. Building one can take seconds, so the most recent ones are kept."""
     return _tried(JsonSchema(json.loads(schema), tokenizer))
 
 
@@ -214,7 +214,7 @@ def _tool_calls(tools: str, tokenizer: Tokenizer) -> ToolCalls:
 
 
 def _tried(constraint: Language) -> Language:
-    # Now, so that a pattern with too many states is refused before the request enters the queue.
+    # A pattern with too many states is refused here, before the request enters the queue.
     try_pattern(constraint.pattern, type(constraint).__name__)
     return constraint
 

@@ -168,7 +168,7 @@ def _fill_rows(batch: TrainBatch, num_tokens: int, fill_token: int) -> _Text:
     if batch.fill is not None:
         fill = fill | _fit(batch.fill, num_tokens, True)
     documents = None
-    if batch.documents is not None:  # the fill belongs to the text it ends
+    if batch.documents is not None:  # the fill belongs to the document before it
         last_token = position.clamp(max=(batch.tokens.shape[1] - 1)).expand_as(tokens)
         documents = batch.documents.gather(1, torch.minimum(last_token, (batch.length - 1).clamp(min=0)[:, None]))
     return _Text(tokens, frozen, fill, documents)

@@ -31,7 +31,7 @@ from dgemma.train.one_pass import ByCanvas, OnePass, SelfCond, read_canvases
 
 _MOST_SAMPLES = 100_000  # per canvas; more rows narrow the interval further
 
-_LOW_LEVELS = 0.5  # the share of noise levels that are drawn with a density of 1/sqrt(level)
+_LOW_LEVELS = 0.5  # the share of noise levels that are drawn with a density proportional to 1/sqrt(level)
 _SOME_NOISE = 0.75  # the least share of canvases with noise, for uniform and hybrid noise
 
 

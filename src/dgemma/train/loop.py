@@ -2,8 +2,8 @@
 
 Each step takes rows from the source, draws noise from their seeds, measures the objective's terms, reduces them to a
 scalar and updates the weights. No step waits for the GPU. The numbers are read, checked and logged every `log_every`
-steps or ten seconds, and before anything is saved. A checkpoint is written every `checkpoint_every` steps or five
-minutes; less often if writing takes more than 5 % of the time.
+steps or ten seconds, and before anything is saved. A checkpoint is written every `checkpoint_every` steps, and
+after five minutes without one; later if writing would take more than 5 % of the time.
 """
 
 import logging
@@ -50,9 +50,9 @@ logger = logging.getLogger("dgemma")
 
 _SHORT = 5  # minutes; in a shorter run compiling takes more time than it saves
 _WARMUP_PART = 10  # in a run limited by minutes, at most one step in ten warms up
-_LONGEST_UNREAD = 10  # seconds; slow steps are read and logged before `log_every` of them are taken
-_LONGEST_UNSAVED = 300  # seconds; slow steps are saved before `checkpoint_every` of them are taken
-_SAVING_PART = 20  # if steps are slow, at most one second in twenty is spent on checkpoints
+_LONGEST_UNREAD = 10  # seconds; then steps are read and logged, even if they are fewer than `log_every`
+_LONGEST_UNSAVED = 300  # seconds; then a checkpoint is written, even after fewer than `checkpoint_every` steps
+_SAVING_PART = 20  # checkpoints for this reason take at most one second in twenty
 
 Evaluate = Callable[[Any, int], Mapping[str, Any] | None]
 
@@ -306,7 +306,7 @@ class _Run:
         """Measure the objective on a micro-batch, and add its gradients to the weights."""
         # No cache of rounded weights: a cache made without gradients would cut the gradients of the next pass.
         autocast = torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
-        # Adapters that are spread over processes are there only during a forward.
+        # If adapters are spread over processes, each process has them whole only during a forward.
         alone = self.parallel.world_size == 1
         with rounded_once(self.model, self.dtype) if alone else nullcontext():
             with autocast if self.config.precision == "mixed" else nullcontext():

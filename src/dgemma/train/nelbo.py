@@ -9,7 +9,8 @@ with ρ_j = q(j)/q(z), which equals
     r(z)/q(z) · [KL(q ‖ q_θ) + q(z)/q_θ(z) - 1 - log(q(z)/q_θ(z))].
 
 Its expectation over z, integrated over t in (0, 1) and summed over positions, is an upper bound on -log p(x). The bound
-is tight for the exact leave-one-out network, under any schedule from α = 1 to 0.
+is tight for an exact network that predicts a token from the other positions of z alone (leave-one-out), under any
+schedule from α = 1 to 0.
 """
 
 import torch

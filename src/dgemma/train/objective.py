@@ -54,7 +54,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-_CERTAIN = 1e4  # evidence that makes the softmax one-hot, and is finite
+_CERTAIN = 1e4  # the largest evidence (`_evidence`): the softmax is one-hot, and values stay finite
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,7 +112,7 @@ class Parallel:
         """Prepare the backward of a micro-batch; only after the `last` one must gradients be complete."""
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-        """Scale the gradients to a joint norm of at most `max_norm`; return the norm before, () on the device."""
+        """Scale the gradients to a joint norm of at most `max_norm`; return the norm before scaling, shape ()."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def save(self, folder: Path, state: Mapping[str, Tensor]) -> list[Path]:

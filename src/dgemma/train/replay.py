@@ -34,7 +34,7 @@ class Replayed:
     """A pass that is captured when a shape comes for the third time, and replayed from then on.
 
     The pass must add its gradients to the parameters and must not wait for the GPU. `sizes` returns all numbers that
-    the pass reads from a part on the host, except tensor shapes. Once there are `graphs`, gradients must stay where
+    the host reads from a part of the batch, except tensor shapes. Once there are `graphs`, gradients must stay where
     they are: use `zero_grad(set_to_none=False)`.
 
     Example: `measure = Replayed(measure, model.parameters(), sizes); measured = measure(part, totals)`.

@@ -84,7 +84,7 @@ def plot_order(
 
 
 def plot_frontier(sweep: Sweep, *, ax: "Axes | None" = None) -> "Figure":
-    """Plot quality over tokens per forward: a line per family of samplers, a labelled point with its error per sampler.
+    """Plot quality over tokens per forward. A family of samplers is a line, a sampler a labelled point with its error.
 
     The frontier is a grey line. Labels move so that they do not cover each other.
 
@@ -144,7 +144,8 @@ def plot_losses(
     """Plot one logged value over the steps, for one run or several, and its mean over `smooth` steps.
 
     logs: a log file or the folder of a run, a list of them, or a dictionary from legend names to them. `name` is a key
-    of a line: "loss", one of its terms such as "loss/decoder", "lr", or a value that an evaluation logged.
+    in the lines of a log file: "loss", one of its terms such as "loss/decoder", "lr", or a value that an evaluation
+    logged.
 
     Example: `plot_losses({"uniform": "runs/a", "mask": "runs/b"}, name="loss/decoder")`.
     """

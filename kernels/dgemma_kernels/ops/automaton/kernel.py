@@ -19,7 +19,7 @@ from dgemma.diffusion.paths import Passes
 from dgemma_kernels.ops.vocabulary.kernel import LogitShaping, processed
 
 _WARPS = 16
-_MOST_SLOTS = 1 << 14  # of a `Fan` (the arcs by state): so many values fit into the registers of one program
+_MOST_SLOTS = 1 << 14  # of a `Fan` (the arcs by state): this many values fit into the registers of one program
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LEAST = tl.constexpr(-(1 << 30))  # the exponent of a packed 0
 _ZERO = tl.constexpr(-(1 << 62))  # a packed 0
@@ -153,7 +153,9 @@ def best_path(language: Language, weights: Tensor, best: Tensor) -> Tensor:
 
 
 def sample_path(language: Language, weights: Tensor, backward: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw a path, (B, C + 1), with one uniform per position, u (B, C). Also return each uniform's remainder, (B, C).
+    """Draw a path, (B, C + 1), with one uniform per position, u (B, C).
+
+    Also return each uniform's place within the interval of the chosen arc, in [0, 1): (B, C).
 
     Example: `path, rest = sample_path(language, weights, passed.backward, u)`.
     """
@@ -161,7 +163,7 @@ def sample_path(language: Language, weights: Tensor, backward: Tensor, u: Tensor
 
 
 def _trace(language: Language, weights: Tensor, values: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Choose the next state and the uniform's remainder for every state and position, and follow them."""
+    """Choose the next state, and the uniform's place in its interval, for every state and position; follow them."""
     automaton, (batch_size, canvas_len, _), device = language.automaton, weights.shape, weights.device
     num_states, sample = automaton.num_states, u is not None
     chosen = torch.empty((batch_size, canvas_len, num_states), dtype=torch.int32, device=device)
