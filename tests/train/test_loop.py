@@ -552,6 +552,22 @@ def adapted(rank: int = 2) -> DiffusionGemma:
     return model
 
 
+def test_another_model_is_refused_by_the_first_setting_that_differs(tmp_path):
+    run(tmp_path, on_step=stop_at(1))
+    model = next_token.model()
+    wider = DiffusionGemma(model.config.replace(hidden_size=2 * model.config.hidden_size))
+    before, after = model.config.hidden_size, wider.config.hidden_size
+    with pytest.raises(
+        ValueError, match=rf"train model .*hidden_size must stay as in the run in .*, {before}, got {after}\."
+    ):
+        run(tmp_path, model=wider)
+
+
+def test_a_source_that_returns_no_batch_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"train source must return a TrainBatch, got None\."):
+        run(tmp_path, source=lambda step, rows: None)
+
+
 def test_a_source_that_returns_too_few_rows_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"train source must return one row for each of rows 0\.\.3, got 3"):
         run(tmp_path, source=lambda step, rows: counting(step, rows[:-1]))

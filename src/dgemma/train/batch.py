@@ -179,6 +179,7 @@ def feed(
         for start in range(rows.start, rows.stop, micro_batch_size):
             part_rows = range(start, min(start + micro_batch_size, rows.stop))
             batch = source(step, part_rows)
+            require(isinstance(batch, TrainBatch), "train source", "return a TrainBatch", batch)
             if batch.batch_size != len(part_rows):
                 raise ValueError(
                     f"train source must return one row for each of rows {part_rows.start}..{part_rows.stop - 1}, got "

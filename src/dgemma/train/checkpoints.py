@@ -256,9 +256,13 @@ def refuse_changes(now: Mapping[str, Any], then: Mapping[str, Any], folder: Path
                 f"TrainConfig.{item.name} must stay {before!r}, as in the run in {folder}, got {after!r}. {fix}"
             )
     for name, after in now.items():
-        before = then.get(name)
-        if name != "config" and before != after:
-            raise ValueError(f"train {name} must stay as in the run in {folder}, {before}, got {after}. {fix}")
+        before, field = then.get(name), name
+        if name == "config" or before == after:
+            continue
+        while isinstance(before, Mapping) and isinstance(after, Mapping):  # name only the first difference
+            key = next(key for key in {**before, **after} if before.get(key) != after.get(key))
+            before, after, field = before.get(key), after.get(key), f"{field} {key}"
+        raise ValueError(f"train {field} must stay as in the run in {folder}, {before}, got {after}. {fix}")
 
 
 def describe(value: object) -> str:
