@@ -1,4 +1,4 @@
-"""Fixes to Triton's interpreter, which runs kernels without a GPU (`TRITON_INTERPRET=1`), for new NumPy and float8."""
+"""Fixes for new NumPy and float8 in Triton's interpreter, which runs kernels without a GPU (`TRITON_INTERPRET=1`)."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The most recent step: its new state, in a graph's inputs, and its soft embedding, perhaps not computed yet."""
+"""The most recent step: its new state, and its soft embedding, which may not be computed yet."""
 
 import weakref
 

@@ -1,4 +1,4 @@
-"""Training batches from text files, tokenised once and memory-mapped; every row is a function of its number.
+"""Training batches from text files, tokenised once and memory-mapped; a row's number determines its content.
 
 `TextSource` packs running text into rows of whole canvases. `PromptSource` gives each prompt and answer its own row.
 `scan` reads held-out text from beginning to end.

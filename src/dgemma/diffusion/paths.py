@@ -1,4 +1,4 @@
-"""Sums and maxima over the paths of an automaton (forward-backward and Viterbi), and paths drawn from them.
+"""Paths of an automaton: sums and maxima over them (forward-backward and Viterbi), and random draws.
 
 `dgemma_kernels.ops.automaton` has these functions as kernels.
 """

@@ -1,4 +1,4 @@
-"""The server's routes: chats, completions, holes, typed decisions, models, health, metrics, and its pages."""
+"""The server's routes: chats, completions, infilling, typed decisions, models, health, metrics, and web pages."""
 
 import contextlib
 import html

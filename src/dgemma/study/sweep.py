@@ -1,4 +1,4 @@
-"""Comparison of samplers on one task: quality, speed, paired differences, and the area under their curve."""
+"""Comparison of samplers on one task: quality, speed, paired differences, and the area under a curve of quality."""
 
 import csv
 import html

@@ -1,4 +1,4 @@
-"""The launches of a single token in plain PyTorch, the reference for `kernel`."""
+"""The operations for a single token in plain PyTorch, the reference for `kernel`."""
 
 import torch
 from torch import Tensor
