@@ -349,8 +349,7 @@ class Half:
         weights, index, counts = router.route(router_in, layer.proj, self.scale, A)
         index, counts = routing or (index, counts)
         tiles = sort(index, counts, layer.format)
-        hidden = experts.expert_gate_up(expert_in, layer.gate_up, tiles)
-        rows = experts.expert_down(hidden, layer.down, weights, tiles, overlap=True)
+        rows = experts.multiply_experts(expert_in, layer.gate_up, layer.down, weights, tiles)
         main.wait_stream(side)
         return norms.layer_tail(x, dense_out, rows, *self.tail_norms, self.scalar, self.next_norm, EPS)[0]
 

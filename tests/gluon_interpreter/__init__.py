@@ -30,7 +30,7 @@ _loads = itertools.count()
 
 
 def load(name: str, *, seed: int = 0, edits: dict[str, str] | None = None) -> Any:
-    """Load the module of that name, interpreted, with the modules that it imports from its package.
+    """Load the module of that name, interpreted, with `ops.hopper` and the modules that it imports from its package.
 
     `seed` draws the order of operations that a GPU does not order; `edits` maps passages of these sources to
     replacements.
@@ -59,7 +59,7 @@ def _load(name: str, seed: int, edits: dict[str, str], counts: dict[str, int]) -
     def import_(wanted: str, scope: Any = None, local: Any = None, names: Any = (), level: int = 0) -> Any:
         if wanted.split(".")[0] == "triton":
             return functools.reduce(getattr, wanted.split(".")[1:] if names else [], triton)
-        if wanted.startswith(name.rpartition(".")[0] + "."):
+        if wanted.startswith(name.rpartition(".")[0] + ".") or wanted == "dgemma_kernels.ops.hopper":
             return _load(wanted, seed, edits, counts)
         return builtins.__import__(wanted, scope, local, names, level)
 
@@ -122,6 +122,13 @@ def _range(*bounds: Any) -> Any:
     return map(int32, numbers) if any(isinstance(bound, Value) for bound in bounds) else numbers
 
 
+def _load_global(pointer: tiles.Pointer, mask: Value | None = None, other: float = 0, volatile: bool = False) -> Value:
+    """Load from global memory. Loops repeat a volatile load until another partition has stored, so that one runs."""
+    if volatile:
+        machine.block.pause()
+    return pointer.load(mask, other)
+
+
 def _triton(jit: Callable[..., Any]) -> Names:
     """Return the replacement of `triton`; the languages of Triton and Gluon are the same object."""
     language = Names(
@@ -164,7 +171,7 @@ def _triton(jit: Callable[..., Any]) -> Names:
         join=tiles.join,
         convert_layout=lambda tile, layout, assert_trivial=False: Value(tile.data, layout),
         inline_asm_elementwise=ptx.run,
-        load=tiles.Pointer.load,
+        load=_load_global,
         store=tiles.Pointer.store,
         atomic_add=tiles.Pointer.atomic_add,
         thread_barrier=machine.thread_barrier,

@@ -175,6 +175,7 @@ class Chunk:
         if not (self.read | {self.written} - {None}) <= block.current.knows:
             raise Hazard("overwrites shared memory without having waited for its readers and its writer")
         self._check_fence(asynchronous)
+        self.fenced |= asynchronous  # after this write, nothing there is a thread's
         self.written, self.read = next(block.events), set()
         return self.written
 

@@ -25,7 +25,7 @@ def run(code: Any, constraints: str, arguments: list[Value], types: Any, is_pure
     body = getattr(code, "value", code).strip().removeprefix("{").removesuffix("}")
     for instruction in filter(None, (re.sub(r"\s+", " ", part).strip() for part in body.split(";"))):
         name, _, rest = instruction.partition(" ")
-        if name not in (".reg", "//", "fence.acq_rel.gpu"):
+        if name not in (".reg", "//", "fence.acq_rel.gpu", "fence.proxy.async.global"):
             _execute(name, re.findall(r"{[^}]*}|[^,\s]+", rest), registers)
     halves = [registers.get(f"${i}") for i in range(outputs)]
     if outputs == 1:

@@ -28,9 +28,9 @@ def run_routed_experts(tokens: int, config: configs.ExpertConfig | None = None) 
     _, index, counts = router.route(empty(tokens, D), empty(E, D), empty(E), A)
     config = config or configs.expert_config(tokens, None)
     tiles, weights = router.sort_by_expert(index, counts, config.rows), empty(tokens, A, dtype=torch.float32)
-    hidden = experts.expert_gate_up(empty(tokens, D), empty(E, 2 * F, D), tiles, config=config)
-    for overlap in (True, False) if tokens == 256 else (True,):  # the engine always overlaps
-        experts.expert_down(hidden, empty(E, D, F), weights, tiles, overlap=overlap, config=config)
+    experts.multiply_experts(empty(tokens, D), empty(E, 2 * F, D), empty(E, D, F), weights, tiles, config=config)
+    if tokens == 256:  # the engine always overlaps
+        experts.expert_down(empty(tokens * A, F), empty(E, D, F), weights, tiles, config=config)
 
 
 def run_dense(tokens: int) -> None:

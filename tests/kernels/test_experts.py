@@ -35,7 +35,7 @@ def sort(index: Tensor, rows_per_tile: int) -> router.ExpertTiles:
 
 def run(index: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
     tiles = sort(index, configs.expert_config(index.shape[0], index.device).rows)
-    return experts.expert_down(experts.expert_gate_up(x, gate_up, tiles), down, weights, tiles, overlap=True)
+    return experts.multiply_experts(x, gate_up, down, weights, tiles)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])

@@ -70,7 +70,7 @@ def test_both_products_in_one_launch_match_float64(routing, width, hidden):
     [
         ("cp.async.wait_group 4;", "cp.async.wait_group 5;", "without having waited for the write"),
         (" fence.proxy.async.shared::cta;", "", "without fence_async_shared"),
-        ("    _barrier()\n    MMA", "    MMA", "without having waited for the write"),
+        ("    thread_barrier()\n    MMA", "    MMA", "without having waited for the write"),
         ("warpgroup_mma_wait(1, deps=(low_run,))", "warpgroup_mma_wait(2, deps=(low_run,))", "not waited for"),
     ],
     ids=["one plane too early", "no fence", "no barrier", "sums of a running product"],

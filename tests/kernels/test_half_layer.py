@@ -65,8 +65,9 @@ def test_the_half_layer_equals_transformers_layer(device):
     tiles = router.sort_by_expert(index, counts, configs.expert_config(37, device).rows)
     gate_up = torch.cat((theirs.mlp.gate_proj.weight.data, theirs.mlp.up_proj.weight.data))
     dense = mlp.gate_up_geglu(dense_in, gate_up) @ theirs.mlp.down_proj.weight.data.T
-    hidden = experts.expert_gate_up(expert_in, theirs.experts.gate_up_proj.data, tiles)
-    rows = experts.expert_down(hidden, theirs.experts.down_proj.data, weights, tiles, overlap=True)
+    rows = experts.multiply_experts(
+        expert_in, theirs.experts.gate_up_proj.data, theirs.experts.down_proj.data, weights, tiles
+    )
     got, normed = norms.layer_tail(
         x,
         dense,

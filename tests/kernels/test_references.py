@@ -17,6 +17,7 @@ TUNING = {
     "expert_down": {"config"},
     "layer_tail": {"alone"},
     "multiply_deep": {"parts"},
+    "multiply_experts": {"config"},
     "multiply_row": {"early"},
     "route": {"one_order"},
 }

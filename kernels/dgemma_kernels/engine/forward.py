@@ -21,7 +21,7 @@ from dgemma_kernels.formats.fourbit import OrderedRows
 from dgemma_kernels.ops.attention import KernelChoice, KernelName, attention, choose_kernel
 from dgemma_kernels.ops.configs import GLUON_RAN_WITH, dense_config, expert_config, is_hopper, tensor_descriptors
 from dgemma_kernels.ops.embedding import embed
-from dgemma_kernels.ops.experts import expert_down, expert_gate_up, multiply_experts
+from dgemma_kernels.ops.experts import multiply_experts
 from dgemma_kernels.ops.mlp import dense_mlp, geglu, geglu_float8
 from dgemma_kernels.ops.norms import attention_residual, layer_tail, rms_norm, round_rows, scale_rows
 from dgemma_kernels.ops.product import multiply_deep, multiply_row
@@ -262,13 +262,7 @@ class Forward:
                 router_in, layer.router, layer.per_expert_scale, config.top_k_experts, one_order=self.batch_invariant
             )
             tiles = sort_by_expert(chosen, counts, one_launch or tile.rows)
-        if isinstance(expert_in, OrderedRows):
-            assert isinstance(gate_up, FourBit)
-            assert isinstance(down, FourBit)
-            rows = multiply_experts(expert_in, gate_up, down, weights, tiles)
-        else:
-            hidden = expert_gate_up(expert_in, gate_up, tiles, config=tile)
-            rows = expert_down(hidden, down, weights, tiles, overlap=True, config=tile)
+        rows = multiply_experts(expert_in, gate_up, down, weights, tiles, config=tile)
         join()
         ends = (*layer.tail_norms, scalar, next_norm)
         return layer_tail(x, dense_out, rows, *ends, eps, scales=dense_scales, float8=float8, alone=is_row)

@@ -36,8 +36,8 @@ class ExpertConfig:
     `rows` is a power of two or the sum of two powers of two. In the second case, a tile has two blocks that share the
     weights: 96 rows are 64 + 32. With `one_scale` float8 hidden values have one scale per row, and tensor cores add all
     products (in at least 14 bits). If `one_launch` is not 0, int4 weights with `FourBit.float8_rows` use
-    `experts.multiply_experts`, with that many rows per tile. With `persistent`, plain and float8 weights whose sizes
-    allow it use `experts.hopper_many`, and the shapes are those for all other weights.
+    `experts.hopper`, with that many rows per tile. With `persistent`, plain and float8 weights whose sizes allow it use
+    `experts.hopper_many`, and the shapes are those for all other weights.
     """
 
     max_tokens: int
@@ -130,12 +130,6 @@ EXPERTS: dict[str, dict[str, tuple[ExpertConfig, ...]]] = {
                 rows=80,
                 gate_up=TileShape(cols=64, depth=64, warps=4, stages=4),
                 down=TileShape(cols=128, depth=64, warps=8, stages=4),
-            ),
-            ExpertConfig(
-                max_tokens=1536,
-                rows=144,
-                gate_up=TileShape(cols=64, depth=64, warps=4, stages=3),
-                down=TileShape(cols=128, depth=64, warps=8, stages=3),
             ),
             # An expert with 128 or 256 rows on average often has a few more. So the tiles have room for them.
             ExpertConfig(

@@ -28,13 +28,10 @@ from dgemma_kernels.ops.attention.hopper_common import (
     NUMBERS,
     ROWS,
     add_softmax,
-    async_load,
-    async_store,
     clear_slots,
     copy_chunk,
     describe_blocks,
     describe_slots,
-    make_barriers,
     mask_scores,
     store_log_weight,
     store_unit,
@@ -42,6 +39,7 @@ from dgemma_kernels.ops.attention.hopper_common import (
 from dgemma_kernels.ops.attention.parts import float8_unit, part_of_keys
 from dgemma_kernels.ops.blocks import wait_for_launches_before
 from dgemma_kernels.ops.configs import dependent_launch
+from dgemma_kernels.ops.hopper import async_load, async_store, make_barriers
 
 TILE = (128, 64, 256)  # of a program: query rows, slots per iteration, value columns
 

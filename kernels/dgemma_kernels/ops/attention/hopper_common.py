@@ -3,19 +3,16 @@
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dgemma_kernels.ops.attention.parts import seen_slots
+from dgemma_kernels.ops.hopper import async_load
 
 ROWS = gl.constexpr(64)  # per warpgroup
 KEYS = gl.constexpr(64)
 CHUNK = gl.constexpr(128)  # columns per copy
 BYTES = gl.constexpr(2 * 64 * 128)  # per copy of queries, keys or values
-
-# Triton 3.9 renamed the two copies.
-async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 # Not specialised: Triton would compile another variant for multiples of 16, which takes seconds.
 NUMBERS = [
@@ -35,14 +32,6 @@ def describe_blocks(tensor: Tensor, *block: int, columns: int = CHUNK.value) -> 
     bits = 8 * tensor.element_size()
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=tensor.dim())
     return TensorDescriptor.from_tensor(tensor, [*block, columns], layout)
-
-
-@gluon.jit
-def make_barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr) -> gl.tensor:
-    barriers = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUM):
-        mbarrier.init(barriers.index(i), count=ARRIVALS)
-    return barriers
 
 
 @gluon.jit

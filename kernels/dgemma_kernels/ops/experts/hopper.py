@@ -24,13 +24,11 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgro
 
 from dgemma_kernels.formats.fourbit import FourBit, OrderedRows
 from dgemma_kernels.ops.configs import KEPT_OUTPUT, dependent_launch, num_multiprocessors
+from dgemma_kernels.ops.hopper import copy_by_threads, thread_barrier
 from dgemma_kernels.ops.router.kernel import ExpertTiles
 
 _PROGRAMS = 4  # per multiprocessor; each may have 128 registers per thread and 56 KiB of shared memory
 _SLOTS = gl.constexpr(3)  # planes per ring
-# Triton 3.9 renamed these, and does not compile this kernel yet.
-_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
-_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 # Layouts in which the threads of a warpgroup hold a plane as the left operand: as words (64, 16) and as bytes (64, 64).
 _LANES = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
@@ -229,7 +227,7 @@ def _multiply_blocks(
                 )
             block, tile, pair = after, next_tile, next_pair
         async_copy.wait_group(0)
-        _barrier()
+        thread_barrier()
     return block - total
 
 
@@ -301,7 +299,7 @@ def _multiply_block(
     low, high, slot, plane = _pairs(proj, memory, low, high, slot, source, plane + 1, PAIRS + 1, PLANES // 2, UP)
     if ODD:
         low, high = _step(proj, memory, low, high, slot, source, plane, PLANES - 1, 0, True, UP)
-        _barrier()
+        thread_barrier()
         _copy_plane(proj, memory[0], slot, source, plane + 1)
         plane += 2
         slot = gl.where(slot == _SLOTS - 1, 0, slot + 1)
@@ -396,13 +394,13 @@ def _copy_plane(proj: gl.tuple, ring: gl.tuple, slot: gl.tensor, source: gl.tupl
         PER_ROW: gl.constexpr = 64 if UP else 16
         code = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, CODES)), 1) * PER_ROW
         code += gl.expand_dims(gl.arange(0, PER_ROW, gl.SliceLayout(0, CODES)), 0)
-        _copy(ring[0].index(slot), proj[1] + at * (64 * PER_ROW) + code)
+        copy_by_threads(ring[0].index(slot), proj[1] + at * (64 * PER_ROW) + code)
         LAYOUT: gl.constexpr = source[1].type.layout.parent
         columns = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, LAYOUT)), 0) + plane * 64
         rows = proj[0] + (gl.expand_dims(source[1], 1) + columns)
-        _copy(ring[1].index(slot), rows, mask=gl.expand_dims(source[2], 1))
+        copy_by_threads(ring[1].index(slot), rows, mask=gl.expand_dims(source[2], 1))
         if not UP:
-            _copy(ring[2].index(slot), proj[2] + at * 64 + gl.arange(0, 64, _LINE))
+            copy_by_threads(ring[2].index(slot), proj[2] + at * 64 + gl.arange(0, 64, _LINE))
     async_copy.commit_group()
 
 
@@ -488,7 +486,7 @@ def _step(
     gl.inline_asm_elementwise(
         "cp.async.wait_group 4; fence.proxy.async.shared::cta; mov.u32 $0, 0;", "=r", [], gl.int32, False, 1
     )
-    _barrier()
+    thread_barrier()
     MMA: gl.constexpr = low.type.layout
     ring = memory[PARITY]
     rows = _first_rows(ring[1].index(slot), low.shape[1]).permute((1, 0))
@@ -565,10 +563,10 @@ def _copy_groups(
         col = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, _SUMS)), 0)
         for part in gl.static_range(BEGIN, END):
             scale = proj[2] + (source[0] + 16 * part).to(gl.int64) * 64 + (group * 64 + line)
-            _copy(groups[0].index(part), scale, mask=group < PLANES - 16 * part)
+            copy_by_threads(groups[0].index(part), scale, mask=group < PLANES - 16 * part)
             for i in gl.static_range(2):
                 sums = of_tokens[1] + (row + (col + (64 * i + 16 * part)))
-                _copy(groups[2].index(2 * part + i), sums, mask=inside & (col < PLANES - 16 * part))
+                copy_by_threads(groups[2].index(2 * part + i), sums, mask=inside & (col < PLANES - 16 * part))
 
 
 @gluon.jit
@@ -616,7 +614,7 @@ def _store_hidden(
     inside = gl.expand_dims(_inside(tile, ROWS, False), 1)
     at = out + (row + (block % SIZE.BLOCKS * 64 + each))
     gl.store(at, gl.convert_layout(hidden.permute((1, 0)), _ROWS16), mask=inside)
-    _barrier()  # all threads store before one thread counts the block
+    thread_barrier()  # all threads store before one thread counts the block
     gl.atomic_add(tables[2] + block // SIZE.BLOCKS, 1, sem="release")
 
 

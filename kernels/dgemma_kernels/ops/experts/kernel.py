@@ -9,7 +9,7 @@ and the memory unit loads weights in whole blocks. While the last programs of ga
 programs of down start next to them, and each waits only for its own tile. Rows and weights may be float8. Scales are
 then applied to float32 sums, and hidden values have one scale per row and block of a program's columns, or for many
 tokens one per row. `tiles` has the work of a program on its tile. `hopper` has both products of int4 experts in one
-launch. Reference: `reference.py`.
+launch, `hopper_many` those of many tokens. Reference: `reference.py`.
 """
 
 from types import ModuleType
@@ -65,15 +65,8 @@ def expert_gate_up(
     Example: `hidden = expert_gate_up(expert_in, experts.gate_up_proj, tiles)`.
     """
     rows, row_scale = values_and_scale(x)
-    _check("expert_gate_up", x, gate_up_proj, gate_up_proj.shape[1] // 2 * 2, tiles)
+    _check_gate_up(x, gate_up_proj, tiles)
     num_pairs = tiles.pairs.numel()
-    if rows.shape[0] * tiles.num_active != num_pairs:
-        raise ValueError(
-            f"expert_gate_up.tiles must have {tiles.num_active} pairs for each of the {rows.shape[0]} tokens of x, "
-            f"got {num_pairs} pairs."
-        )
-    if isinstance(x, Quantized) and x.block is not None:
-        raise ValueError(f"expert_gate_up.x must have one scale per row, got one per {x.block} columns.")
     config = config or expert_config(rows.shape[0], rows.device, format_of(gate_up_proj))
     tile, one_scale = config.gate_up, config.one_scale and isinstance(x, Quantized)
     _, double, width = gate_up_proj.shape
@@ -141,15 +134,8 @@ def expert_down(
     Example: `rows = expert_down(hidden, experts.down_proj, weights, tiles)`; their sum over k is the experts' output.
     """
     rows, row_scale = values_and_scale(hidden)
-    _check("expert_down", hidden, down_proj, down_proj.shape[1], tiles)
+    _check_down(hidden, down_proj, weights, tiles)
     num_pairs = tiles.pairs.numel()
-    if weights.numel() != num_pairs or rows.shape[0] != num_pairs:
-        raise ValueError(
-            f"expert_down hidden and weights must have the {num_pairs} pairs of the tiles, got {tuple(rows.shape)} and "
-            f"{tuple(weights.shape)}."
-        )
-    if not weights.is_contiguous():
-        raise ValueError("expert_down.weights must be contiguous. Call .contiguous() on them first.")
     config = config or expert_config(num_pairs // tiles.num_active, rows.device, format_of(down_proj))
     tile, block = config.down, hidden.block if isinstance(hidden, Quantized) else None
     one_scale = isinstance(hidden, Quantized) and block is None
@@ -197,20 +183,46 @@ def expert_down(
 
 
 def multiply_experts(
-    x: OrderedRows, gate_up_proj: FourBit, down_proj: FourBit, weights: Tensor, tiles: ExpertTiles
+    x: Tensor | Quantized | OrderedRows,
+    gate_up_proj: ExpertWeights,
+    down_proj: ExpertWeights,
+    weights: Tensor,
+    tiles: ExpertTiles,
+    *,
+    config: ExpertConfig | None = None,
 ) -> Tensor:
     """Return weights[token, k] * (geglu(x[token] @ gate_up_proj[expert].T) @ down_proj[expert].T) at [token, k].
 
-    Both products run in one launch. x: (M, D), gate_up_proj: (E, 2F, D), gate rows first, down_proj: (E, D, F),
-    weights: (M, A) float32 → (M, A, D). No earlier launch may have used the tiles.
+    x: (M, D), gate_up_proj: (E, 2F, D), gate rows first, down_proj: (E, D, F), weights: (M, A) float32 → (M, A, D). No
+    earlier launch may have used the tiles. `hopper`, and `hopper_many` for plain weights and tiles of up to 160 rows,
+    compute both products in one launch.
 
-    Example: `rows = multiply_experts(order_rows(expert_in), experts.gate_up_proj, experts.down_proj, weights, tiles)`.
+    Example: `rows = multiply_experts(expert_in, experts.gate_up_proj, experts.down_proj, weights, tiles)`.
     """
-    if obstacle := float8_obstacle(gate_up_proj, down_proj):
-        raise ValueError(f"multiply_experts needs {obstacle}.")
-    from dgemma_kernels.ops.experts import hopper  # here, because other versions of Triton may lack its functions
+    if isinstance(x, OrderedRows):
+        if obstacle := float8_obstacle(gate_up_proj, down_proj):
+            raise ValueError(f"multiply_experts needs {obstacle}.")
+        assert isinstance(gate_up_proj, FourBit)
+        assert isinstance(down_proj, FourBit)
+        from dgemma_kernels.ops.experts import hopper  # here, because other versions of Triton may lack its functions
 
-    return hopper.multiply_experts(x, gate_up_proj, down_proj, weights, tiles)
+        return hopper.multiply_experts(x, gate_up_proj, down_proj, weights, tiles)
+    config = config or expert_config(x.shape[0], values_and_scale(x)[0].device, format_of(gate_up_proj))
+    _, width, hidden_width = down_proj.shape
+    if (
+        config.persistent
+        and tiles.rows_per_tile <= _many().TALL_ROWS  # larger tiles are as fast in two launches
+        and isinstance(x, Tensor)
+        and isinstance(gate_up_proj, Tensor)
+        and isinstance(down_proj, Tensor)
+        and all(_fits_many(x, proj, tiles, width, hidden_width) for proj in (gate_up_proj, down_proj))
+    ):
+        _check_gate_up(x, gate_up_proj, tiles)
+        hidden = x.new_empty(tiles.pairs.numel(), hidden_width, device="meta")
+        _check_down(hidden, down_proj, weights, tiles)
+        return _many().multiply_experts(x, gate_up_proj, down_proj, weights, tiles)
+    rows = expert_gate_up(x, gate_up_proj, tiles, config=config)
+    return expert_down(rows, down_proj, weights, tiles, overlap=True, config=config)
 
 
 def float8_obstacle(gate_up_proj: ExpertWeights, down_proj: ExpertWeights) -> str | None:
@@ -434,6 +446,30 @@ def _expert_down_kernel(
         tile = load_tile(tiles, number, max_tiles)
     if OVERLAP and DEPENDENT:
         tl.extra.cuda.gdc_wait()  # so that a kernel that waits for this one also waits for all earlier ones
+
+
+def _check_gate_up(x: Tensor | Quantized, gate_up_proj: ExpertWeights, tiles: ExpertTiles) -> None:
+    _check("expert_gate_up", x, gate_up_proj, gate_up_proj.shape[1] // 2 * 2, tiles)
+    num_pairs = tiles.pairs.numel()
+    if x.shape[0] * tiles.num_active != num_pairs:
+        raise ValueError(
+            f"expert_gate_up.tiles must have {tiles.num_active} pairs for each of the {x.shape[0]} tokens of x, "
+            f"got {num_pairs} pairs."
+        )
+    if isinstance(x, Quantized) and x.block is not None:
+        raise ValueError(f"expert_gate_up.x must have one scale per row, got one per {x.block} columns.")
+
+
+def _check_down(hidden: Tensor | Quantized, down_proj: ExpertWeights, weights: Tensor, tiles: ExpertTiles) -> None:
+    _check("expert_down", hidden, down_proj, down_proj.shape[1], tiles)
+    num_pairs = tiles.pairs.numel()
+    if weights.numel() != num_pairs or hidden.shape[0] != num_pairs:
+        raise ValueError(
+            f"expert_down hidden and weights must have the {num_pairs} pairs of the tiles, got {tuple(hidden.shape)} "
+            f"and {tuple(weights.shape)}."
+        )
+    if not weights.is_contiguous():
+        raise ValueError("expert_down.weights must be contiguous. Call .contiguous() on them first.")
 
 
 def _check(owner: str, x: Tensor | Quantized, weights: ExpertWeights, out_width: int, tiles: ExpertTiles) -> None:

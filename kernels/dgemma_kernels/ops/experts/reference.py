@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dgemma_kernels.formats import ExpertWeights, FourBit, Quantized, decode
+from dgemma_kernels.formats import ExpertWeights, Quantized, decode
 from dgemma_kernels.formats.fourbit import OrderedRows
 from dgemma_kernels.ops.mlp.reference import geglu
 from dgemma_kernels.ops.router.kernel import ExpertTiles
@@ -41,8 +41,15 @@ def expert_down(
 
 
 def multiply_experts(
-    x: OrderedRows, gate_up_proj: FourBit, down_proj: FourBit, weights: Tensor, tiles: ExpertTiles
+    x: Tensor | Quantized | OrderedRows,
+    gate_up_proj: ExpertWeights,
+    down_proj: ExpertWeights,
+    weights: Tensor,
+    tiles: ExpertTiles,
 ) -> Tensor:
-    """Return both products in float64, without rounding between them: (M, D), (E, 2F, D), (E, D, F) → (M, A, D)."""
-    hidden = expert_gate_up(x.decode(), gate_up_proj, tiles)
-    return expert_down(hidden, down_proj, weights.double(), tiles)
+    """Return both products, without rounding between them: (M, D), (E, 2F, D), (E, D, F) → (M, A, D).
+
+    They are in float64 if the operands are not plain tensors.
+    """
+    hidden = expert_gate_up(x.decode() if isinstance(x, OrderedRows) else x, gate_up_proj, tiles)
+    return expert_down(hidden, down_proj, weights.to(hidden.dtype), tiles)
