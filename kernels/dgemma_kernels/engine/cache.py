@@ -408,7 +408,7 @@ class FusedCache:
         self._hold(self._lengths)
 
     def _hold(self, lengths: Tensor) -> None:
-        """Set the counters for `lengths` tokens, after `trim`."""
+        """Set the counters for `lengths` tokens, as they are after `trim`."""
         self.num_held = min(self._num_slots, self.pool.keep)
         self.buffers.held.copy_(lengths.clamp(max=self.pool.keep))
         self._set_lengths(lengths)

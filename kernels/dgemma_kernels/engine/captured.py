@@ -49,7 +49,7 @@ class CapturedRead:
             hidden = workspace.forward.read(static, buffers, last=last)
             return workspace.causal_logits(hidden) if head else hidden
 
-        # A chunk of a prompt is read once before a chunk of its size is captured, so its kernels are compiled by then.
+        # The first chunk of each size is read without a graph, so kernels are compiled before the capture.
         launches = run if head else None
         self.graph = Replay(run, workspace.device, workspace.graph_memory, launches)
 
@@ -218,7 +218,7 @@ class _StaticStep:
     def find_changes(self, outcome: _StepOutcome) -> list[tuple[Tensor, Tensor]] | None:
         """Return the inputs that the step changes, with their next values.
 
-        Return None if a shape changes, or a value that is not a tensor: then the next step needs another graph.
+        Return None if a shape changes, or if a value that is not a tensor changes: the next step needs another graph.
         """
         after, form = tree_flatten(outcome.after)
         if form != self._form or list_shapes(after) != list_shapes(self.inputs):

@@ -204,11 +204,11 @@ class Forward:
         return x.shape[0] == 1 and not self.batch_invariant
 
     def _shared_pairs(self, shape: LayerShape) -> int | None:
-        """Return the number of rotated pairs if keys equal values in all columns without rotation, else None.
+        """Return the number of rotated pairs if keys and values can share the columns without rotation, else None.
 
-        A full layer has no v_proj. So in columns without a rotation, keys and values differ only by the weight of the
-        keys' norm, and the queries are multiplied by this weight instead. The result is None with `batch_invariant`,
-        because the kernel for such keys has no fixed parts.
+        A full layer has no v_proj. So in these columns, keys would differ from values only by the weight of the keys'
+        norm. The queries are multiplied by this weight instead. The result is None with `batch_invariant`, because
+        the kernel for such keys has no fixed parts.
         """
         return None if shape.is_sliding or self.batch_invariant else shape.rotary_pairs
 

@@ -1,11 +1,11 @@
 """Experts of four bits per weight, int4 and NVFP4, in the order in which the kernels read them.
 
 `dgemma.model.quantized` defines the formats. Codes and scales are only moved, never decoded, from there to here. The
-kernels decode to bfloat16, so a product equals that of the decoded weights. For int4 that is
-(code - zero_point) * scale or code * scale + bias, with a bfloat16 scale and bias, rounded once. For NVFP4 it is
-e2m1 * scale, which bfloat16 represents exactly; the float32 scale of a row multiplies the sums.
+kernels decode to bfloat16, so a product equals that of the decoded weights. A decoded int4 weight is
+(code - zero_point) * scale or code * scale + bias, with a bfloat16 scale and bias, rounded once. A decoded NVFP4 weight
+is e2m1 * scale, which bfloat16 represents exactly; the float32 scale of a row multiplies the sums.
 
-The bytes that a program reads together are contiguous. A plane is 128 rows by 64 columns, in 64 rows of 16 words. A
+The bytes that a program reads together are contiguous. A plane has 128 rows by 64 columns, as 64 lines of 16 words. A
 word of 32 bits holds eight codes: columns c, c + 1, c + 8 and c + 9 of rows r and r + 64. Their bit positions are
 chosen so that few instructions turn them into bfloat16 values. Within a plane, words have the order in which the
 threads of a warpgroup hold the left operand of a product. Each thread loads four neighbouring words, decodes 32
@@ -118,7 +118,7 @@ class OrderedRows:
     last eight at odd ones. `sums` corrects for the offset of 8 in all codes. For each group of 64 values it has
     their sum times -8 * 2**-49, rounded to bfloat16. The rounding errors of these sums follow, also in bfloat16.
 
-    Example: `order_rows(x).decode()` differs from x by at most 1/16 of it, or 1/512 of the scale if larger.
+    Example: `order_rows(x).decode()` differs from x by at most |x| / 16 or scale / 512, the larger.
     """
 
     values: Tensor  # (M, D) float8_e4m3fn
@@ -229,7 +229,7 @@ def _arrange_chunks(weight: IntWeight | NvFp4Weight, gated: bool) -> Iterator[tu
             scale = part["scale"].float()
             if not scale.isfinite().all():
                 raise ValueError("Scales of nvfp4 experts must be finite, got NaN.")
-            # The bytes have neither sign nor zero: codes take the sign, and those of a scale of zero become zero.
+            # The bytes have neither sign nor zero. So codes take the sign of their scale, and are 0 if the scale is 0.
             each = scale.repeat_interleave(NVFP4_GROUP, -1)
             codes = torch.where(each < 0, codes ^ 8, codes).masked_fill(each == 0, 0)
             mantissa, exponent = torch.frexp(scale.abs().clamp(min=2.0**-9))
@@ -472,8 +472,8 @@ def multiply_four_bit(
 ) -> tl.tensor:
     """Multiply rows r and rows r + 64 of an expert's block, one of BLOCKS, by M rows of inputs: two (64, M) float32.
 
-    inputs: (M, 1) pointers to the rows. GROUPS is the number of scales per row of a plane. DEPTH divides WIDTH
-    rounded up to a multiple of 64.
+    inputs: (M, 1) pointers to the rows. GROUPS is the number of scales per row of a plane. WIDTH, rounded
+    up to a multiple of 64, is a multiple of DEPTH.
     """
     PLANES: tl.constexpr = (WIDTH + 63) // 64
     AT_ONCE: tl.constexpr = DEPTH // 64

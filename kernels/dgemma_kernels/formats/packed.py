@@ -4,7 +4,7 @@ The upper byte of a bfloat16 holds the sign and seven of the eight exponent bits
 least 2^-14 times its largest weight, so those seven bits take only eight values. A packed weight is its unchanged lower
 byte and a code of four bits: the sign, and an index into the eight values. Each row has a power of two as its scale,
 applied to float32 sums, where it changes only the exponent. Other weights, which are zero or much smaller, are
-outliers. In their place, the packed weights have the smallest value with a code. A list stores the outliers, and the
+outliers. In their place, the packed weights have the smallest of the eight values. A list stores the outliers, and the
 product is corrected.
 
 The bytes that a program reads together are contiguous. For 128 rows these are the lower bytes of 64 columns, the lower
@@ -99,7 +99,7 @@ def pack(weights: Tensor, *, gated: bool = False) -> Packed:
     planes, scale, counts, places, outliers = map(torch.cat, zip(*_pack_chunks(weights, gated), strict=True))
     if len(places) > _MOST_OUTLIERS * weights.numel():
         raise ValueError(
-            f"pack weights may have at most 1 % of values that are 0 or under 2^-14 of their row's largest,  "
+            f"pack weights may have at most 1 % of values that are 0 or under 2^-14 of their row's largest, "
             f'got {len(places):,} of {weights.numel():,}. Use weights="bf16".'
         )
     return Packed(

@@ -75,7 +75,7 @@ class Notation:
     """The syntax of values: JSON by default."""
 
     quote: str = '"'
-    special: Ranges = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x9F))  # not in a string without an escape
+    special: Ranges = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x9F))  # in a string only as escapes
     escapes: tuple[str, ...] = (r'\\["\\/bft]', r"\\[nr]")  # the second has the line breaks
     text: str | None = None  # pattern of a string of any length; None means `char` repeated
     escape: Callable[[str], str] = _escape_json  # a string's characters, between the quotes
@@ -288,7 +288,7 @@ class _Compiler:
         return f"{before}(?:{out}){after}"
 
     def _set(self, text: str, refuse: Callable[[str], NoReturn]) -> str:
-        """A pattern of the characters of a set, such as "[^a-z]", that need no escape."""
+        """A pattern for a set such as "[^a-z]", with those of its characters that need no escape."""
         is_negated = text.startswith("[^")
         pieces = _SET_PIECES.findall(text[1 + is_negated : -1])
         if not pieces:

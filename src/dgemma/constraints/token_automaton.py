@@ -39,10 +39,10 @@ class ByteAutomaton(NamedTuple):
 def _equivalent(next_state: np.ndarray, is_final: np.ndarray) -> np.ndarray:
     """Return a label (S,) per state; states that accept the same texts have the same label.
 
-    Blocks of states are split until all states of a block have successors in the same blocks. From the start, two
-    states are in different blocks if the longest texts after them differ in length. This way, long repetitions take few
-    rounds. To compare states, the blocks of their successors are hashed. After a split, only predecessors of the states
-    that left their block are compared again. The code calls them suspects.
+    Blocks of states are split until all states of a block have successors in the same blocks. Before the first split,
+    two states are in different blocks if the longest texts after them differ in length. This way, long repetitions take
+    few rounds. To compare states, the blocks of their successors are hashed. After a split, only predecessors of the
+    states that left their block are compared again. The code calls them suspects.
     """
     distinct = dict.fromkeys(column.tobytes() for column in next_state.T)  # bytes such as "a" to "z" often agree
     columns = np.stack([np.frombuffer(column, next_state.dtype) for column in distinct])  # (K, S)
@@ -100,7 +100,7 @@ def _longest(sources: list[int], first_arc: list[int]) -> np.ndarray:
     known = [state for state in range(num_states) if num_ahead[state] == 0]
     for state in known:  # it grows
         for source in sources[first_arc[state] : first_arc[state + 1]]:
-            length[source] = length[state] + 1  # the last successor has the longest path
+            length[source] = length[state] + 1  # the successor whose length is known last has the longest path
             num_ahead[source] -= 1
             if num_ahead[source] == 0:
                 known.append(source)

@@ -28,7 +28,7 @@ _PREFERENCE = 1e3  # the cost of contradicting a draft's token at a position tha
 
 
 def condition(prediction: Prediction, language: Language, canvas: Tensor, fixed: Tensor) -> Prediction:
-    """Condition a shaped prediction on a language, and on the tokens of `canvas` at `fixed` positions; both (B, C).
+    """Condition a prediction on a language, and on the tokens of `canvas` at `fixed` positions; both (B, C).
 
     The result is a `Prediction`. Its entropy, confidence and log-probabilities are those of the conditioned marginals.
     Its samples are joint samples, and its argmax is the most likely accepted text, so both are in the language.
@@ -43,7 +43,7 @@ def condition(prediction: Prediction, language: Language, canvas: Tensor, fixed:
 class Joint:
     """The joint law of a canvas: a prediction conditioned on a language and on the tokens at `fixed` positions.
 
-    If no accepted text has a fixed token, the token is replaced, because the committed text must be in the language.
+    A fixed token is replaced if no accepted text contains it there, because the committed text must be in the language.
     """
 
     prediction: Prediction  # shaped, before conditioning
@@ -70,7 +70,7 @@ class Joint:
     def sample(self, u: Tensor) -> Tensor:
         """Draw a text from the joint law: one uniform per position, u (B, C) in [0, 1) → tokens (B, C).
 
-        A uniform chooses the next state. Its remainder chooses the token between the two states, in vocabulary order.
+        A uniform chooses the next state. Its remainder chooses, in vocabulary order, a token that leads there.
         """
         path, rest = self._ops.sample_path(self.language, self._weights, self._passes.backward, u)
         return self._spell(path, lambda prediction: prediction.sample(rest), self.canvas, self.fixed)

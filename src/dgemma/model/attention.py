@@ -103,7 +103,7 @@ def join(past: Tensor, new: Tensor) -> Tensor:
 
 
 class _Join(torch.autograd.Function):
-    """Copies `words`, which is several times faster if past tokens are a slice."""
+    """Joins tensors as `words`, which is several times as fast if the past tokens are a slice of a larger tensor."""
 
     @staticmethod
     def forward(ctx: Any, past: Tensor, new: Tensor) -> Tensor:

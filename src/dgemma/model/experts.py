@@ -38,7 +38,8 @@ class Groups(NamedTuple):
 class Kept:
     """A layer's choices, and what it keeps from the first pass for the pass that recomputes it.
 
-    All are None until the first pass has set them. The outputs stay None unless the experts have `keeps_output`.
+    All are None until the first pass has set them. `mixed` and `attended` stay None unless the experts have
+    `keeps_output`.
     """
 
     groups: Groups | None = None
@@ -97,7 +98,7 @@ def _uses_choice_kernels(logits: Tensor, scales: Tensor) -> bool:
 
 
 def _has_kernels(x: Tensor, num_experts: int) -> bool:
-    """Return True in compiled steps on a GPU, outside of compiled layers, if kernels support so many experts."""
+    """Return True in compiled steps on a GPU, outside of compiled layers, if kernels support this number of experts."""
     if not x.is_cuda or not compiles_on(x.device) or torch.compiler.is_compiling():
         return False
     from dgemma_kernels.ops.choices import fits

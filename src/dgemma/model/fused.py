@@ -54,7 +54,7 @@ def compiles_on(device: torch.device) -> bool:
 
 
 def start_compiler() -> None:
-    """Import torch's compiler and start its processes, which takes seconds in which the caller can do other work.
+    """Import torch's compiler and start its processes. They need seconds, in which the caller can do other work.
 
     Example: `start_compiler(); load_data()`.
     """
@@ -87,8 +87,9 @@ class Kernels(NamedTuple):
 def fusible_with(*, num_joined: int = 0, kernels: Kernels | None = None) -> Callable[[Function], Function]:
     """Return `fusible` with options.
 
-    num_joined: the gradients of this many first arguments are slices of one tensor, which `joined` returns. So one
-    product, with weights joined in the same way, reads all of them. kernels: replace the compiled function on a GPU.
+    num_joined: the gradients of the first `num_joined` arguments are slices of one tensor, which `joined` returns. So
+    one product, with weights joined in the same way, reads all these gradients. kernels: replace the compiled function
+    on a GPU.
 
     Example: `gated_gelu = fusible_with(num_joined=2)(gated_gelu)`.
     """
@@ -126,7 +127,7 @@ def joined(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
 
 
 class _Fused(torch.autograd.Function):
-    """A compiled function that saves its arguments alone: its compiled gradient computes the rest again."""
+    """A compiled function that saves only its arguments. Its compiled gradient computes the rest again."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Any], num_joined: int, kernels: Kernels | None, *args: Any) -> Any:
@@ -188,7 +189,7 @@ def _in_one(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def fused(function: Function, device: torch.device) -> Function:
-    """Return the function, compiled if `device` is a GPU, where each operation would read and write all values.
+    """Return the function, compiled if `device` is a GPU. Otherwise each operation would read and write all values.
 
     It computes without gradients. One compilation serves any size of the arguments' first dimension.
 

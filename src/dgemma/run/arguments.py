@@ -286,10 +286,10 @@ def check_prompt(
 def read_allowed(
     name: str, allowed: Any, noise: Noise, shape: tuple[int, int], device: torch.device, *, exact: bool = False
 ) -> Tensor:
-    """Return any form of `allowed` as booleans (B or 1, N or 1, V). `shape` is (B, the largest N allowed).
+    """Return any form of `allowed` as booleans (B or 1, N or 1, V). `shape` is (B, maximum of N).
 
     `allowed` is booleans that broadcast, ids for all positions, or one collection of ids per position. With `exact`, N
-    must be 1 or the largest N.
+    must be 1 or this maximum.
 
     Example: `read_allowed("generate allowed", [65, 66], noise, (2, 32), device).shape` is (1, 1, V).
     """

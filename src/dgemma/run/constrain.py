@@ -272,7 +272,7 @@ def _refuse(
             f"generate constraint must fit into max_new_tokens, got a constraint whose shortest text has {shortest} "
             f"tokens for {num_positions} positions in row {row}. Raise max_new_tokens."
         )
-    # The longest part of the text that fits, from the start.
+    # Follow all texts that fit, from the start, to the first position where none fits.
     without_pins = _Factors(factors.automaton, Span(), factors.noise, factors.may_end, factors.batch_size)
     free = without_pins.reach(accepts, num_positions)
     states = torch.nn.functional.one_hot(start, accepts.shape[1]).bool()

@@ -24,8 +24,8 @@ class Sampler:
     change closed positions itself. `valid_for` names the noises it may run under: "mask", "uniform", "hybrid".
 
     Draw random numbers with `state.uniform("any name")`. To keep memory, return it in `Decision.memory`. The next step
-    reads it from `state.memory`; `start(state)` returns the memory of the first step. Its
-    tensors must be batch-first.
+    reads it from `state.memory`; `start(state)` returns the memory of the first step. Tensors
+    in a memory must be batch-first.
 
     Write pure tensor code (no `.item()`, no `if` on a tensor, no boolean indexing): then a CUDA graph can capture it.
 

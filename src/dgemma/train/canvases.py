@@ -30,8 +30,8 @@ _CANVAS, _TIME, _EVENT, _TOKEN, _SELF_COND, _MASKED, _HOLES = map(
 class Canvases:
     """K canvases of C tokens for each of B rows, and the text they are cut from.
 
-    Canvases see at most `prefix_len` clean tokens. The causal term may score the successors of the first `causal_len`
-    tokens. Both are Python integers. `aligned`: every row has one canvas, which starts at `prefix_len`.
+    Canvases see at most `prefix_len` clean tokens. The causal term of the loss may score the successors of the first
+    `causal_len` tokens. Both are Python integers. `aligned`: every row has one canvas, which starts at `prefix_len`.
     """
 
     tokens: Tensor  # (B, T) with the fill
@@ -105,7 +105,7 @@ def cut_canvases(
 ) -> Canvases:
     """Cut the answers of a batch into canvases.
 
-    choose: (B,) in [0, 1), picks one canvas per row; None takes all. truncated: the fill after a cut answer is
+    choose: (B,) in [0, 1), picks one canvas per row; None takes all. truncated: the fill after a truncated answer is
     "scored" or "unscored", or the whole row is "rejected". causal_scope: the causal term scores the "sequence", only
     the "answer", or nothing (None). causal_fill: whether it also scores the fill.
 

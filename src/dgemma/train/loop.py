@@ -3,7 +3,7 @@
 Each step takes rows from the source, draws noise from their seeds, measures the objective's terms, reduces them to a
 scalar and updates the weights. No step waits for the GPU. The numbers are read, checked and logged every `log_every`
 steps or ten seconds, and before anything is saved. A checkpoint is written every `checkpoint_every` steps, and
-after five minutes without one; later if writing would take more than 5 % of the time.
+after five minutes without one. This wait is longer if writing would take more than 5 % of the time.
 """
 
 import logging
@@ -503,7 +503,7 @@ def _ready_to_train(model: DiffusionGemma, config: TrainConfig) -> Iterator[None
 
 
 def _known_cause(device: torch.device) -> str:
-    """Return a hint at a bug of cuDNN, for a gradient that is not finite while the terms are."""
+    """Return a hint at a bug of cuDNN, for a gradient that is not finite although all terms are."""
     if device.type != "cuda" or (torch.backends.cudnn.version() or 0) >= 92600:
         return ""
     if not torch.backends.cuda.cudnn_sdp_enabled():

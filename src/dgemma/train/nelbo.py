@@ -95,7 +95,7 @@ def integrand_by_count(noise: Noise, logits: Tensor, x: Tensor, z: Tensor) -> Te
 def reconstruction(
     noise: Noise, logits: Tensor, x: Tensor, z: Tensor, noise_level: Tensor, *, parametrisation: str = "mean"
 ) -> Tensor:
-    """Return -log p(x | z) per position, the cost below this level if the text is drawn in one step: (B, C), nats.
+    """Return -log p(x | z) per position, (B, C), in nats: the cost of drawing the text from z in one step.
 
     Arguments are those of `integrand`. Under mask noise, a clean token costs nothing.
 
@@ -111,7 +111,7 @@ def reconstruction(
 
 
 def mask_exactly(noise: Noise, tokens: Tensor, num_masked: Tensor, u: Tensor) -> Tensor:
-    """Mask tokens (B, C) at the `num_masked` (B,) positions of each row with the smallest u (B, C): (B, C).
+    """Return tokens (B, C) with masks at the `num_masked` (B,) positions of each row whose u (B, C) is smallest.
 
     Example: `nelbo.mask_exactly(noise, tokens, torch.tensor([3]), torch.rand(1, 8))` masks three of eight.
     """
@@ -175,7 +175,7 @@ def _without_mask(noise: Noise, logits: Tensor) -> Tensor:
 
 
 def check_process(noise: Noise) -> None:
-    """Raise ValueError for other noise classes, for which these formulas might not be bounds.
+    """Raise ValueError for noise of the user's own classes, for which these formulas might not be bounds.
 
     Example: `check_process(MaskNoise(512))` returns; a subclass of `MaskNoise` raises.
     """

@@ -121,8 +121,8 @@ class Objective:
     causal_scope: str = "sequence"  # prompt and answer, or only the "answer"
     causal_fill: bool = True  # whether the causal term scores the fill
 
-    truncated: str = "scored"  # the fill after a cut answer: "scored", "unscored", or the whole row "rejected"
-    reduction: str = "global"  # token mean per step, per "process", per "micro_batch", or a mean of "example" means
+    truncated: str = "scored"  # the fill after a truncated answer: "scored", "unscored", or the whole row "rejected"
+    reduction: str = "global"  # "global", "process", "micro_batch": a mean of tokens; "example": of rows' means
     attention: str = "dense"  # or "blocks", which skips masked keys, for long rows on a GPU
 
     def __post_init__(self) -> None:
@@ -384,7 +384,7 @@ class Objective:
     def _signal(
         self, model: DiffusionGemma, noisy: NoisyCanvases, predict: Callable[[Tensor | None], Tensor]
     ) -> Tensor | None:
-        """Return the self-conditioning signal (B, K, C, D), after a first pass: `predict` returns hidden states."""
+        """Return the self-conditioning signal (B, K, C, D) from a first pass, whose hidden states `predict` returns."""
         off = None
         if self.self_cond_off == "zero_logits":
             mean = model.soft_embedding(model.embed_tokens.weight.new_zeros(1, 1, model.config.vocab_size))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.text import Annotation
 
-# Places of a label around its point, in points: right above, right below, left above, left below, then further away.
+# Offsets of a label from its point, in 1/72 inch: upper right, lower right, upper left, lower left, then further away.
 _PLACES = [
     (across * far, up * far, "left" if across > 0 else "right")
     for far in (1, 2, 3, 4, 6)

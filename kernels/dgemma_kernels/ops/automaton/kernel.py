@@ -1,8 +1,8 @@
 """Kernels that condition a prediction on a language: sums per token class, passes over positions, best or drawn paths.
 
-The passes are sequential over the C positions of a canvas. So one program per row and pass loops over positions, with
-the values of all states in registers, and the three passes of a row run at the same time. All else is parallel over
-positions. Reference: `reference.py`.
+The passes are sequential over the C positions of a canvas. So each pass of a row has one program. It loops over
+positions, with the values of all states in registers. The three passes of a row run at the same time. All else is
+parallel over positions. Reference: `reference.py`.
 """
 
 from typing import Any

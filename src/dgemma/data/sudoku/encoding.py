@@ -109,7 +109,7 @@ class SudokuSource:
         )
 
     def sample(self, step: int, rows: range) -> "Sample":
-        """Return the rows as digits, to write them in other tokens.
+        """Return the rows as digits, for callers that encode them as other tokens.
 
         Example: `source.sample(0, range(8)).puzzle`.
         """
