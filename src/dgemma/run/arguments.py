@@ -203,7 +203,8 @@ def check_memory(owner: str, batch_size: int, canvas_len: int, vocab_size: int, 
     if needed > total:
         raise ValueError(
             f"{owner} canvas must fit into the {total / 2**30:.3g} GiB of {device}, got {needed / 2**30:.3g} GiB for "
-            f"the logits of {batch_size} rows, {canvas_len} positions and {vocab_size} tokens. Use a smaller canvas."
+            f"the logits of {batch_size} rows, {canvas_len} positions and {vocab_size} tokens. Use fewer rows or a "
+            "smaller canvas."
         )
 
 
