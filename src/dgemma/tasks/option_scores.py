@@ -1,4 +1,4 @@
-"""Log-probabilities of the options for the slots of a template, which is a text with holes, by the chain rule.
+"""Log-probabilities, by the chain rule, of the options for the slots of a template (a text with holes).
 
 A canvas shows fixed tokens, and every other position is open. Options of one length are compared by
 log p(option | fixed tokens), a sum over the tokens of the option. The length of an option moves the fixed tokens after
