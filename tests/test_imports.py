@@ -39,6 +39,7 @@ IN_FUNCTIONS = {
     "dgemma.train.together": {"dgemma_kernels.ops.heads", "dgemma_kernels.ops.residual"},
     "dgemma.view.gif": {"PIL", "matplotlib"},
     # Kernels for Hopper, which need a Triton with Gluon.
+    "dgemma_kernels.ops.attention.float8": {"dgemma_kernels.ops.attention.hopper_float8"},
     "dgemma_kernels.ops.attention.kernel": {
         "dgemma_kernels.ops.attention.hopper",
         "dgemma_kernels.ops.attention.hopper_shared",

@@ -154,12 +154,14 @@ def floors(
     prefix: int = 0,
     active: float | None = None,
     vocabulary: tuple[Any, ...] = (),
+    prompt_attention: bool = False,
 ) -> dict[str, float]:
     """Return lower bounds in milliseconds for experts, attention, other products, and their total.
 
     Each is the larger of FLOP / rate and bytes / bandwidth, for `batch` rows of `length` tokens after a prefix.
     `seen(window)` is the mean number of keys that a token sees; `active` experts are read, all by default.
-    `vocabulary` has the weights of the head and of the soft embedding, if they are used.
+    `vocabulary` has the weights of the head and of the soft embedding, if they are used. With `prompt_attention`, full
+    layers compute attention in float8.
     """
     config, tokens = model.config, batch * length
     num_bytes = {"attention": prefix_bytes(model, batch, prefix), "experts": 0.0, "other products": 0.0}
@@ -176,7 +178,8 @@ def floors(
         for expert_weight in (layer.expert_gate_up, layer.expert_down):
             add("experts", expert_weight, config.top_k_experts, (active or config.num_experts) / config.num_experts)
         keys = seen(layer.shape.window)
-        seconds["attention"] += 4 * tokens * config.num_attention_heads * layer.shape.head_dim * keys / ATTENTION
+        rate = ATTENTION * (2 if prompt_attention and not layer.shape.is_sliding else 1)
+        seconds["attention"] += 4 * tokens * config.num_attention_heads * layer.shape.head_dim * keys / rate
     for weight in vocabulary:
         add("other products", weight)
     least = {kind: 1e3 * max(seconds[kind], num_bytes[kind] / bandwidth) for kind in seconds}

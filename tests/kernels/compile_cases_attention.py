@@ -3,10 +3,15 @@
 import torch
 import triton
 
-from dgemma_kernels.ops.attention import attention
+from dgemma_kernels.ops.attention import attention, attention_float8
 from dgemma_kernels.ops.attention import kernel as module
 
-WGMMA = {"_attention_kernel", "_attention_hopper_kernel", "_attention_hopper_shared_kernel"}
+WGMMA = {
+    "_attention_kernel",
+    "_attention_hopper_kernel",
+    "_attention_hopper_shared_kernel",
+    "_attention_hopper_float8_kernel",
+}
 HEADS, SLIDING, FULL = 16, (8, 256), (2, 512)  # query heads; key heads and head_dim of the two kinds of layer
 SHARED = {"rotary_pairs": 64}  # keys equal values in the other columns
 
@@ -60,3 +65,13 @@ CALLS = {
     for kernel in ("triton", "hopper")
     if kernel == MAIN or name in FEW
 }
+
+
+def run_float8(*, float8: bool) -> None:
+    queries, cache = (torch.empty(1, *shape, dtype=torch.bfloat16) for shape in ((8192, HEADS, 512), (2, 16_384, 512)))
+    attention_float8(queries, cache, cache, torch.empty(1, dtype=torch.int64), float8=float8)
+
+
+if MAIN == "hopper":
+    CALLS["prompt, products in float8"] = lambda: run_float8(float8=False)
+    CALLS["prompt, all in float8"] = lambda: run_float8(float8=True)

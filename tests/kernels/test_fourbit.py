@@ -240,10 +240,10 @@ def test_shapes_that_the_librarys_float8_product_does_not_multiply_are_refused(p
 
 
 def test_unknown_parts_of_the_model_are_refused_by_name(device):
-    names = "attention, dense, head, soft_embedding, experts"
+    names = "attention, dense, head, soft_embedding, prompt_attention, experts"
     with pytest.raises(ValueError, match=rf"must name {names}, got \['router'\]"):
         accelerate(make_model(device, **WIDE), "int4", float8=["router"])
-    with pytest.raises(ValueError, match='float8 must be empty for weights="bf16"'):
+    with pytest.raises(ValueError, match='float8 must be empty or "prompt_attention" for weights="bf16"'):
         accelerate(make_model(device, **WIDE), "bf16", float8=["head"])
 
 

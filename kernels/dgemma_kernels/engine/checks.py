@@ -17,13 +17,15 @@ def check_options(weights: str, *, float8: Collection[str], release: bool, batch
         raise ValueError(f"accelerate weights must be one of {', '.join(ENCODERS)}, got {weights!r}.")
     if unknown := set(float8) - set(FLOAT8_PARTS):
         raise ValueError(f"accelerate float8 must name {', '.join(FLOAT8_PARTS)}, got {sorted(unknown)}.")
-    if weights == "bf16" and (release or float8):
-        what = "release must be False" if release else "float8 must be empty"
+    of_weights = set(float8) - {"prompt_attention"}
+    if weights == "bf16" and (release or of_weights):
+        what = "release must be False" if release else 'float8 must be empty or "prompt_attention"'
         raise ValueError(f'accelerate {what} for weights="bf16", which are the model\'s own.')
-    if "experts" in float8 and batch_invariant:
-        raise ValueError(
-            'accelerate batch_invariant must be False for float8 "experts", which depends on the batch size.'
-        )
+    for part in ("experts", "prompt_attention"):
+        if part in float8 and batch_invariant:
+            raise ValueError(
+                f'accelerate batch_invariant must be False for float8 "{part}", which depends on the batch size.'
+            )
 
 
 def check_model(model: DiffusionGemma) -> None:

@@ -65,7 +65,9 @@ def accelerate(
     A model with quantised experts keeps its own format; its codes are reordered and never decoded. `float8` names other
     products to compute in float8: "attention" (q, k, v and o), "dense" (the dense MLP), "head" and "soft_embedding".
     The last one stores the embedding a second time, in 8 bits. For int4 on Hopper, "experts" rounds the experts' input
-    to float8 in forwards of 65 to 1,152 tokens, such as one canvas.
+    to float8 in forwards of 65 to 1,152 tokens, such as one canvas. On Hopper, "prompt_attention" computes the two
+    products of attention in full layers in float8, in forwards of 1,024 tokens or more of a prompt. It changes no
+    weights, so it is also for "bf16". It takes 2 KiB per token of the prompt while such a forward runs.
 
     Converted weights are new tensors; the model's own are freed with the model. `release` removes them from the model
     as soon as they are converted, so that at most one layer exists twice. `attention` names the attention kernel:
@@ -128,7 +130,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
     ) -> None:
         taken = take_weights(model, weights, float8=float8, release=release)
         used = model if weights == "bf16" else _without_layers(model)
-        self._start(used, taken, model.generation, attention, batch_invariant)
+        self._start(used, taken, model.generation, attention, batch_invariant, "prompt_attention" in float8)
 
     def _start(
         self,
@@ -137,13 +139,16 @@ class FusedDenoiser(Denoiser[FusedCache]):
         generation: GenerationDefaults,
         attention: KernelName,
         batch_invariant: bool,
+        prompt_attention: bool,
     ) -> None:
         self._model, self.config, self.generation = model, model.config, generation
         self.source = model.source
         self.turn = Turn(model.device)
         small = isinstance(weights.layers[0].expert_gate_up, FourBit)
         limits = FOUR_BIT_LIMITS if small else LIMITS
-        forward = Forward(model.config, weights, attention, batch_invariant=batch_invariant)
+        forward = Forward(
+            model.config, weights, attention, batch_invariant=batch_invariant, prompt_attention=prompt_attention
+        )
         graph_memory = GraphMemory(model.device, forward.sides) if model.device.type == "cuda" else None
         self._workspace = Workspace(
             config=model.config,
@@ -183,6 +188,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
             "generation": self.generation,
             "attention": self._forward.attention_kernel,
             "batch_invariant": self._forward.batch_invariant,
+            "prompt_attention": self._forward.prompt_attention,
         }
 
     @torch.no_grad()
@@ -199,7 +205,8 @@ class FusedDenoiser(Denoiser[FusedCache]):
             weights = replace(
                 weights, embedding=embedding, head=weights.head if weights.head is not None else embedding
             )
-        self._start(model, weights, state["generation"], state["attention"], state["batch_invariant"])
+        options = (state[name] for name in ("generation", "attention", "batch_invariant", "prompt_attention"))
+        self._start(model, weights, *options)
 
     @property
     def conventions(self) -> Conventions:

@@ -18,7 +18,14 @@ from dgemma_kernels.engine.weights import LayerWeights, ModelWeights
 from dgemma_kernels.formats import FourBit, Quantized, format_of
 from dgemma_kernels.formats.float8 import multiply, multiply_unscaled
 from dgemma_kernels.formats.fourbit import OrderedRows
-from dgemma_kernels.ops.attention import KernelChoice, KernelName, attention, choose_kernel
+from dgemma_kernels.ops.attention import (
+    KernelChoice,
+    KernelName,
+    attention,
+    attention_float8,
+    choose_kernel,
+    float8_obstacle,
+)
 from dgemma_kernels.ops.configs import GLUON_RAN_WITH, dense_config, expert_config, is_hopper, tensor_descriptors
 from dgemma_kernels.ops.embedding import embed
 from dgemma_kernels.ops.experts import multiply_experts
@@ -34,6 +41,7 @@ logger = logging.getLogger("dgemma")
 _Scales = tuple[Tensor, Tensor] | None  # of rows and columns
 
 _DEEP = 256  # rows; for more, library products fill the GPU
+_MANY = 1024  # tokens of a forward, which fill the GPU with programs of `attention_float8`
 _TILE = 64  # keys; a multiple of the number of keys in any tile of attention
 _FULL_PART = 10 * _TILE  # keys; a canvas of 256 after a prefix of 1,024 tokens sees two equal parts
 
@@ -43,6 +51,7 @@ class Forward:
 
     With `batch_invariant`, sums over a row have one order, whatever the other rows and their number: library products
     have a fixed number of rows, parts of attention have fixed bounds, and tiles of other products add in one order.
+    With `prompt_attention`, full layers compute the attention of prompts in float8, in forwards of many tokens.
     """
 
     def __init__(
@@ -52,9 +61,10 @@ class Forward:
         attention_kernel: KernelName = "auto",
         *,
         batch_invariant: bool = False,
+        prompt_attention: bool = False,
     ) -> None:
         self.config, self.weights, self.attention_kernel = config, weights, attention_kernel
-        self.batch_invariant = batch_invariant
+        self.batch_invariant, self.prompt_attention = batch_invariant, prompt_attention
         self._multiply = in_slices(multiply) if batch_invariant else multiply
         self._multiply_unscaled = in_slices(multiply_unscaled) if batch_invariant else multiply_unscaled
         table = weights.embedding
@@ -63,6 +73,10 @@ class Forward:
             heads, size = (config.num_attention_heads, layer.shape.num_key_value_heads), layer.shape.head_dim
             queries, keys = (table.new_empty(1, 1, heads[0], size), table.new_empty(1, heads[1], 1, size))
             choices.add(choose_kernel(queries, keys, keys, attention_kernel, few_rows=False))
+            obstacle = float8_obstacle(queries, keys, keys) if prompt_attention and not layer.shape.is_sliding else None
+            if obstacle is not None:
+                part = '"prompt_attention"'
+                raise ValueError(f"accelerate float8 {part} needs {obstacle}. Leave {part} out of float8.")
         if attention_kernel == "auto":
             _log_triton(choices, table.device)
         # sqrt(hidden), rounded to the weights' dtype as in the published model
@@ -168,24 +182,34 @@ class Forward:
             )
             if not last and index == len(layers) - 1:
                 return x  # the caller needs only the keys and values
-            seen = attention(
-                queries,
-                keys,
-                values,
-                slot,
-                causal=masked,
-                window=layer.shape.window if masked else None,
-                canvas_len=num_tokens if masked and not causal else canvas_len,
-                keep=buffers.keep,
-                kernel=self.attention_kernel,
-                part=self._part(layer.shape.window),
-                position=buffers.lengths,
-                float8=isinstance(layer.o, Quantized) and not self._is_row(x),
-                rotary_pairs=rotary_pairs,
-            )
+            float8 = isinstance(layer.o, Quantized) and not self._is_row(x)
+            if (
+                self.prompt_attention
+                and causal
+                and not canvas_len
+                and x.shape[0] >= _MANY
+                and not layer.shape.is_sliding
+            ):
+                seen = attention_float8(queries, keys, values, slot, float8=float8)
+            else:
+                seen = attention(
+                    queries,
+                    keys,
+                    values,
+                    slot,
+                    causal=masked,
+                    window=layer.shape.window if masked else None,
+                    canvas_len=num_tokens if masked and not causal else canvas_len,
+                    keep=buffers.keep,
+                    kernel=self.attention_kernel,
+                    part=self._part(layer.shape.window),
+                    position=buffers.lengths,
+                    float8=float8,
+                    rotary_pairs=rotary_pairs,
+                )
             attended, scales = self._unscaled(seen.view(x.shape[0], -1) if isinstance(seen, Tensor) else seen, layer.o)
-            float8 = isinstance(next_product, Quantized)
-            x, inputs = self._feed_forward(layer, attended, scales, x, next_norm, scalars[index], float8)
+            narrow = isinstance(next_product, Quantized)
+            x, inputs = self._feed_forward(layer, attended, scales, x, next_norm, scalars[index], narrow)
         assert isinstance(inputs, Tensor)  # the last layer's
         return inputs
 

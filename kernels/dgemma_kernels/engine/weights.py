@@ -72,7 +72,7 @@ class ModelWeights:
         vars(self).update(_with_float8(state))
 
 
-FLOAT8_PARTS = ("attention", "dense", "head", "soft_embedding", "experts")
+FLOAT8_PARTS = ("attention", "dense", "head", "soft_embedding", "prompt_attention", "experts")
 _MODULES = {"attention": "self_attn", "dense": "mlp"}  # modules of a layer, by names in FLOAT8_PARTS
 
 

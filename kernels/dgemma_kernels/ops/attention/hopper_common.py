@@ -1,4 +1,4 @@
-"""Gluon code that both Hopper kernels of attention use: descriptors, copies, masks, softmax, and scales."""
+"""Gluon code that the Hopper kernels of attention use: descriptors, copies, masks, softmax, and scales."""
 
 from torch import Tensor
 from triton.experimental import gluon

@@ -176,7 +176,7 @@ def choose_kernel(
         raise ValueError(f'attention kernel must be "auto", "triton" or "hopper", got {kernel!r}.')
     if kernel == "triton":
         return KernelChoice("triton", "requested")
-    obstacle = _hopper_obstacle(queries, keys, values)
+    obstacle = hopper_obstacle(queries, keys, values)
     if kernel == "hopper":
         if obstacle is not None:
             raise ValueError(f'attention kernel="hopper" needs {obstacle}. Use kernel="auto".')
@@ -196,8 +196,11 @@ def choose_kernel(
     return KernelChoice("hopper", "it can run and has more than 16 packed query rows")
 
 
-def _hopper_obstacle(queries: Tensor, keys: Tensor, values: Tensor) -> str | None:
-    """Return a requirement of the Hopper kernel that these arguments do not meet, None if it can run."""
+def hopper_obstacle(queries: Tensor, keys: Tensor, values: Tensor) -> str | None:
+    """Return a requirement of the Hopper kernels that these arguments do not meet, None if they can run.
+
+    Example: `hopper_obstacle(queries, keys, values)` is "a head_dim of 256 or 512, got 128" for heads of 128.
+    """
     head_dim, group = queries.shape[3], queries.shape[2] // keys.shape[1]
     if triton.knobs.runtime.interpret and queries.device.type == "cuda":
         return "a compiler: Triton's interpreter does not run Gluon"

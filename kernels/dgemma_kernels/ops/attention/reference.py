@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
-from dgemma_kernels.formats.float8 import Quantized
+from dgemma_kernels.formats.float8 import Quantized, quantize
 from dgemma_kernels.ops.attention.parts import float8_unit
+
+_TILE = 128  # keys of `attention_float8` whose weights are relative to one maximum
 
 
 def attention(
@@ -37,9 +39,41 @@ def attention(
     scores = (queries.transpose(1, 2) @ keys.transpose(2, 3)).masked_fill(~seen[:, None], -torch.inf)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(queries.dtype)
     out = (weights @ values).transpose(1, 2).contiguous()
-    if not float8:
-        return out
-    unit = float8_unit(queries.shape[3])
-    rows = out.flatten(0, 1).flatten(1)  # (B·T, N·H)
+    return _rounded(out) if float8 else out
+
+
+def attention_float8(
+    queries: Tensor, keys: Tensor, values: Tensor, length: Tensor, *, float8: bool = False
+) -> Tensor | Quantized:
+    """Attend causally with the operands of both products in float8. Shapes are those of `attention`.
+
+    Queries have a scale per token and head; keys and values are in units of `float8_unit`. The weights of 128 keys are
+    relative to their maximum, as multiples of 2^-8.
+    """
+    num_tokens, group, unit = queries.shape[1], queries.shape[2] // keys.shape[1], float8_unit(queries.shape[3])
+    num_slots = -(-keys.shape[2] // _TILE) * _TILE
+    slot = torch.arange(num_slots, device=keys.device)
+    own = length[:, None] + torch.arange(num_tokens, device=keys.device)  # (B, T): each query's slot
+    used = (slot < length[:, None] + num_tokens)[:, None, :, None]  # slots beyond may be NaN
+
+    def narrow(cache: Tensor) -> Tensor:
+        padded = torch.nn.functional.pad(cache, (0, 0, 0, num_slots - cache.shape[2])).masked_fill(~used, 0.0)
+        return ((padded.float() / unit).to(torch.float8_e4m3fn).double() * unit).repeat_interleave(group, 1)
+
+    scores = quantize(queries).decode().transpose(1, 2) @ narrow(keys).transpose(2, 3)
+    scores = scores.masked_fill((slot > own[..., None])[:, None], -torch.inf).unflatten(-1, (-1, _TILE))
+    top = scores.amax(-1, keepdim=True)  # (B, N, T, tiles, 1)
+    weights = (scores - top.clamp(min=torch.finfo(top.dtype).min)).exp()
+    share = (top - top.amax(-2, keepdim=True)).exp()
+    rounded = (weights * 256).float().to(torch.float8_e4m3fn).double() / 256
+    out = (rounded * share).flatten(-2) @ narrow(values) / (weights * share).sum((-2, -1), keepdim=True).squeeze(-1)
+    out = out.to(queries.dtype).transpose(1, 2).contiguous()
+    return _rounded(out) if float8 else out
+
+
+def _rounded(out: Tensor) -> Quantized:
+    """Round attention (B, T, N, H) to float8 rows (B·T, N·H)."""
+    unit = float8_unit(out.shape[3])
+    rows = out.flatten(0, 1).flatten(1)
     scale = torch.full(rows.shape[:1], unit, device=rows.device)
-    return Quantized(values=(rows / unit).to(torch.float8_e4m3fn), scale=scale, dtype=queries.dtype)
+    return Quantized(values=(rows / unit).to(torch.float8_e4m3fn), scale=scale, dtype=out.dtype)
