@@ -209,7 +209,8 @@ def test_wrong_arguments_are_named(folder):
 def test_the_command_runs_the_harness_and_stores_the_protocol(folder, tasks, tmp_path, monkeypatch, capsys):
     import lm_eval.tasks
 
-    arguments = ["--model", "dgemma", "--model_args", f"pretrained={folder},steps=2", "--tasks", "local_write"]
+    # Without --model the model is dgemma.
+    arguments = ["--model_args", f"pretrained={folder},steps=2", "--tasks", "local_write"]
     arguments += ["--include_path", str(tasks), "--output_path", str(tmp_path), "--seed", "7"]
     monkeypatch.setattr(sys, "argv", ["dgemma.eval", *arguments])
     # The harness would read the files of its thousands of tasks first.

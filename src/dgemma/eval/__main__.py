@@ -7,7 +7,7 @@ from pathlib import Path
 def main() -> None:
     """Register the model, add the tasks, and run the harness's own command with the remaining arguments.
 
-    Example: `python -m dgemma.eval --model dgemma --model_args pretrained=dgemma/text --tasks dgemma_cloze`.
+    Example: `python -m dgemma.eval --model_args pretrained=dgemma/text --tasks dgemma_cloze`.
     """
     try:
         import dgemma.eval.harness  # noqa: F401  registers the model
@@ -15,8 +15,11 @@ def main() -> None:
         sys.exit(str(error))
     from lm_eval.__main__ import cli_evaluate
 
-    if "--include_path" not in sys.argv and "--tasks" in sys.argv:
-        sys.argv += ["--include_path", str(Path(__file__).parent / "tasks")]
+    if "--tasks" in sys.argv:
+        if "--include_path" not in sys.argv:
+            sys.argv += ["--include_path", str(Path(__file__).parent / "tasks")]
+        if "validate" not in sys.argv and not {"--model", "-M", "--config", "-C"} & set(sys.argv):
+            sys.argv += ["--model", "dgemma"]  # the harness's own default needs other packages
     cli_evaluate()
 
 
