@@ -2,9 +2,9 @@
 
 Every format is applied to experts, attention and dense MLPs of the checkpoints in the package, but not to routers,
 self-conditioning or the embedding. A second part rounds random matrices whose statistics resemble those of large
-models. A third part also rounds the inputs of the products of int4 experts, as `accelerate(float8=["experts"])` does.
-Results are added to a JSON file, so that an interrupted run continues. With `--corpus`, a larger model is trained on
-this text first, on a GPU, and measured like `dgemma/text`.
+models. A third part also rounds the inputs of int4 experts, as `accelerate(float8=["experts"])` does. Results are added
+to a JSON file, so that an interrupted run continues. With `--corpus`, a larger model is trained on this text first, on
+a GPU, and measured like `dgemma/text`.
 
     python kernels/benchmarks/quality.py --out docs/results/quantized.json
 
@@ -36,7 +36,6 @@ from dgemma.model.quantize import Quantization, quantize
 from dgemma.model.quantized import quantized_weights, set_weight
 from dgemma.train import Objective, TrainConfig, balanced_routers, evaluate, muon, soften_attention, train
 from dgemma_kernels.formats.float8 import quantize as to_float8
-from dgemma_kernels.ops.experts.reference import round_hidden
 
 FORMATS: dict[str, dict[str, Any] | None] = {
     "bf16": None,
@@ -75,12 +74,11 @@ def load(
 
 
 def round_inputs(model: dgemma.DiffusionGemma) -> None:
-    """Let the experts round their inputs to float8, with one scale per token, and hidden values, with one per group."""
+    """Let the experts round their inputs to float8, with one scale per token."""
     layers: list[Any] = list(model.layers)
     for layer in layers:
-        gate_up, down = layer.experts.gate_up, layer.experts.down
+        gate_up = layer.experts.gate_up
         layer.experts.gate_up = lambda rows, ends, fn=gate_up: fn(to_float8(rows).decode().to(rows.dtype), ends)
-        layer.experts.down = lambda rows, ends, fn=down: fn(round_hidden(rows).to(rows.dtype), ends)
 
 
 def calibration_text(model: dgemma.DiffusionGemma, checkpoint: str) -> Callable[[dgemma.DiffusionGemma], None]:

@@ -1,4 +1,4 @@
-"""Int4 experts in one launch with float8 rows: when it can run, and its results, compiled only on a Hopper GPU.
+"""Int4 experts in one launch with float8 tokens: when it can run, and its results, compiled only on a Hopper GPU.
 
 On every machine its source runs in `gluon_interpreter`. Copies of the source with one mistake each must be detected.
 """
@@ -21,9 +21,8 @@ from gluon_interpreter import Hazard, load
 from kernel_inputs import NUM_EXPERTS, draw_routing, error, make_model
 
 HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))
-# Outputs are rounded to bfloat16, by 2**-8 at most, and few hidden values round to another float8 value; 2.4e-3 was
-# measured.
-LIMIT = 4e-3
+# Hidden values, outputs and decoded weights are rounded to bfloat16, each by 2**-8 at most; 4.4e-3 was measured.
+LIMIT = 6e-3
 
 
 def draw(
@@ -31,9 +30,7 @@ def draw(
 ) -> FourBit:
     generator = torch.Generator(device).manual_seed(num_rows)
     codes = torch.randint(256, (experts, num_rows, width // 2), generator=generator, device=device).to(torch.uint8)
-    # Scales of four bits, so that decoded weights are exact in bfloat16. Otherwise hidden values of the reference would
-    # differ a little, and some would round to another float8 value.
-    scale = torch.randint(8, 16, (experts, num_rows, width // group), generator=generator, device=device) * 2.0**-10
+    scale = torch.rand(experts, num_rows, width // group, generator=generator, device=device) * 0.01 + 0.005
     return arrange(IntWeight(codes=codes, scale=scale.bfloat16()), dtype=torch.bfloat16, gated=gated)
 
 
@@ -129,8 +126,7 @@ def test_weights_that_one_launch_cannot_multiply_are_named():
     assert float8_obstacle(up, narrow) == "symmetric int4 in groups of 64 columns or more"
     for width in (1024, 1152, 1472, 4224):
         assert "steps of 128" in (float8_obstacle(up, draw(width, 384, gated=False, experts=1)) or "")
-    for hidden in (320, 1088):
-        assert "384 to 1024 columns" in (float8_obstacle(up, draw(1408, hidden, gated=False, experts=1)) or "")
+    assert "at least 384" in (float8_obstacle(up, draw(1408, 320, gated=False, experts=1)) or "")
     with pytest.raises(ValueError, match=r"needs a Hopper GPU .* got weights on cpu"):
         multiply_experts(draw_rows(1, 1408), up, down, torch.ones(1, 1), None)
 

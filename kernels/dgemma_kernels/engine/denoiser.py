@@ -64,10 +64,10 @@ def accelerate(
 
     A model with quantised experts keeps its own format; its codes are reordered and never decoded. `float8` names other
     products to compute in float8: "attention" (q, k, v and o), "dense" (the dense MLP), "head" and "soft_embedding".
-    The last one stores the embedding a second time, in 8 bits. For int4 on Hopper, "experts" rounds the inputs of the
-    experts' two products to float8 in forwards of 65 to 1,152 tokens, such as one canvas. On Hopper, "prompt_attention"
-    computes the two products of attention in full layers in float8, in forwards of 1,024 tokens or more of a prompt. It
-    changes no weights, so it is also for "bf16". It takes 2 KiB per token of the prompt while such a forward runs.
+    The last one stores the embedding a second time, in 8 bits. For int4 on Hopper, "experts" rounds the experts' input
+    to float8 in forwards of 65 to 1,152 tokens, such as one canvas. On Hopper, "prompt_attention" computes the two
+    products of attention in full layers in float8, in forwards of 1,024 tokens or more of a prompt. It changes no
+    weights, so it is also for "bf16". It takes 2 KiB per token of the prompt while such a forward runs.
 
     Converted weights are new tensors; the model's own are freed with the model. `release` removes them from the model
     as soon as they are converted, so that at most one layer exists twice. `attention` names the attention kernel:

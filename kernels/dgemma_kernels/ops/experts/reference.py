@@ -9,18 +9,16 @@ from dgemma_kernels.ops.mlp.reference import geglu
 from dgemma_kernels.ops.router.kernel import ExpertTiles
 
 
-def expert_gate_up(
-    x: Tensor | Quantized, gate_up_proj: ExpertWeights, tiles: ExpertTiles, *, dtype: torch.dtype | None = None
-) -> Tensor:
+def expert_gate_up(x: Tensor | Quantized, gate_up_proj: ExpertWeights, tiles: ExpertTiles) -> Tensor:
     """Return geglu(x[token] @ gate_up_proj[expert].T) by `tiles.pairs`. (M, D), (E, 2F, D) → (M * A, F).
 
-    Float8 operands are multiplied in float64, and the result is not rounded, unless `dtype` is given.
+    Float8 operands are multiplied in float64, and the result is not rounded.
     """
     x, gate_up_proj = decode(x), decode(gate_up_proj)
     rows = []
     for expert, first, count in tiles.tiles.tolist():
         tokens = tiles.pairs[first : first + count].long() // tiles.num_active
-        rows.append(geglu((x[tokens] @ gate_up_proj[expert].T).to(dtype or x.dtype)))
+        rows.append(geglu(x[tokens] @ gate_up_proj[expert].T))
     return torch.cat(rows)
 
 
@@ -49,25 +47,9 @@ def multiply_experts(
     weights: Tensor,
     tiles: ExpertTiles,
 ) -> Tensor:
-    """Return both products: (M, D), (E, 2F, D), (E, D, F) → (M, A, D).
+    """Return both products, without rounding between them: (M, D), (E, 2F, D), (E, D, F) → (M, A, D).
 
-    They are in float64 if the operands are not plain tensors. Between them, hidden values do not round, except those of
-    `OrderedRows`: they round to the rows' dtype and then to float8.
+    They are in float64 if the operands are not plain tensors.
     """
-    if isinstance(x, OrderedRows):
-        hidden = round_hidden(expert_gate_up(x.decode(), gate_up_proj, tiles, dtype=x.dtype))
-    else:
-        hidden = expert_gate_up(x, gate_up_proj, tiles)
+    hidden = expert_gate_up(x.decode() if isinstance(x, OrderedRows) else x, gate_up_proj, tiles)
     return expert_down(hidden, down_proj, weights.to(hidden.dtype), tiles)
-
-
-def round_hidden(hidden: Tensor) -> Tensor:
-    """Round hidden values (R, F) to float8, with a power of two as the scale of every 64 columns, in float64.
-
-    Divided by its scale, the largest value of 64 is from 128 to 256.
-
-    Example: `round_hidden(torch.full((1, 64), 2.1))` is 2.0 everywhere.
-    """
-    groups = hidden.double().unflatten(1, (-1, 64))
-    scale = torch.exp2(groups.abs().amax(-1, keepdim=True).clamp_min(2.0**-119).log2().floor() - 7)
-    return ((groups / scale).to(torch.float8_e4m3fn).double() * scale).flatten(1)
