@@ -58,9 +58,10 @@ def draw_weight(shape: torch.Size, format: str, std: float) -> Weight:
 
 
 def float8_of(format: str, parts: list[str]) -> tuple[str, ...]:
-    """Return those of `parts` that this format of the experts allows in float8. bf16 allows none; only int4 allows
-    "experts"."""
-    return () if format == "bf16" else tuple(part for part in parts if part != "experts" or format == "int4")
+    """Return those of `parts` that this format of the experts allows in float8. bf16 allows only "prompt_attention",
+    and only int4 allows "experts"."""
+    refused = {"bf16": set(FLOAT8_PARTS) - {"prompt_attention"}, "int4": set()}.get(format, {"experts"})
+    return tuple(part for part in parts if part not in refused)
 
 
 def build(format: str, float8: tuple[str, ...] = (), config: dgemma.ModelConfig | None = None) -> FusedDenoiser:
@@ -198,7 +199,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", nargs="+", choices=tuple(ENCODERS), default=list(ENCODERS))
     parser.add_argument(
-        "--float8", nargs="*", choices=FLOAT8_PARTS, default=[], help="parts in float8, except with bf16"
+        "--float8", nargs="*", choices=FLOAT8_PARTS, default=[], help="parts in float8, if the format allows them"
     )
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8, 16])
     parser.add_argument("--prompt", type=int, default=1024, help="tokens before the first canvas (%(default)s)")
