@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 SOURCES = (ROOT / "src", ROOT / "kernels")
 
@@ -22,17 +24,24 @@ IN_FUNCTIONS = {
     "dgemma.view.terminal": {"dgemma.data.sudoku"},
     # The list of checkpoints needs no torch.
     "dgemma.cli.output": {"dgemma.view.gif", "dgemma.view.html"},
+    # `import dgemma` loads torch only when a name is read.
+    "dgemma": {"dgemma._public"},
+    "dgemma._public": {"dgemma._unlisted"},
     # Optional or slow packages.
     "dgemma.checkpoint.formats.gguf": {"gguf"},
     "dgemma.checkpoint.tokenizer": {"transformers"},
     "dgemma.checkpoint.weights": {"huggingface_hub"},
     "dgemma.cli.loading": {"dgemma_kernels", "dgemma_kernels.engine.weights", "dgemma_kernels.formats"},
-    "dgemma.constraints.languages": {"transformers.utils"},
+    "dgemma.constraints.grammar": {"lark"},
+    "dgemma.constraints.languages": {"outlines_core", "pydantic", "transformers.utils"},
     "dgemma.cli.serving": {"uvicorn", "dgemma.serve.app", "dgemma.serve.gate"},
     "dgemma.cli.writing": {"readline"},  # not on Windows
     "dgemma.data.vocabulary": {"tokenizers", "transformers"},
     "dgemma.eval.__main__": {"dgemma.eval.harness", "lm_eval.__main__"},
     "dgemma.model.experts": {"dgemma_kernels.ops.choices"},
+    "dgemma.model.fused": {"torch._inductor.async_compile", "torch._inductor.compile_fx"},
+    "dgemma.run.spread": {"ray"},
+    "dgemma.train.loop": {"dgemma_kernels.ops.residual"},
     "dgemma.train.lora.linear": {"dgemma_kernels.ops.adapters"},
     "dgemma.train.lora.expert_products": {"dgemma_kernels.ops.grouped"},  # needs Triton
     "dgemma.train.lora.experts": {"dgemma_kernels.ops.grouped"},
@@ -79,7 +88,7 @@ def modules() -> dict[str, Path]:
 
 
 def targets(node: ast.AST) -> Iterator[str]:
-    """Yield the modules that an import statement names."""
+    """Yield the modules that an import statement, or a call of `import_module` with a literal, names."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -87,6 +96,8 @@ def targets(node: ast.AST) -> Iterator[str]:
         for alias in node.names:
             submodule = f"{node.module}.{alias.name}"
             yield submodule if submodule in modules() else str(node.module)
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "import_module":
+        yield from (name.value for name in node.args if isinstance(name, ast.Constant))
 
 
 def imports(node: ast.AST, *, in_function: bool = False) -> Iterator[tuple[str, bool]]:
@@ -117,6 +128,12 @@ def test_modules_have_no_import_cycles():
 def test_an_import_cycle_is_detected():
     script = "if TYPE_CHECKING:\n    from dgemma.run import plan\ndef f():\n    from dgemma import view"
     assert list(imports(ast.parse(script))) == [("dgemma.run.plan", False), ("dgemma.view", True)]
+
+
+@pytest.mark.parametrize("function", ["import_module", "importlib.import_module"])
+def test_an_import_by_function_is_detected(function):
+    script = f"def f(name):\n    {function}('dgemma.view')\n    {function}(name)\n{function}('dgemma.run')"
+    assert list(imports(ast.parse(script))) == [("dgemma.view", True), ("dgemma.run", False)]
 
 
 def test_functions_import_only_what_is_listed_with_a_reason():

@@ -6,6 +6,7 @@ import torch
 import dgemma
 from dgemma.model import fused
 from dgemma.train import LoRA, Objective, TrainBatch, add_lora
+from dgemma_kernels.ops import adapters, choices, grouped, heads, residual
 
 CONFIG = {
     "num_hidden_layers": 2,
@@ -39,8 +40,6 @@ def kernels_on_cpu(monkeypatch):
         monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor.device.type == "cpu"))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     ran = set()
-    from dgemma_kernels.ops import adapters, choices, grouped, heads, residual
-
     for package in (adapters, choices, grouped, heads, residual):
         for name in package.__all__:
             if name != "fits":
@@ -84,7 +83,7 @@ def test_a_step_with_the_kernels_is_as_exact_as_the_plain_one(kernels_on_cpu):
     step = make_step(torch.float16)
     loss, gradients = step()
     assert kernels_on_cpu == set()
-    with fused.fusing():
+    with fused.fusing(residual):
         kernel_loss, kernel_gradients = step()
     assert kernels_on_cpu == {
         *("choose_experts", "weigh_choices", "weigh_choices_gradient", "group_choices"),
@@ -105,7 +104,7 @@ def test_a_step_with_the_kernels_is_as_exact_as_the_plain_one(kernels_on_cpu):
 def test_a_compiled_step_in_float64_uses_no_kernel_that_computes_in_float32(kernels_on_cpu):
     step = make_step(torch.float64)
     loss, gradients = step()
-    with fused.fusing():
+    with fused.fusing(residual):
         kernel_loss, kernel_gradients = step()
     assert kernels_on_cpu == {"group_choices"}  # integers
     torch.testing.assert_close(kernel_loss, loss, rtol=1e-12, atol=0)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, wraps
 from importlib import import_module
+from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,17 +17,22 @@ from torch.autograd.function import once_differentiable
 Function = TypeVar("Function", bound=Callable[..., object])
 
 _COMPILED_ON = ("cuda",)  # device types
-_fusing = False  # of the process, not of a thread: backward passes, which recompute activations, have their own threads
+# Both are of the process, not of a thread: backward passes, which recompute activations, have their own threads.
+_fusing = False
+_package: ModuleType | None = None
 
 
 @contextmanager
-def fusing() -> Iterator[None]:
+def fusing(package: ModuleType | None = None) -> Iterator[None]:
     """Compile `fusible` functions of tensors on a GPU within the context. The first call takes seconds.
+
+    package: `dgemma_kernels.ops.residual`. Its kernels replace the compiled functions that name `Kernels`.
 
     Example: `with fusing(): objective.reduce(objective(model, batch, seeds=seeds)).backward()`.
     """
-    global _fusing
-    before, _fusing = _fusing, True
+    global _fusing, _package
+    before = _fusing, _package
+    _fusing, _package = True, package
     # All gradient functions share one code object, and so one limit on recompilations. It is raised here.
     # Without a GPU, nothing is compiled and the compiler is not imported.
     on_gpu = torch.cuda.is_available()
@@ -34,7 +40,7 @@ def fusing() -> Iterator[None]:
         with torch._dynamo.config.patch(recompile_limit=64) if on_gpu else nullcontext():
             yield
     finally:
-        _fusing = before
+        _fusing, _package = before
 
 
 def is_fusing() -> bool:
@@ -73,7 +79,7 @@ def fusible(function: Function) -> Function:
 
 
 class Kernels(NamedTuple):
-    """The name of a function in `dgemma_kernels.ops.residual`. Its gradient is the function "NAME_gradient". The
+    """The name of a function in the package that `fusing` gets. Its gradient is the function "NAME_gradient". The
     package may have only the gradient.
 
     The gradient takes the gradients of the results, then the arguments. It returns the gradients of the `trained`
@@ -152,11 +158,10 @@ class _Fused(torch.autograd.Function):
 
 def _kernel(kernels: Kernels | None, suffix: str, values: Sequence[Any]) -> Callable[..., Any] | None:
     """Return the kernel for these values, or None if it does not support them, such as rows of different dtypes."""
-    if kernels is None or not values[0].is_cuda:
+    if kernels is None or _package is None or not values[0].is_cuda:
         return None
-    package = import_module("dgemma_kernels.ops.residual")
     rows = [value for value in values if isinstance(value, Tensor) and value.shape == values[0].shape]
-    return getattr(package, kernels.name + suffix, None) if package.fits(*rows) else None
+    return getattr(_package, kernels.name + suffix, None) if _package.fits(*rows) else None
 
 
 @cache

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -486,7 +487,7 @@ def _ready_to_train(model: DiffusionGemma, config: TrainConfig) -> Iterator[None
     try:
         with ExitStack() as stack:
             if config.compile:
-                stack.enter_context(fusing())
+                stack.enter_context(fusing(_kernels_for(model.device)))
             # For adapters, small functions compile faster than whole layers. They give more kernels, but a CUDA graph
             # launches all of them at once.
             if config.compile and not is_adapted(model):
@@ -500,6 +501,15 @@ def _ready_to_train(model: DiffusionGemma, config: TrainConfig) -> Iterator[None
             layer._compiled_call_impl = None
         model.recompute_activations = recompute
         torch.set_float32_matmul_precision(matmul)
+
+
+def _kernels_for(device: torch.device) -> ModuleType | None:
+    """Return the kernels of norms and of the residual stream on a GPU; None elsewhere."""
+    if device.type != "cuda":
+        return None
+    from dgemma_kernels.ops import residual
+
+    return residual
 
 
 def _known_cause(device: torch.device) -> str:
