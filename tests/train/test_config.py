@@ -132,6 +132,23 @@ def test_a_change_of_one_element_changes_the_description_of_an_array():
     assert describe(Holder([data])) != before
 
 
+def test_functions_and_objects_without_a_repr_are_described_by_name_alone():
+    def define(text):
+        space = {}
+        exec(text, space)
+        return space["source"]
+
+    one, other = define("def source(step, rows): return 1"), define("def source(step, rows, seed=3): return 2")
+    assert describe(one) == describe(other) == "source"
+    assert describe(one) != describe(values)
+    assert describe(Holder("text").__eq__) == "Holder.__eq__"
+    silent = Silent()
+    silent.seed = 3
+    assert describe(silent) == describe(Silent()) == "Silent"
+    # A partial function adds its arguments.
+    assert describe(functools.partial(one, seed=3)) != describe(functools.partial(one, seed=4))
+
+
 @pytest.mark.parametrize(
     "objective",
     [

@@ -4,12 +4,10 @@ Each checkpoint has a description of its run, which a resumed run must match.
 """
 
 import functools
-import inspect
 import math
 import os
 import shutil
 import threading
-import types
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -268,13 +266,10 @@ def refuse_changes(now: Mapping[str, Any], then: Mapping[str, Any], folder: Path
 def describe(value: object) -> str:
     """Return a line that identifies a value, the same in every process.
 
-    Objectives and sources are the user's own functions and objects, so this covers every kind of value that they may
-    hold. If a value were left out, a resumed run would not notice that it had changed.
-
     An object may offer the line itself as `fingerprint`. Otherwise a dataclass is identified by its fields, a
     collection by its elements, and a partial function by its arguments. A dense tensor or array is identified by dtype,
-    shape and checksum. A function is identified by its name, its code, its defaults, and the variables outside it that
-    it reads. A plain object is identified by its class and its attributes. Everything else is identified by its repr.
+    shape and checksum. Functions, classes, and objects whose repr shows an address are identified by qualified name
+    alone. Everything else is identified by its repr.
 
     Example: `describe(SudokuSource(pool=pool))` holds its settings and the checksum of its puzzles.
     """
@@ -296,7 +291,7 @@ def describe(value: object) -> str:
         return f"{value.dtype} {value.shape} crc32 {zlib.crc32(data.data):08x}"
     if isinstance(value, list):
         return _shorten(f"[{', '.join(map(describe, value))}]")
-    if isinstance(value, tuple) and not isinstance(value, torch.Size):
+    if isinstance(value, tuple):
         return _shorten(f"({', '.join(map(describe, value))}{',' if len(value) == 1 else ''})")
     if isinstance(value, set | frozenset):
         return _shorten(f"{{{', '.join(sorted(map(describe, value)))}}}")
@@ -306,43 +301,8 @@ def describe(value: object) -> str:
         arguments = [describe(value.func), *map(describe, value.args)]
         arguments += [f"{name}={describe(item)}" for name, item in value.keywords.items()]
         return _shorten(f"functools.partial({', '.join(arguments)})")
-    if isinstance(value, types.FunctionType | types.MethodType):
-        return _describe_function(value)
     text = repr(value)
-    if " at 0x" in text:  # another process has another address
-        name = str(getattr(value, "__qualname__", type(value).__qualname__))
-        return _shorten(f"{name}({_describe_variables(getattr(value, '__dict__', {}))})")
-    return _shorten(text)
-
-
-def _describe_function(function: types.FunctionType | types.MethodType) -> str:
-    if isinstance(function, types.MethodType):
-        return _shorten(f"{describe(function.__self__)} {_describe_function(function.__func__)}")  # type: ignore[arg-type]
-    outside = inspect.getclosurevars(function)
-    read = _describe_variables({**outside.nonlocals, **outside.globals})
-    parts = (
-        _describe_code(function.__code__),
-        describe(function.__defaults__),
-        describe(function.__kwdefaults__),
-        read,
-    )
-    return f"{function.__qualname__} crc32 {zlib.crc32(repr(parts).encode()):08x}"
-
-
-def _describe_code(code: types.CodeType) -> str:
-    constants = [_describe_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
-    return f"{code.co_code.hex()} {code.co_names} {constants}"
-
-
-def _describe_variables(variables: Mapping[str, object]) -> str:
-    """Describe data by value, but functions and modules by name, because these may refer to each other."""
-    named = {
-        name: getattr(value, "__qualname__", value.__class__.__name__)
-        if callable(value) or isinstance(value, types.ModuleType)
-        else describe(value)
-        for name, value in sorted(variables.items())
-    }
-    return ", ".join(f"{name}={text}" for name, text in named.items())
+    return _shorten(getattr(value, "__qualname__", type(value).__qualname__ if " at 0x" in text else text))
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
