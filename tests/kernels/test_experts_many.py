@@ -79,8 +79,6 @@ SIZES = {"tall": (1, 128, 129, 160, 0, 161), "wide": (1, 128, 129, 160, 161, 256
 def test_interpreted_products_match_float64(rows, width, hidden, kind, float8):
     rows = rows or SIZES[kind]
     module = load("dgemma_kernels.ops.experts.hopper_many", seed=sum(rows))
-    # Programs run in turn, and in one launch for both products they wait for each other. So there is one.
-    module.num_multiprocessors = lambda device: 1
     check(module, routing(*rows), width, hidden, len(rows), ROWS[kind], float8)
 
 
@@ -113,7 +111,6 @@ def test_interpreted_products_match_float64(rows, width, hidden, kind, float8):
 )
 def test_mistakes_in_the_kernel_are_detected(old, new, hazard):
     module = load("dgemma_kernels.ops.experts.hopper_many", edits={old: new})
-    module.num_multiprocessors = lambda device: 1
     with pytest.raises(Hazard, match=hazard):
         check(module, routing(70, 9), 512, 128, 2, ROWS["wide"], False)
 
@@ -121,7 +118,6 @@ def test_mistakes_in_the_kernel_are_detected(old, new, hazard):
 def test_down_waits_for_the_hidden_values_of_its_tile():
     passage = "            while num_finished < SIZE.HALVES_BEFORE:\n"
     module = load("dgemma_kernels.ops.experts.hopper_many", edits={passage: "            while num_finished < 0:\n"})
-    module.num_multiprocessors = lambda device: 1
     with pytest.raises(AssertionError):  # hidden values are read before they are written
         check(module, routing(9), 512, 128, 1, ROWS["wide"], False)
 

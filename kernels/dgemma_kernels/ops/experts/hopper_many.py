@@ -420,13 +420,30 @@ def _copy(
     """Start all copies, in the order of their use."""
     zero = tables.num_tiles * 0
     place = _Place(zero, zero + 1, zero)
-    number = gl.program_id(0)
     num_up = tables.num_tiles * (UP.BLOCKS if HAS_UP else 0)
     total = num_up + tables.num_tiles * (DOWN.BLOCKS if HAS_DOWN else 0)
+    if HAS_UP and HAS_DOWN:  # items wait for others, so no program may have one before it runs
+        num_given = zero
+        number = gl.atomic_add(tables.queue, 1, sem="relaxed")
+        _end_queue(tables, number, total, num_given)
+    else:
+        num_given = gl.num_programs(0)
+        number = gl.program_id(0)
     if HAS_UP:
-        number, place = _copy_items(of_up, ring, handover, tables, number, place, zero, total, UP)
+        number, place = _copy_items(of_up, ring, handover, tables, number, place, zero, total, num_given, UP)
     if HAS_DOWN:
-        _copy_items(of_down, ring, handover, tables, number, place, num_up, total, DOWN)
+        _copy_items(of_down, ring, handover, tables, number, place, num_up, total, num_given, DOWN)
+
+
+@gluon.jit
+def _end_queue(tables: _Tables, taken: gl.tensor, total: gl.tensor, num_given: gl.tensor) -> None:
+    """Set the queue to zero for the next launch if `taken` is its last number.
+
+    Every program takes numbers until one is after the last item.
+    """
+    end = total + gl.num_programs(0) - num_given
+    if taken == end - 1:
+        gl.atomic_add(tables.queue, -end, sem="relaxed")
 
 
 @gluon.jit
@@ -439,12 +456,14 @@ def _copy_items(
     place: _Place,
     num_before: gl.tensor,
     total: gl.tensor,
+    num_given: gl.tensor,
     SIZE: gl.constexpr,
 ) -> gl.tuple:
     """Copy the item of that number, and further ones from the queue, until this product has none left.
 
-    `num_before` items of the other product are before its items, and `total` items are in the queue. Return the number
-    of the next item, which is of the other product, and the next place.
+    `num_before` items of the other product are before its items, `total` is the number of all items, and the first
+    `num_given` are not in the queue. Return the number of the next item, which is of the other product, and the next
+    place.
     """
     DEPTH: gl.constexpr = ring.rows.shape[2]
     LAYOUT: gl.constexpr = _ROWS16 if DEPTH == 64 else _ROWS8
@@ -475,9 +494,8 @@ def _copy_items(
         taken = gl.atomic_add(tables.queue, 1, sem="relaxed")
         for step in range(ONE, TWO):
             slot, phase = _copy_step(operands, ring, source, item, step, slot, phase, SIZE)
-        if taken == total - 1:  # every item draws one number, and this was the last: zero for the next launch
-            gl.atomic_add(tables.queue, -total, sem="relaxed")
-        after = _find(tables, taken + gl.num_programs(0), num_before, SIZE)
+        _end_queue(tables, taken, total, num_given)
+        after = _find(tables, taken + num_given, num_before, SIZE)
         for step in range(TWO, THREE):
             slot, phase = _copy_step(operands, ring, source, item, step, slot, phase, SIZE)
         later = _source(tables, after, LAYOUT, SIZE)
