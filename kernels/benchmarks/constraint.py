@@ -192,7 +192,7 @@ def time_parts(got: Any, language: Language) -> dict[str, float]:
         "sampled path": lambda: kernel.sample_path(language, weights, passed.backward, u),
         "best path": lambda: kernel.best_path(language, best_weights, passed.best),
         "class bias": lambda: kernel.class_bias(language, passed),
-        "tokens of a path": lambda: joint._spell(path, lambda p: p.argmax, joint.canvas, joint.fixed),
+        "tokens of a path": lambda: joint._spell(path, lambda p: p.argmax, joint.canvas, joint.decided),
         "statistics": lambda: prediction.with_bias(ClassBias(joint.bias, automaton.token_class)).entropy,
     }
     times = {}

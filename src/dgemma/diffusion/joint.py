@@ -27,29 +27,29 @@ COST = 1e6
 _PREFERENCE = 1e3  # the cost of contradicting a draft's token at a position that is still open
 
 
-def condition(prediction: Prediction, language: Language, canvas: Tensor, fixed: Tensor) -> Prediction:
-    """Condition a prediction on a language, and on the tokens of `canvas` at `fixed` positions; both (B, C).
+def condition(prediction: Prediction, language: Language, canvas: Tensor, decided: Tensor) -> Prediction:
+    """Condition a prediction on a language, and on the tokens of `canvas` at `decided` positions; both (B, C).
 
     The result is a `Prediction`. Its entropy, confidence and log-probabilities are those of the conditioned marginals.
     Its samples are joint samples, and its argmax is the most likely accepted text, so both are in the language.
 
     Example: `condition(prediction, language, state.canvas, ~state.open).entropy`.
     """
-    joint = Joint(prediction, language, canvas, fixed)
+    joint = Joint(prediction, language, canvas, decided)
     return prediction.with_joint(joint, JointBias(joint))
 
 
 @dataclass(frozen=True, eq=False)
 class Joint:
-    """The joint law of a canvas: a prediction conditioned on a language and on the tokens at `fixed` positions.
+    """The joint law of a canvas: a prediction conditioned on a language and on the tokens at `decided` positions.
 
-    A fixed token is replaced if no accepted text contains it there, because the committed text must be in the language.
+    A decided token is replaced if no accepted text contains it there: the committed text must be in the language.
     """
 
     prediction: Prediction  # shaped, before conditioning
     language: Language
     canvas: Tensor  # (B, C) int64
-    fixed: Tensor  # (B, C) bool
+    decided: Tensor  # (B, C) bool
 
     @property
     def _ops(self) -> Any:
@@ -60,8 +60,8 @@ class Joint:
     def bias(self) -> Tensor:
         """The logarithm of M_i[k] = Σ_q forward_i[q] · backward_{i+1}[next_state(q, k)], (B, C, K).
 
-        p_i(t) · M_i[class of t] is proportional to the conditioned marginal of token t. At a fixed position the fixed
-        token does not count: the result there is the marginal as if only the others were fixed.
+        p_i(t) · M_i[class of t] is proportional to the conditioned marginal of token t. At a decided position its
+        token does not count: the result there is the marginal as if only the others were decided.
         """
         bias: Tensor = self._ops.class_bias(self.language, self._passes)
         gaps = self.language.gaps
@@ -73,13 +73,13 @@ class Joint:
         A uniform chooses the next state. Its remainder chooses, in vocabulary order, a token that leads there.
         """
         path, rest = self._ops.sample_path(self.language, self._weights, self._passes.backward, u)
-        return self._spell(path, lambda prediction: prediction.sample(rest), self.canvas, self.fixed)
+        return self._spell(path, lambda prediction: prediction.sample(rest), self.canvas, self.decided)
 
     @cached_property
     def best(self) -> Tensor:
         """The most likely accepted text, (B, C)."""
         path = self._ops.best_path(self.language, self._best_weights, self._passes.best)
-        return self._spell(path, lambda prediction: prediction.argmax, self.canvas, self.fixed)
+        return self._spell(path, lambda prediction: prediction.argmax, self.canvas, self.decided)
 
     def project(self, draft: Tensor, decided: Tensor) -> Tensor:
         """Return the accepted text nearest to `draft` (B, C).
@@ -101,7 +101,7 @@ class Joint:
 
     @property
     def _cost(self) -> Tensor:
-        return torch.where(self.fixed, COST, 0.0).double()
+        return torch.where(self.decided, COST, 0.0).double()
 
     @cached_property
     def _weights(self) -> Tensor:
