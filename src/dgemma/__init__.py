@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dgemma import _moved as _moved
+
 if TYPE_CHECKING:
     from dgemma._public import *  # noqa: F403
     from dgemma._unlisted import *  # noqa: F403
