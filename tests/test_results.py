@@ -243,6 +243,11 @@ def test_training_of_adapters_is_the_recorded_one():
     times, floors = results[0]["by_operation_ms"], results[0]["floors_ms"]
     for name, floor in floors.items():  # the second table of the section: ms, floor
         assert [*table[name].values()] == [f"{times[name]:.0f}", f"{floor:.0f}"]
+    small = sum(time for name, time in times.items() if name not in floors)
+    others = {"copies, sorting, optimizer and other small kernels": small}
+    others["gaps between kernels"] = results[0]["milliseconds"] - sum(times.values())
+    for name, time in others.items():
+        assert [*table[name].values()] == [f"{time:.0f}", "–"]
 
 
 def test_qlora_is_the_recorded_one():
