@@ -342,7 +342,7 @@ def _predict_and_settle(
             early = published.prepare(state, knobs)
         prediction = predict(denoiser, state, cache=_NO_CACHE, knobs=knobs)
         join()
-        return prediction, published.settle(state, prediction, early, knobs)
+        return prediction, published.decide_and_settle(state, prediction, early, knobs)
     knobs = published.fuse_sampler(knobs, state.canvas_len)
     prediction = predict(denoiser, state, cache=_NO_CACHE, knobs=knobs)
     return prediction, settle(state, prediction, decide(prediction, state, knobs), knobs)

@@ -21,7 +21,7 @@ from dgemma_kernels.ops.accept.kernel import MAX_CANVAS, Accepted, accept
 
 
 def is_published(state: DenoiseState, knobs: Knobs) -> bool:
-    """Return True if `settle` below can compute this step. If not, the functions of `dgemma.run.step` run."""
+    """Return True if `decide_and_settle` can compute this step. If not, the functions of `dgemma.run.step` run."""
     stop, memory = knobs.stop, state.stop_memory
     rule_is_known = stop is None
     if type(stop) is StableAndConfident and isinstance(memory, Tensor):
@@ -52,7 +52,7 @@ def prepare(state: DenoiseState, knobs: Knobs) -> Early:
     return Early(after_clock, state.uniform("token"), ~state.done)
 
 
-def settle(state: DenoiseState, prediction: Prediction, early: Early, knobs: Knobs) -> Settled:
+def decide_and_settle(state: DenoiseState, prediction: Prediction, early: Early, knobs: Knobs) -> Settled:
     """Decide and settle a step where `is_published`, as `dgemma.run.step.decide` and `settle` do."""
     taken = _accept(prediction, prediction.sample(early.u_token), state, knobs.sampler, knobs.stop)
     after = replace(

@@ -206,8 +206,8 @@ def shape(prediction: Prediction, state: DenoiseState, knobs: Knobs) -> Predicti
     shaping |= {"top_k": knobs.top_k, "top_p": knobs.top_p}
     if state.language is None:
         return prediction.shaped(**shaping)
-    fixed = state.frozen if knobs.sampler.edits else ~state.open
-    return condition(prediction.shaped(**shaping, cut=_LAST_RESORT), state.language, state.canvas, fixed)
+    decided = state.frozen if knobs.sampler.edits else ~state.open
+    return condition(prediction.shaped(**shaping, cut=_LAST_RESORT), state.language, state.canvas, decided)
 
 
 def decide(prediction: Prediction, state: DenoiseState, knobs: Knobs) -> Decision:

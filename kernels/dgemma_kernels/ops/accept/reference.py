@@ -1,9 +1,18 @@
-"""Entropy-bound acceptance in plain PyTorch, the reference for `kernel`."""
+"""Entropy-bound acceptance in plain PyTorch, the reference for `kernel`, from the library's sampler and `settle`."""
+
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dgemma.diffusion import draws
+from dgemma.diffusion.noise import UniformNoise
+from dgemma.diffusion.state import DenoiseState
+from dgemma.run.knobs import Knobs
+from dgemma.run.step import clock, settle
+from dgemma.sampling.entropy_bound import EntropyBound
+from dgemma.sampling.stopping import StableAndConfident
+from dgemma.sampling.temperature import ConstantTemperature
 from dgemma_kernels.ops.accept.kernel import Accepted
 
 
@@ -30,33 +39,42 @@ def accept(
     compare_canvas: bool = False,
 ) -> Accepted:
     """Apply entropy-bound acceptance on uniform noise and the stop rule; arguments are (B, C) or (B,)."""
-    charge = entropy.masked_fill(~open, 0.0)
-    ascending, order = charge.sort(dim=-1, stable=True)
-    within = ascending.cumsum(-1) - ascending <= bound
-    done_row = done[:, None]
-    decided = open & ~frozen & ~done_row
-    accepted = torch.zeros_like(within).scatter(-1, order, within) & decided
-    noise = draws.integers(draws.uniform(seeds, block, step, entropy.shape[1], "noise"), vocab_size)
-    next_canvas = torch.where(decided, torch.where(accepted, tokens, noise), canvas)
-    final = next_canvas if commit_canvas else torch.where(frozen, canvas, argmax)
-    ignored = frozen if ended is None else frozen | ended
-    next_done, next_recent = done | ignored.all(-1), None
+    sampler, stop = EntropyBound(bound=bound, commit="canvas" if commit_canvas else "argmax"), None
     if recent is not None:
-        stable = ((recent == argmax[:, None]) | ignored[:, None]).flatten(1).all(-1)
-        mean_entropy = entropy.masked_fill(ignored, 0.0).sum(-1) / (~ignored).sum(-1).clamp(min=1)
-        next_done = next_done | (stable & (mean_entropy < confidence))
-        newest = next_canvas if compare_canvas else argmax
-        next_recent = torch.cat((recent, newest[:, None]), dim=1)[:, 1:]
-    shown = torch.where(decided, tokens, canvas)
-    left = (num_steps - step - 1).clamp(min=0).masked_fill(next_done, 0)
-    stray = ((shown < 0) | (shown >= vocab_size)).any(-1)
+        stop = StableAndConfident(
+            stability=recent.shape[1], confidence=confidence, compare="canvas" if compare_canvas else "argmax"
+        )
+    knobs = Knobs(sampler=sampler, temperature=ConstantTemperature(1.0), stop=stop)
+    # The parts of a prediction and of a language that the sampler, the stop rule and `settle` read.
+    prediction: Any = SimpleNamespace(entropy=entropy, argmax=argmax, sample=lambda u: tokens, joint=None)
+    language: Any = None if ended is None else SimpleNamespace(ended=lambda draft: ended)
+    noise = UniformNoise(vocab_size)
+    state = DenoiseState(
+        canvas=canvas,
+        open=open,
+        frozen=frozen,
+        draft=draft,
+        done=done,
+        block=block,
+        num_steps=num_steps,
+        seeds=seeds,
+        rows=torch.arange(len(seeds), device=seeds.device),
+        noise=noise,
+        language=language,
+        stop_memory=recent,
+        **clock(noise, knobs.temperature, step, num_steps),
+    )
+    settled = settle(state, prediction, sampler(prediction, state), knobs)
+    after, verdict = settled.state, settled.verdict.clone()
+    shown = torch.where(open & ~frozen & ~done[:, None], tokens, canvas)  # also proposals that were not accepted
+    verdict[2] = ((shown < 0) | (shown >= vocab_size)).any(-1)
     return Accepted(
-        canvas=next_canvas,
-        open=torch.where(done_row, open, ~frozen),
-        draft=torch.where(done_row, draft, final),
-        done=next_done,
-        recent=next_recent,
-        accepted=accepted,
-        renoised=decided & ~accepted,
-        verdict=torch.stack((left, entropy.isnan().any(-1).long(), stray.long())),
+        canvas=after.canvas,
+        open=after.open,
+        draft=after.draft,
+        done=after.done,
+        recent=after.stop_memory,
+        accepted=settled.accepted,
+        renoised=settled.renoised,
+        verdict=verdict,
     )
