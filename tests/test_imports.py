@@ -43,7 +43,7 @@ IN_FUNCTIONS = {
     "dgemma.run.spread": {"ray"},
     "dgemma.train.loop": {"dgemma_kernels.ops.residual"},
     "dgemma.train.lora.linear": {"dgemma_kernels.ops.adapters"},
-    "dgemma.train.lora.expert_products": {"dgemma_kernels.ops.grouped"},  # needs Triton
+    "dgemma.train.lora.expert_products": {"dgemma_kernels.ops.choices", "dgemma_kernels.ops.grouped"},  # need Triton
     "dgemma.train.lora.experts": {"dgemma_kernels.ops.grouped"},
     "dgemma.train.together": {"dgemma_kernels.ops.heads", "dgemma_kernels.ops.residual"},
     "dgemma.view.gif": {"PIL", "matplotlib"},
@@ -57,6 +57,7 @@ IN_FUNCTIONS = {
         "dgemma_kernels.ops.experts.hopper",
         "dgemma_kernels.ops.experts.hopper_many",
     },
+    "dgemma_kernels.ops.grouped.kernel": {"dgemma_kernels.ops.grouped.hopper"},
 }
 # The folders that a folder must not import.
 FORBIDDEN = {

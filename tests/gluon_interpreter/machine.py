@@ -207,10 +207,10 @@ class SharedTile:
         data = self.data.reshape(-1).view(torch.uint8)[: torch.Size(shape).numel() * dtype.itemsize]
         return SharedTile(self.chunk, data.view(dtype).view(shape), layout)
 
-    def slice(self, start: int, length: int) -> "SharedTile":
-        if start < 0 or start + length > self.shape[0]:
-            raise ValueError(f"rows {start} to {start + length} are not inside {self.shape}")
-        return SharedTile(self.chunk, self.data[start : start + length], self.layout)
+    def slice(self, start: int, length: int, dim: int = 0) -> "SharedTile":
+        if start < 0 or start + length > self.shape[dim]:
+            raise ValueError(f"{start} to {start + length} of dimension {dim} are not inside {self.shape}")
+        return SharedTile(self.chunk, self.data.narrow(dim, start, length), self.layout)
 
     def load(self, layout: Any) -> Value:
         self.chunk.begin_read(asynchronous=False)

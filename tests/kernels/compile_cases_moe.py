@@ -6,7 +6,7 @@ import torch
 
 from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.experts import kernel as experts
-from dgemma_kernels.ops.grouped import gates
+from dgemma_kernels.ops.grouped import adapters, gates
 from dgemma_kernels.ops.grouped import kernel as grouped
 from dgemma_kernels.ops.mlp import kernel as mlp
 from dgemma_kernels.ops.norms import kernel as norms
@@ -15,7 +15,7 @@ from dgemma_kernels.ops.router import kernel as router
 E, A, D, F, DENSE = 128, 8, 2816, 704, 2112
 WGMMA = {
     *("_partial_scores_kernel", "_expert_gate_up_kernel", "_expert_down_kernel", "_dense_mlp_kernel"),
-    *("_multiply_tokens_kernel", "_experts_many_kernel"),
+    *("_multiply_tokens_kernel", "_multiply_tokens_hopper_kernel", "_experts_many_kernel"),
 }
 
 
@@ -37,17 +37,25 @@ def run_dense(tokens: int) -> None:
     mlp.dense_mlp(empty(tokens, D), empty(2 * DENSE, D), empty(D, DENSE), empty(2, dtype=torch.int32))
 
 
-def run_training() -> None:
-    x, narrow, order, ends = empty(256, D), empty(256 * A, 8), torch.empty(256 * A, dtype=torch.int64), empty(E).int()
+def run_training(num_tokens: int = 256) -> None:
+    x, order, ends = empty(num_tokens, D), torch.empty(num_tokens * A, dtype=torch.int64), empty(E).int()
+    narrow, tiles = empty(num_tokens * A, 8), torch.empty(1, 3, dtype=torch.int32)
     gate_up, down, wide, low = empty(E, 2 * F, D), empty(E, D, F), empty(E, 2 * F, 8), empty(E, 8, F)
     for gated in (False, True):
-        grouped.multiply_tokens(x, gate_up, narrow, wide, order, ends, gated=gated)
-    grouped.multiply_tokens(x, down.transpose(1, 2), narrow, low.transpose(1, 2), order, ends)
-    hidden, of_wide = empty(256 * A, F), empty(256 * A, 2 * F)
-    gates.gated_gradient(of_wide, hidden, empty(256, A).float(), order)
+        grouped.multiply_tokens(x, gate_up, narrow, wide, order, ends, tiles, gated=gated)
+    grouped.multiply_tokens(x, down.mT, narrow, low.mT, order, ends, tiles)
+    hidden, of_wide = empty(num_tokens * A, F), empty(num_tokens * A, 2 * F)
+    gates.gated_gradient(of_wide, hidden, empty(num_tokens, A).float(), order)
     grouped.multiply_rows(hidden, low, ends)
-    grouped.multiply_rows(hidden, down, ends, narrow, empty(E, D, 8))
-    grouped.multiply_rows(of_wide, gate_up.transpose(1, 2), ends, narrow, empty(E, 8, D).transpose(1, 2))
+    adapters.contract_and_outer(hidden, narrow, low.mT, ends, scale=2.0, by_row=empty(num_tokens * A).float())
+    adapters.contract_and_outer(of_wide, narrow, wide, ends, scale=2.0)
+    grouped.multiply_rows(hidden, down, ends, narrow, empty(E, D, 8), tiles)
+    grouped.multiply_rows(of_wide, gate_up.mT, ends, narrow, empty(E, 8, D).mT, tiles)
+
+
+@patch.object(grouped, "is_hopper", lambda device: True)
+def run_training_on_hopper(num_tokens: int) -> None:
+    run_training(num_tokens)
 
 
 def run_norms() -> None:
@@ -70,5 +78,7 @@ CALLS = {
     "dense MLP, whole blocks of tokens": lambda: run_dense(256),
     "dense MLP, ragged": lambda: run_dense(500),
     "tokens with adapters": run_training,
+    "tokens with adapters, with Gluon, tall": lambda: run_training_on_hopper(256),
+    "tokens with adapters, with Gluon, wide": lambda: run_training_on_hopper(4096),
     "norms": run_norms,
 }

@@ -5,7 +5,7 @@ import torch
 
 from dgemma.model.experts import group_by_expert
 from dgemma.model.layers import gated_gelu
-from dgemma_kernels.ops.grouped import gated_gradient, multiply_rows, multiply_tokens, reference
+from dgemma_kernels.ops.grouped import contract_and_outer, gated_gradient, multiply_rows, multiply_tokens, reference
 
 EXPERTS, TOKENS, CHOICES, WIDTH = 6, 40, 2, 128
 
@@ -66,6 +66,27 @@ def test_products_of_grouped_rows_are_scaled_by_a_number_and_by_row(device, grou
     got = multiply_rows(rows, weights, groups.ends, scale=0.3, by_row=by_row)
     want = reference.multiply_rows(rows.double(), weights.double(), groups.ends, scale=0.3, by_row=by_row.double())
     assert ((got.double() - want).norm() / want.norm()).item() < 2e-3
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_both_gradients_of_an_adapter_match_float64(device, groups, transposed, weighted):
+    generator = torch.Generator().manual_seed(7)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator).to(device, torch.float16)
+
+    rows, narrow = draw(TOKENS * CHOICES, 192), draw(TOKENS * CHOICES, 8)  # a second block of columns, partly filled
+    weights = draw(EXPERTS, 8, 192).mT if transposed else draw(EXPERTS, 192, 8)
+    by_row = torch.rand(TOKENS * CHOICES, generator=generator).to(device) if weighted else None
+    got = contract_and_outer(rows, narrow, weights, groups.ends, scale=0.3, by_row=by_row)
+    exact = rows.double(), narrow.double(), weights.double()
+    want = reference.contract_and_outer(
+        *exact, groups.ends, scale=0.3, by_row=None if by_row is None else by_row.double()
+    )
+    for ours, theirs in zip(got, want, strict=True):
+        assert ((ours.double() - theirs).norm() / theirs.norm()).item() < 2e-3
+    assert got[1].stride() == weights.stride()
 
 
 @pytest.mark.parametrize("width", [64, 88])  # one block of columns; a second one that is partly filled

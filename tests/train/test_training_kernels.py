@@ -42,13 +42,13 @@ def kernels_on_cpu(monkeypatch):
     ran = set()
     for package in (adapters, choices, grouped, heads, residual):
         for name in package.__all__:
-            if name != "fits":
+            if name not in ("fits", "ExpertProduct", "compile_products"):
                 function = getattr(package, name)
                 monkeypatch.setattr(package, name, lambda *a, f=function, n=name, **k: ran.add(n) or f(*a, **k))
     return ran
 
 
-def make_step(dtype):
+def make_step(dtype, rank=2):
     """Return a function that computes loss and gradients in `dtype`, with the same weights for every dtype."""
     device, config = "cuda" if torch.cuda.is_available() else "cpu", dgemma.presets.tiny().replace(**CONFIG)
     drawn = dgemma.DiffusionGemma(config, dtype=torch.float16)
@@ -56,7 +56,7 @@ def make_step(dtype):
     model = dgemma.DiffusionGemma(config, dtype=dtype)
     model.load_state_dict(drawn.state_dict())
     model.recompute_activations = True
-    adapters = add_lora(model.to(device), LoRA(rank=2))
+    adapters = add_lora(model.to(device), LoRA(rank=rank))
     generator = torch.Generator().manual_seed(2)
     for weight in adapters:
         weight.data = (0.03 * torch.randn(weight.shape, generator=generator)).to(device, weight.dtype)
@@ -87,7 +87,7 @@ def test_a_step_with_the_kernels_is_as_exact_as_the_plain_one(kernels_on_cpu):
         kernel_loss, kernel_gradients = step()
     assert kernels_on_cpu == {
         *("choose_experts", "weigh_choices", "weigh_choices_gradient", "group_choices"),
-        *("multiply_tokens", "multiply_rows", "gated_gradient"),
+        *("multiply_tokens", "multiply_rows", "gated_gradient", "contract_and_outer"),
         *("contract", "contract_gradient", "expand", "expand_gradient"),
         *("norm_heads", "norm_heads_gradient"),
         *("rms_norm", "rms_norm_gradient", "after_attention_gradient", "after_experts", "after_experts_gradient"),
@@ -109,3 +109,34 @@ def test_a_compiled_step_in_float64_uses_no_kernel_that_computes_in_float32(kern
     assert kernels_on_cpu == {"group_choices"}  # integers
     torch.testing.assert_close(kernel_loss, loss, rtol=1e-12, atol=0)
     assert relative_error(kernel_gradients, gradients) <= 1e-12
+
+
+@pytest.mark.slow
+def test_the_first_step_compiles_all_products_of_experts_at_once(kernels_on_cpu, monkeypatch):
+    from dgemma_kernels.ops.grouped import hopper, kernel, reference, tiles
+
+    compiled, launched = [], []
+
+    def multiply(x, weights, narrow, b, of_tiles, order, *, gated):
+        num_rows, tile_rows = narrow.shape[0], tiles.rows_per_tile(narrow.shape[0], weights.shape[0])
+        shapes = x.shape[1], weights.shape, weights.is_contiguous(), b.shape, b.is_contiguous(), num_rows // x.shape[0]
+        (compiled if x.is_meta else launched).append((*shapes, tile_rows, order is None, gated, x.dtype))
+        if x.is_meta:
+            return None
+        ends = ends_of_tiles(of_tiles, weights.shape[0])
+        rows = x if order is None else x[order // (num_rows // x.shape[0])]
+        out = reference.multiply_rows(rows, weights, ends, narrow, b)
+        return reference.gated_gelu(*out.chunk(2, dim=-1)) if gated else out
+
+    def ends_of_tiles(of_tiles, num_experts):
+        ends = torch.zeros(num_experts, dtype=torch.int32, device=of_tiles.device)
+        for expert, first, num_rows in of_tiles[1 : 1 + of_tiles[0, 0].item()].tolist():
+            ends[expert] = first + num_rows
+        return ends.cummax(0).values
+
+    monkeypatch.setattr(hopper, "multiply", multiply)
+    monkeypatch.setattr(kernel, "_fits_hopper", lambda *_: True)
+    with fused.fusing():
+        make_step(torch.float16, rank=8)()
+    assert len(launched) > len(set(launched)) == len(set(compiled))
+    assert set(launched) == set(compiled)

@@ -32,6 +32,7 @@ class Groups(NamedTuple):
     order: Tensor  # (R,): the choice of each row, counted as token · A + a
     back: Tensor  # (M, A): the row of each choice
     ends: Tensor  # (E,) int32: where the rows of each expert end
+    tiles: Tensor | None = None  # of kernels: few rows of one expert each
 
 
 @dataclass

@@ -9,10 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dgemma_kernels.ops.grouped.tiles import MORE_ROWS, list_tiles, rows_per_tile
+
 _ROWS = 8  # tokens of a program
 _MOST_EXPERTS = 512
 _CHOICES = 256  # per program in the sort
 _BLOCKS = 64  # blocks of choices whose counts are added at once
+_TILES = 4  # listed at once
 
 
 def fits(num_experts: int) -> bool:
@@ -88,12 +91,14 @@ def weigh_choices_gradient(
     return out
 
 
-def group_choices(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort choices (M, A) by expert: return the choice of each row (R,), the row of each choice (M, A), and ends (E,).
+def group_choices(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sort choices (M, A) by expert: return the choice of each row (R,), the row of each choice (M, A), ends and tiles.
 
-    The choices of an expert keep their order. ends: int32, where the rows of each expert end.
+    The choices of an expert keep their order. ends: (E,) int32, where the rows of each expert end. tiles: the number of
+    tiles and a zero, then (expert, first row, rows) of each, for `grouped`: (1 + T, 3) int32. The host knows only a
+    bound T.
 
-    Example: `order, back, ends = group_choices(experts, 128)`.
+    Example: `order, back, ends, tiles = group_choices(experts, 128)`.
     """
     if not experts.is_contiguous() or not fits(num_experts):
         raise ValueError(
@@ -105,12 +110,29 @@ def group_choices(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Te
     counts = torch.empty(num_blocks, num_experts, dtype=torch.int32, device=experts.device)
     order, back = torch.empty(count, dtype=torch.int64, device=experts.device), torch.empty_like(experts)
     ends = counts.new_empty(num_experts)
+    tile_rows = rows_per_tile(count, num_experts)
+    num_tiles = count // (tile_rows + MORE_ROWS) + num_experts
+    tiles = counts.new_empty(1 + num_tiles, 3)
     sizes = {"E": num_experts, "CHOICES": _CHOICES}
     _count_choices_kernel[(num_blocks,)](experts, counts, count, **sizes, num_warps=8)
     _place_choices_kernel[(num_blocks,)](
-        experts, counts, order, back, ends, count, num_blocks, **sizes, BLOCKS=_BLOCKS, num_warps=8
+        experts,
+        counts,
+        order,
+        back,
+        ends,
+        tiles,
+        count,
+        num_blocks,
+        num_tiles,
+        **sizes,
+        BLOCKS=_BLOCKS,
+        TILES=_TILES,
+        TILE_ROWS=tile_rows,
+        MORE_ROWS=MORE_ROWS,
+        num_warps=8,
     )
-    return order, back, ends
+    return order, back, ends, tiles
 
 
 def _new_results(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
@@ -262,14 +284,19 @@ def _place_choices_kernel(
     order: tl.tensor,
     back: tl.tensor,
     ends: tl.tensor,
+    tiles: tl.tensor,
     count: tl.tensor,
     num_blocks: tl.tensor,
+    num_tiles: tl.tensor,
     E: tl.constexpr,
     CHOICES: tl.constexpr,
     BLOCKS: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    MORE_ROWS: tl.constexpr,
 ) -> None:
     """Find the row of each choice in this program's block: after all choices of earlier experts, and earlier choices of
-    the same expert."""
+    the same expert. List this program's share of the tiles."""
     block, expert, number = tl.program_id(0), tl.arange(0, E), tl.arange(0, CHOICES)
     chosen, is_chosen = _load_chosen(experts, count, E, CHOICES)
     total, before = tl.zeros((E,), tl.int32), tl.zeros((E,), tl.int32)
@@ -281,6 +308,8 @@ def _place_choices_kernel(
     until = tl.cumsum(total, 0)
     if block == 0:
         tl.store(ends + expert, until)
+    for begin in range(block * TILES, num_tiles, num_blocks * TILES):
+        list_tiles(tiles, begin, num_tiles, total, until, E, TILES, TILE_ROWS, MORE_ROWS)
     # Comparing each choice with the earlier ones is cheaper than a running count over a column per expert.
     is_earlier = (chosen[None, :] == chosen[:, None]) & (number[None, :] < number[:, None])
     free = until - total + before

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from dgemma_kernels.ops.grouped.tiles import MORE_ROWS, rows_per_tile
+
 
 def choose_experts(logits: Tensor, scales: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return probabilities, and the weights and ids of the most likely experts."""
@@ -27,9 +29,19 @@ def weigh_choices_gradient(
     return of_logits
 
 
-def group_choices(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort by a stable sort, and count."""
+def group_choices(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sort by a stable sort, and count. List tiles by a loop, with more rows only where fewer tiles are then left."""
     order = experts.flatten().sort(stable=True).indices
     back = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
     ends = experts.flatten().bincount(minlength=num_experts).cumsum(0).to(torch.int32)
-    return order, back.view_as(experts), ends
+    tile_rows, row, tiles = rows_per_tile(order.shape[0], num_experts), 0, []
+    for expert, end in enumerate(ends.tolist()):
+        while row < end:
+            left, most = end - row, tile_rows + MORE_ROWS
+            num_tiles = -(-left // most)
+            fits_others = left - tile_rows <= (num_tiles - 2) * tile_rows + most  # without more rows in this one
+            size = left if num_tiles == 1 else tile_rows if fits_others else most
+            tiles.append((expert, row, size))
+            row += size
+    table = torch.tensor([(len(tiles), 0, 0), *tiles], dtype=torch.int32, device=order.device)
+    return order, back.view_as(experts), ends, table

@@ -4,8 +4,13 @@ torch's grouped product needs the tokens copied once per choice, and a second pr
 added. Here a program gathers the tokens of its tile, or loads rows that are grouped already, and adds the adapters'
 product to its sums. It computes its tile from the ends of the groups, so no table of tiles is needed. Programs of one
 expert are neighbours and share its weights in the cache. The tiles fit the shared memory of Hopper.
+
+Where `_fits_hopper`, `hopper` computes the product instead. This kernel computes products with few outputs, for other
+ranks, and with other versions of Triton.
 """
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -15,6 +20,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dgemma_kernels.ops.blocks import gelu_tanh_times
+from dgemma_kernels.ops.configs import GLUON_RAN_WITH, is_hopper
+from dgemma_kernels.ops.grouped.tiles import find_tile
 
 _ROWS, _COLS, _DEPTH = 128, 256, 64  # of a tile
 _LEAST = 16  # fewest columns of a product on tensor cores
@@ -41,19 +48,28 @@ class _Layout(NamedTuple):
 
 
 def multiply_tokens(
-    x: Tensor, weights: Tensor, narrow: Tensor, b: Tensor, order: Tensor, ends: Tensor, *, gated: bool = False
+    x: Tensor,
+    weights: Tensor,
+    narrow: Tensor,
+    b: Tensor,
+    order: Tensor,
+    ends: Tensor,
+    tiles: Tensor | None = None,
+    *,
+    gated: bool = False,
 ) -> Tensor:
     """Return x Wᵀ + narrow Bᵀ of each choice, where W and B are those of its expert: (R, O), sums in float32.
 
-    x: (M, I) tokens. weights: (E, O, I), contiguous or transposed. narrow: (R, rank), by choice: token · A + a. b: (E,
-    O, rank), contiguous or transposed. order: (R,), the choices grouped by expert. ends: (E,) int32, where the group of
-    each expert ends. gated: return gelu(first half) · second half instead, (R, O / 2).
+    x: (M, I) tokens. weights: (E, O, I), contiguous or transposed. order: (R,), the choices grouped by expert, as
+    token · A + a. narrow: (R, rank), in this order. b: (E, O, rank), contiguous or transposed. ends: (E,) int32, where
+    the group of each expert ends. tiles: those of `choices.group_choices`; without them, `hopper` is not used. gated:
+    return gelu(first half) · second half instead, (R, O / 2).
 
     Example: `multiply_tokens(x, experts.gate_up_proj, narrow, experts.gate_up_lora_b, groups.order, groups.ends)`.
     """
     if gated and not weights.is_contiguous():
         raise ValueError("multiply_tokens.weights must be contiguous if gated.")
-    return _launch("multiply_tokens", x, weights, narrow, b, order, ends, gated)
+    return _launch("multiply_tokens", x, weights, narrow, b, order, ends, tiles, gated)
 
 
 def multiply_rows(
@@ -62,6 +78,7 @@ def multiply_rows(
     ends: Tensor,
     narrow: Tensor | None = None,
     b: Tensor | None = None,
+    tiles: Tensor | None = None,
     *,
     scale: float = 1.0,
     by_row: Tensor | None = None,
@@ -69,11 +86,40 @@ def multiply_rows(
     """Return scale · by_row · (rows Wᵀ + narrow Bᵀ) for rows (R, I) and narrow (R, rank) grouped by expert: (R, O).
 
     weights: (E, O, I), contiguous or transposed. ends: (E,) int32, where the group of each expert ends. b: (E, O,
-    rank), contiguous or transposed; without narrow and b, only the first product is computed. by_row: (R,) float32.
+    rank), contiguous or transposed; without narrow and b, only the first product is computed. tiles: as in
+    `multiply_tokens`. by_row: (R,) float32.
 
     Example: `multiply_rows(hidden, experts.down_lora_a, groups.ends)`.
     """
-    return _launch("multiply_rows", rows, weights, narrow, b, None, ends, False, scale, by_row)
+    return _launch("multiply_rows", rows, weights, narrow, b, None, ends, tiles, False, scale, by_row)
+
+
+class ExpertProduct(NamedTuple):
+    """Arguments of `multiply_tokens`, or without order of `multiply_rows`."""
+
+    x: Tensor
+    weights: Tensor
+    narrow: Tensor
+    b: Tensor
+    order: Tensor | None = None
+    gated: bool = False
+
+
+def compile_products(products: Sequence[ExpertProduct], device: torch.device) -> None:
+    """Compile products of tensors on the meta device, all at the same time. `hopper` has to fit them, else return.
+
+    Each of these kernels compiles for seconds. Otherwise they would compile one after the other, at their first calls.
+
+    Example: `compile_products([ExpertProduct(rows, weights, narrow, b)], torch.device("cuda"))`.
+    """
+    if not all(_fits_hopper(each.weights, each.b, each.narrow, each.x, device) for each in products):
+        return
+    from dgemma_kernels.ops.grouped import hopper
+
+    tiles = torch.empty(1, 3, dtype=torch.int32, device="meta")
+    with ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads):
+        for x, weights, narrow, b, order, gated in products:
+            hopper.multiply(x, weights, narrow, b, tiles, order, gated=gated)
 
 
 def _launch(
@@ -84,6 +130,7 @@ def _launch(
     b: Tensor | None,
     order: Tensor | None,
     ends: Tensor,
+    tiles: Tensor | None,
     gated: bool,
     scale: float = 1.0,
     by_row: Tensor | None = None,
@@ -101,6 +148,17 @@ def _launch(
             f"{tuple(weights.shape)}."
         )
     num_rows, rank = x.shape[0] if order is None else order.shape[0], 0 if b is None else b.shape[-1]
+    is_plain = scale == 1 and by_row is None and flipped == flipped_b
+    if (
+        narrow is not None
+        and b is not None
+        and tiles is not None
+        and is_plain
+        and _fits_hopper(weights, b, narrow, x, x.device)
+    ):
+        from dgemma_kernels.ops.grouped import hopper  # Gluon changes with every version of Triton
+
+        return hopper.multiply(x, weights, narrow, b, tiles, order, gated=gated)
     is_thin = num_cols <= _LEAST
     tile_cols = _LEAST if is_thin else _COLS
     cols, width = (tile_cols // 2, num_cols // 2) if gated else (tile_cols, num_cols)
@@ -139,6 +197,21 @@ def _launch(
     return out
 
 
+def _fits_hopper(weights: Tensor, b: Tensor, narrow: Tensor, x: Tensor, device: torch.device) -> bool:
+    """Return True if `hopper` computes this product. Its copies have 16 bytes or more, its offsets 32 bits."""
+    _, num_cols, depth = weights.shape
+    return (
+        is_hopper(device)
+        and triton.__version__.startswith(GLUON_RAN_WITH)
+        and {each.dtype for each in (weights, b, narrow, x)} in ({torch.bfloat16}, {torch.float16})
+        and num_cols > _LEAST
+        and depth % _DEPTH == 0
+        and num_cols % 16 == b.shape[-1] % 8 == 0 < b.shape[-1] <= _DEPTH
+        and 0 < narrow.shape[0] * max(num_cols, depth) < 1 << 31
+        and all(each.data_ptr() % 16 == 0 for each in (weights, b, narrow, x))
+    )
+
+
 @triton.jit
 def _multiply_tokens_kernel(
     x: tl.tensor,
@@ -170,21 +243,14 @@ def _multiply_tokens_kernel(
     LAYOUT: tl.constexpr = _Layout(FLIPPED, FLIPPED_B, GATED, order is None)
     COL_BLOCKS: tl.constexpr = triton.cdiv(SIZE.OUT_COLS, COLS)
     tile, col = tl.program_id(0) // COL_BLOCKS, tl.program_id(0) % COL_BLOCKS * COLS
-    experts = tl.arange(0, EXPERT_BLOCK)
-    group_ends = tl.load(ends + experts, experts < NUM_EXPERTS, 0)
-    starts = tl.load(ends + experts - 1, (experts > 0) & (experts < NUM_EXPERTS), 0)
-    num_tiles = tl.cdiv(group_ends - starts, ROWS)
-    tile_ends = tl.cumsum(num_tiles, 0)
-    expert = tl.sum((tile_ends <= tile).to(tl.int32), 0)
+    expert, start, end = find_tile(ends, tile, NUM_EXPERTS, EXPERT_BLOCK, ROWS)
     if expert < NUM_EXPERTS:
-        mine = experts == expert
-        start = tl.sum(tl.where(mine, starts + (tile - tile_ends + num_tiles) * ROWS, 0), 0)
         row = start + tl.arange(0, ROWS)
-        is_row = row < tl.sum(tl.where(mine, group_ends, 0), 0)
+        is_row = row < end
         choice = row.to(tl.int64) if order is None else tl.load(order + row, is_row, 0)
         tokens = x if order is None else x + choice // top_k * WIDTH
         outs = out + row.to(tl.int64) * SIZE.OUT_COLS
-        low = None if b is None else narrow + choice * RANK
+        low = None if b is None else narrow + row.to(tl.int64) * RANK
         own_b = None if b is None else b + expert * (NUM_COLS * RANK)
         factor = scale if by_row is None else scale * tl.load(by_row + row, is_row, 0.0)[:, None]
         if LAST_COLS < COLS and col + COLS > SIZE.OUT_COLS:

@@ -1,11 +1,12 @@
 """Products of tokens with the weights of their chosen experts, and of rows that are grouped by expert."""
 
+from functools import lru_cache
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
-from dgemma.model.experts import Groups, dispatch, product_by_group
+from dgemma.model.experts import Groups, dispatch, outer_by_group, product_by_group
 from dgemma.model.fused import compiles_on, fusible
 from dgemma.model.layers import gated_gelu, wide_dtype
 from dgemma.model.quantized import Weight
@@ -18,17 +19,51 @@ def product_of_tokens(
 ) -> Tensor:
     """Return x W_eᵀ + narrow B_eᵀ for each choice of an expert e by a token, in rows grouped by expert: (R, O).
 
-    x (M, I), weights (E, O, I), b (E, O, rank); narrow (R, rank) is in the order of the choices, token by token. If
-    gated, `gated_gelu` makes the result (R, O / 2). On a Hopper GPU, compiled training steps use one kernel, which does
-    not copy the tokens.
+    x (M, I), weights (E, O, I), b (E, O, rank); narrow (R, rank) is grouped by expert, too. If gated, `gated_gelu`
+    makes the result (R, O / 2). On a Hopper GPU, compiled training steps use one kernel. It does not copy the tokens.
     """
     if uses_kernel(weights, x):
         from dgemma_kernels.ops.grouped import multiply_tokens
 
-        return multiply_tokens(x.contiguous(), weights, narrow, b, groups.order, groups.ends, gated=gated)
-    low = product_by_group(_ByRow.apply(narrow, groups.order, groups.back.flatten()), b, groups.ends)
-    out = product_by_group(dispatch(x, groups), weights, groups.ends) + low
+        rows = groups.order, groups.ends, groups.tiles
+        return multiply_tokens(x.contiguous(), weights, narrow, b, *rows, gated=gated)
+    out = product_by_group(dispatch(x, groups), weights, groups.ends) + product_by_group(narrow, b, groups.ends)
     return gated_gelu(*out.chunk(2, dim=-1)) if gated else out
+
+
+@lru_cache(maxsize=64)
+def compile_products(
+    shape: torch.Size, rank: int, top_k: int, num_tokens: int, num_again: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Compile the products of `AdaptedExperts` at the same time. Otherwise the first step compiles one after the other.
+
+    shape: (E, D, F), that of the down weights. num_tokens: in the first forward pass and in the backward pass.
+    num_again: in the second forward pass.
+    """
+    from dgemma_kernels.ops.choices import fits
+    from dgemma_kernels.ops.grouped import ExpertProduct
+    from dgemma_kernels.ops.grouped import compile_products as compile_all
+
+    def empty(*sizes: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(sizes, dtype=dtype, device="meta")
+
+    num_experts, width, inner = shape
+    if not fits(num_experts):
+        return
+    gate_up, up_a, up_b = (
+        empty(num_experts, *sizes) for sizes in ((2 * inner, width), (rank, width), (2 * inner, rank))
+    )
+    down, down_a, down_b = (empty(num_experts, *sizes) for sizes in ((width, inner), (rank, inner), (width, rank)))
+    products = []
+    for count in (num_again, num_tokens):
+        x, num_rows = empty(count, width), count * top_k
+        narrow, order = empty(num_rows, rank), empty(num_rows, dtype=torch.int64)
+        products.append(ExpertProduct(x, gate_up, narrow, up_b, order, gated=True))
+        products.append(ExpertProduct(empty(num_rows, inner), down, narrow, down_b))
+    products.append(ExpertProduct(x, gate_up, narrow, up_b, order))
+    products.append(ExpertProduct(x, down.mT, narrow, down_a.mT, order))
+    products.append(ExpertProduct(empty(num_rows, 2 * inner), gate_up.mT, narrow, up_a.mT))
+    compile_all(products, device)
 
 
 def thin_product(rows: Tensor, weights: Tensor, ends: Tensor, scale: float, by_row: Tensor | None = None) -> Tensor:
@@ -40,6 +75,24 @@ def thin_product(rows: Tensor, weights: Tensor, ends: Tensor, scale: float, by_r
         return multiply_rows(rows, weights, ends, scale=scale, by_row=by_row)
     factor = scale if by_row is None else scale * by_row[:, None]
     return (product_by_group(rows, weights, ends) * factor).to(rows.dtype)
+
+
+def contract_and_outer(
+    rows: Tensor, narrow: Tensor, weights: Tensor, groups: Groups, scale: float, by_row: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return scale · by_row · rows W of each row's expert, (R, rank), and rowsᵀ narrow of each expert, (E, N, rank).
+
+    rows (R, N) and narrow (R, rank) are grouped by expert; weights (E, N, rank). If the weights are transposed in
+    memory, so is the second result.
+    """
+    if uses_kernel(weights, rows) and weights.shape[-1] <= _FEW_OUTPUTS:
+        from dgemma_kernels.ops import grouped
+
+        return grouped.contract_and_outer(rows, narrow, weights, groups.ends, scale=scale, by_row=by_row)
+    of_narrow = thin_product(rows, weights.mT.contiguous(), groups.ends, scale, by_row)
+    if weights.is_contiguous():
+        return of_narrow, outer_by_group(rows, narrow, groups.ends)
+    return of_narrow, outer_by_group(narrow, rows, groups.ends).mT
 
 
 def uses_kernel(weights: Weight, x: Tensor) -> TypeGuard[Tensor]:
@@ -76,11 +129,15 @@ def _gated_and_grad(wide: Tensor, pulled: Tensor, weights: Tensor, order: Tensor
 
 
 @fusible
-def narrow_by_row(weights: Tensor, narrow: Tensor, along: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the routing weights (R,), narrow, and weights · along, (R, rank) each, in the order of the rows. The
-    inputs are in the order of the choices."""
-    by_row = weights.flatten()[order]
-    return by_row, narrow[order], (along[order] * by_row[:, None]).to(along.dtype)
+def narrow_by_row(
+    weights: Tensor, narrow: Tensor, along: Tensor, order: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the routing weights (R,), narrow, along, and weights · along, (R, rank) each, in the order of the rows.
+
+    The inputs are in the order of the choices.
+    """
+    by_row, along = weights.flatten()[order], along[order]
+    return by_row, narrow[order], along, (along * by_row[:, None]).to(along.dtype)
 
 
 def take(x: Tensor, groups: Groups) -> Tensor:
@@ -130,9 +187,9 @@ class Put(torch.autograd.Function):
         return take(grad, ctx.groups).flatten(0, 1)[ctx.groups.order], None
 
 
-def in_rows(weights: Tensor, groups: Groups) -> Tensor:
-    """Return the weights (M, A) of the choices in the order of the rows, (R,)."""
-    out: Tensor = _ByRow.apply(weights.flatten(), groups.order, groups.back.flatten())
+def in_rows(values: Tensor, groups: Groups) -> Tensor:
+    """Return the values (M, A, …) of the choices in the order of the rows, (R, …)."""
+    out: Tensor = _ByRow.apply(values.flatten(0, 1), groups.order, groups.back.flatten())
     return out
 
 

@@ -13,6 +13,7 @@ from dgemma.model.experts import (
     Groups,
     Kept,
     Routing,
+    combine,
     dispatch,
     outer_by_group,
     product_by_group,
@@ -22,6 +23,8 @@ from dgemma.model.layers import product_dtype
 from dgemma.train.lora.expert_products import (
     Put,
     Take,
+    compile_products,
+    contract_and_outer,
     grad_of_gates,
     in_rows,
     narrow_by_row,
@@ -60,20 +63,27 @@ class AdaptedExperts(Experts):
         mixed: Tensor = _KeptOutput.apply(self, kept, x, routing.weights, routing.experts, *trained_weights(self))
         return mixed
 
+    def compile_kernels(self, x: Tensor, top_k: int, num_again: int) -> None:
+        """Compile the kernels of a step, if it uses them: a forward pass of x (M, D), one of `num_again` tokens, and a
+        backward pass of x."""
+        if self.keeps_output and uses_kernel(self.gate_up_proj, x):
+            shape, rank = self.down_proj.shape, self.lora.rank
+            compile_products(shape, rank, top_k, x.shape[0], num_again, x.dtype, x.device)
+
     def hidden(self, x: Tensor, groups: Groups) -> Tensor:
         return self.hidden_after(self.narrow(x, groups), x, groups)
 
     def narrow(self, x: Tensor, groups: Groups) -> Tensor:
         """Return scale · A x for A of each chosen expert's gate_up: x (M, D) → (M, A, rank)."""
         # For small ranks, one product of all tokens with all experts' A is faster than thin products by expert.
-        a = self.gate_up_lora_a.to(x.dtype).flatten(0, 1)
+        a = _all_experts(self.gate_up_lora_a.to(x.dtype))
         taken: Tensor = Take.apply(scaled_product(x, a.T, self.lora.scale), groups)
         return taken
 
     def hidden_after(self, narrow: Tensor, x: Tensor, groups: Groups) -> Tensor:
         """Return `hidden` of x (M, D), from `narrow` of x."""
         b = self.gate_up_lora_b.to(x.dtype)
-        return product_of_tokens(x, self.gate_up_proj, narrow.flatten(0, 1), b, groups, gated=True)
+        return product_of_tokens(x, self.gate_up_proj, in_rows(narrow, groups), b, groups, gated=True)
 
     def mix(self, hidden: Tensor, weights: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
         down_a = self.down_lora_a.to(hidden.dtype)
@@ -82,14 +92,14 @@ class AdaptedExperts(Experts):
 
             narrow = thin_product(hidden, down_a, groups.ends, self.lora.scale)
             adapter = narrow, self.down_lora_b.to(hidden.dtype)
-            rows = multiply_rows(hidden, self.down_proj, groups.ends, *adapter, by_row=weights.flatten()[groups.order])
-            return sum_choices(rows, groups.back).to(dtype)
+            rows = multiply_rows(hidden, self.down_proj, groups.ends, *adapter, groups.tiles)
+            return combine(rows, weights, groups, dtype)
         mixed = super().mix(hidden, weights, groups, dtype)
         narrow = product_by_group(hidden, down_a, groups.ends)
         narrow = (narrow * (in_rows(weights, groups)[:, None] * self.lora.scale)).to(hidden.dtype)
         # Zeros for the other experts make the sum over a token's experts one product with all experts' B.
         spread = Put.apply(narrow, groups)  # (M, E · rank)
-        b = self.down_lora_b.to(hidden.dtype).transpose(1, 2).flatten(0, 1)
+        b = _all_experts(self.down_lora_b.to(hidden.dtype).mT)
         return mixed.addmm_(spread, b) if mixed.dtype == spread.dtype else mixed + spread @ b
 
     def gradients(
@@ -106,37 +116,42 @@ class AdaptedExperts(Experts):
         scale, ends = self.lora.scale, groups.ends
         x, grad, gate_up, down = x.to(dtype), grad.to(dtype), self.gate_up_proj.to(dtype), self.down_proj.to(dtype)
         up_a, up_b, down_a, down_b = (getattr(self, name).to(dtype) for name in _EXPERT_ADAPTERS)
-        narrow = narrow.flatten(0, 1).to(dtype)
-        # Back through down: `along` has the gradient at the adapter's narrow values, `pulled` at the hidden values.
-        wide = product_of_tokens(x, gate_up, narrow, up_b, groups)  # (R, 2F), gate and up before `gated_gelu`
-        along = take(scaled_product(grad, down_b.transpose(1, 2).flatten(0, 1).T, scale), groups).flatten(0, 1)
-        pulled = product_of_tokens(grad, down.transpose(1, 2), along, down_a.transpose(1, 2), groups)  # (R, F)
-        hidden, of_wide, of_rows = grad_of_gates(wide, pulled, weights, groups.order)
-        by_row, narrow, along = narrow_by_row(weights, narrow, along, groups.order)
-        down_narrow = thin_product(hidden, down_a, ends, scale, by_row)
-        # Back through gate_up. Names with `of_` are gradients of what they name.
-        of_narrow = thin_product(of_wide, up_b.mT.contiguous(), ends, scale)
-        of_all = put(of_narrow, groups)  # (M, E · rank)
-        found = {
-            "gate_up_lora_a": (of_all.T @ x).view_as(up_a),
-            "gate_up_lora_b": outer_by_group(of_wide, narrow, ends),
-            "down_lora_a": outer_by_group(along, hidden, ends),
-            "down_lora_b": (put(down_narrow, groups).T @ grad).view_as(down_b.mT).mT,
-        }
-        if uses_kernel(gate_up, of_wide):
+        # A name with `of_` is the gradient of what it names. Narrow values are between A and B of an adapter. Each of
+        # the R rows is a choice; they are grouped by expert.
+        # Through down. These gradients lack the factor of the routing weights, except `weighted`, (R, rank).
+        of_choices = take(scaled_product(grad, _all_experts(down_b.mT).T, scale), groups)  # (M, A, rank)
+        by_choice = weights, narrow.flatten(0, 1).to(dtype), of_choices.flatten(0, 1)
+        by_row, up_narrow, of_down_narrow, weighted = narrow_by_row(*by_choice, groups.order)
+        of_hidden = product_of_tokens(grad, down.mT, of_down_narrow, down_a.mT, groups)  # (R, F)
+        # Through GeGLU. Its inputs, gate and up, are computed again. Its gradients have the factor.
+        gate_and_up = product_of_tokens(x, gate_up, up_narrow, up_b, groups)  # (R, 2F)
+        hidden, of_gate_and_up, of_weights = grad_of_gates(gate_and_up, of_hidden, weights, groups.order)
+        del gate_and_up, of_hidden
+        # Through gate_up.
+        of_up_narrow, of_up_b = contract_and_outer(of_gate_and_up, up_narrow, up_b, groups, scale)
+        spread = put(of_up_narrow, groups)  # (M, E · rank)
+        if uses_kernel(gate_up, of_gate_and_up):
             from dgemma_kernels.ops.grouped import multiply_rows
 
-            adapter = of_narrow, up_a.transpose(1, 2)
-            of_x = sum_choices(multiply_rows(of_wide, gate_up.transpose(1, 2), ends, *adapter), groups.back)
+            of_rows = multiply_rows(of_gate_and_up, gate_up.mT, ends, of_up_narrow, up_a.mT, groups.tiles)
+            of_x = sum_choices(of_rows, groups.back)
         else:
-            of_x = sum_choices(product_by_group(of_wide, gate_up.transpose(1, 2), ends), groups.back)
-            of_x.addmm_(of_all, up_a.flatten(0, 1))
+            of_x = sum_choices(product_by_group(of_gate_and_up, gate_up.mT, ends), groups.back)
+            of_x.addmm_(spread, _all_experts(up_a))
+        # Parameters.
+        down_narrow, of_down_a = contract_and_outer(hidden, weighted, down_a.mT, groups, scale, by_row)
+        found = {
+            "gate_up_lora_a": (spread.T @ x).view_as(up_a),
+            "gate_up_lora_b": of_up_b,
+            "down_lora_a": of_down_a.mT,
+            "down_lora_b": (put(down_narrow, groups).T @ grad).view_as(down_b.mT).mT,
+        }
         if self.gate_up_proj.requires_grad:
-            found["gate_up_proj"] = outer_by_group(of_wide, dispatch(x, groups), ends)
+            found["gate_up_proj"] = outer_by_group(of_gate_and_up, dispatch(x, groups), ends)
         if self.down_proj.requires_grad:
-            weighted = dispatch(grad, groups) * by_row[:, None]
-            found["down_proj"] = outer_by_group(weighted.to(dtype), hidden, ends)
-        return of_x, of_rows[groups.back], found
+            of_outputs = dispatch(grad, groups) * by_row[:, None]
+            found["down_proj"] = outer_by_group(of_outputs.to(dtype), hidden, ends)
+        return of_x, of_weights[groups.back], found
 
     def updates(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name of each base weight in this module, and the update of its adapter."""
@@ -149,6 +164,11 @@ class AdaptedExperts(Experts):
         nn.Module.__init__(experts)
         experts.gate_up_proj, experts.down_proj = self.gate_up_proj, self.down_proj
         return experts
+
+
+def _all_experts(weights: Tensor) -> Tensor:
+    """Return the rows (E · rank, D) of all experts' matrices (E, rank, D)."""
+    return weights.flatten(0, 1)
 
 
 class _KeptOutput(torch.autograd.Function):

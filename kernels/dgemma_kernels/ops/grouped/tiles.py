@@ -1,0 +1,71 @@
+"""Tiles are neighbouring rows of one expert. `choices.group_choices` lists those of `hopper`. Others have a number."""
+
+import triton
+import triton.language as tl
+
+SMALL_TILE, LARGE_TILE = 128, 256  # rows
+MORE_ROWS = 32  # that a tile may have, if its group then has one tile less
+_FEW_ROWS = 144  # per expert on average
+
+
+def rows_per_tile(num_rows: int, num_experts: int) -> int:
+    """Return the rows of a tile, for so many rows in all: 128 if experts have few on average, else 256.
+
+    Example: `rows_per_tile(77_760, 128)` is 256.
+    """
+    return SMALL_TILE if num_rows <= _FEW_ROWS * num_experts else LARGE_TILE
+
+
+@triton.jit
+def list_tiles(
+    tiles: tl.tensor,
+    begin: tl.tensor,
+    num_tiles: tl.tensor,
+    size: tl.tensor,
+    end: tl.tensor,
+    E: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    MORE: tl.constexpr,
+) -> None:
+    """Write tiles from number `begin` on. size, end: (E,), the number of each expert's rows and where they end.
+
+    tiles: (1 + num_tiles, 3) int32. First the number of tiles that there are, and a zero: the next item in the queue of
+    `hopper`, which sets it to zero again. Then (expert, first row, rows) of each tile. A group has as few tiles of at
+    most ROWS + MORE rows as possible. As many as possible have only ROWS; the last has the rest.
+    """
+    count = tl.cdiv(size, ROWS + MORE)
+    num_larger = tl.cdiv(tl.maximum(size - ROWS * count - MORE, 0), MORE)
+    until = tl.cumsum(count, 0)
+    expert, tile = tl.arange(0, E), begin + tl.arange(0, TILES)
+    number = tile[:, None] - (until - count)[None, :]  # within the expert's tiles: (TILES, E)
+    is_own = (number >= 0) & (number < count[None, :])
+    first = number * ROWS + tl.minimum(number, num_larger[None, :]) * MORE
+    rows = tl.where(number < num_larger[None, :], ROWS + MORE, ROWS)
+    rows = tl.where(number == (count - 1)[None, :], size[None, :] - first, rows)
+    at, is_tile = tiles + 3 + tile * 3, tile < num_tiles
+    tl.store(at, tl.sum(tl.where(is_own, expert[None, :], 0), 1), is_tile)
+    tl.store(at + 1, tl.sum(tl.where(is_own, (end - size)[None, :] + first, 0), 1), is_tile)
+    tl.store(at + 2, tl.sum(tl.where(is_own, rows, 0), 1), is_tile)
+    if begin == 0:
+        tl.store(tiles, tl.sum(count, 0))
+        tl.store(tiles + 1, 0)
+
+
+@triton.jit
+def find_tile(
+    ends: tl.tensor, tile: tl.tensor, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, ROWS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return the expert of a tile, its first row, and the end of the expert's rows, if all tiles begin ROWS rows apart.
+
+    After the last tile, the expert is not less than EXPERTS.
+    """
+    experts = tl.arange(0, EXPERT_BLOCK)
+    group_ends = tl.load(ends + experts, experts < EXPERTS, 0)
+    starts = tl.load(ends + experts - 1, (experts > 0) & (experts < EXPERTS), 0)
+    num_tiles = tl.cdiv(group_ends - starts, ROWS)
+    tile_ends = tl.cumsum(num_tiles, 0)
+    expert = tl.sum((tile_ends <= tile).to(tl.int32), 0)
+    is_own = experts == expert
+    start = tl.sum(tl.where(is_own, starts + (tile - tile_ends + num_tiles) * ROWS, 0), 0)
+    return expert, start, tl.sum(tl.where(is_own, group_ends, 0), 0)

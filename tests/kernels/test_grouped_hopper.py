@@ -1,0 +1,168 @@
+"""Grouped products on Hopper: when they run, and their results, compiled only on a Hopper GPU.
+
+On every machine their source runs in `gluon_interpreter`. Copies of the source with one mistake each must be detected.
+"""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from dgemma.model.layers import gated_gelu
+from dgemma_kernels.ops.choices import group_choices
+from dgemma_kernels.ops.configs import is_hopper
+from dgemma_kernels.ops.grouped import kernel, multiply_rows, multiply_tokens, reference
+from gluon_interpreter import Hazard, load
+
+HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))
+LIMIT = 5e-3  # GeGLU rounds three times, each by 2**-9 at most; 3.6e-3 was measured
+CHOICES = 2
+
+
+class Kind(NamedTuple):
+    gated: bool
+    transposed: bool
+    gathered: bool
+
+
+KINDS = {
+    "gate_up": Kind(gated=True, transposed=False, gathered=True),
+    "gate_up without GeGLU": Kind(gated=False, transposed=False, gathered=True),
+    "gradient of hidden values": Kind(gated=False, transposed=True, gathered=True),
+    "down": Kind(gated=False, transposed=False, gathered=False),
+    "gradient of tokens": Kind(gated=False, transposed=True, gathered=False),
+}
+
+
+class Inputs(NamedTuple):
+    x: Tensor
+    weights: Tensor
+    narrow: Tensor
+    b: Tensor
+    order: Tensor | None
+    ends: Tensor
+    tiles: Tensor
+
+
+def draw(kind: Kind, sizes: tuple[int, ...], width: int, num_out: int, rank: int, device: str = "cpu") -> Inputs:
+    """Draw inputs of experts with these numbers of rows."""
+    generator, num_rows, experts = torch.Generator().manual_seed(num_out), sum(sizes), len(sizes)
+
+    def values(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(device, torch.bfloat16)
+
+    if kind.transposed:
+        weights, b = values(experts, width, num_out).mT, values(experts, rank, num_out).mT
+    else:
+        weights, b = values(experts, num_out, width), values(experts, num_out, rank)
+    order = torch.randperm(num_rows, generator=generator).to(device) if kind.gathered else None
+    x = values(num_rows // CHOICES if kind.gathered else num_rows, width)
+    experts_of_rows = torch.arange(experts).repeat_interleave(torch.tensor(sizes))[:, None]
+    _, _, ends, tiles = group_choices(experts_of_rows.to(device), experts)
+    return Inputs(x, weights, values(num_rows, rank), b, order, ends, tiles)
+
+
+def error(got: Tensor, inputs: Inputs, kind: Kind) -> float:
+    """Return the relative error against float64."""
+    x, weights, narrow, b, order, ends, _ = inputs
+    rows = x if order is None else x[order // CHOICES]
+    want = reference.multiply_rows(rows.double(), weights.double(), ends, narrow.double(), b.double())
+    want = gated_gelu(*want.chunk(2, dim=-1)) if kind.gated else want
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+def interpreted(inputs: Inputs, kind: Kind, **options: Any) -> Tensor:
+    module = load("dgemma_kernels.ops.grouped.hopper", **options)
+    x, weights, narrow, b, order, _, tiles = inputs
+    out = module.multiply(x, weights, narrow, b, tiles, order, gated=kind.gated)
+    assert tiles[0, 1] == 0  # so that the next product over these tiles starts with the first item
+    return out
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("sizes", "width", "num_out", "rank"),
+    # Tall items, for at most 144 rows per expert: a block of weights that is not full; a rank of more than 16; both
+    # sizes, with several items per program. Wide items of all sizes.
+    [
+        ((7, 3), 128, 64, 8),
+        ((5, 1), 64, 384, 24),
+        pytest.param((150, 128), 192, 320, 16, marks=pytest.mark.slow),
+        pytest.param((561, 161, 150, 128), 192, 320, 8, marks=pytest.mark.slow),
+    ],
+    ids=["tall", "rank 24", "several tall items", "wide"],
+)
+def test_interpreted_products_match_float64(name, sizes, width, num_out, rank):
+    kind = KINDS[name]
+    inputs = draw(kind, sizes, width, num_out, rank)
+    assert error(interpreted(inputs, kind, seed=sum(sizes)), inputs, kind) < LIMIT
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "hazard"),
+    [
+        ("129 if GATHERED else 1", "1", "without having waited for the write|expects no more arrivals"),
+        ("        fence_async_shared()  # the rows", "        pass  # the rows", "without fence_async_shared"),
+        ("            fence_async_shared()  # threads", "            pass  # threads", "without fence_async_shared"),
+        ("            mbarrier.arrive(free.index(_before(slot)))", "            pass", "deadlock"),
+        ("    mbarrier.wait(full.index(at), turn // 2 & 1)\n", "", "without having waited for the write|never written"),
+        (
+            "    return _wait((low, high, more_low, more_high), RUNNING, MORE, SIZE)",
+            "    return low, high, more_low, more_high",
+            "in flight|not waited",
+        ),
+    ],
+    ids=[
+        "rows not waited for",
+        "no fence",
+        "no fence before B",
+        "slots never free",
+        "item not waited for",
+        "slots free too early",
+    ],
+)
+def test_mistakes_in_the_kernel_are_detected(old, new, hazard):
+    kind = KINDS["gate_up"]
+    with pytest.raises(Hazard, match=hazard):
+        interpreted(draw(kind, (70, 8), 512, 128, 8), kind, edits={old: new})
+
+
+def test_sizes_that_do_not_fit_run_the_triton_kernel(monkeypatch):
+    monkeypatch.setattr(kernel, "is_hopper", lambda device: True)
+    monkeypatch.setattr(kernel, "GLUON_RAN_WITH", (kernel.triton.__version__,))
+
+    def fits(width: int, num_out: int, rank: int, dtype: torch.dtype) -> bool:
+        weights, b = torch.empty(2, num_out, width, dtype=dtype), torch.empty(2, num_out, rank, dtype=dtype)
+        narrow, x = torch.empty(6, rank, dtype=dtype), torch.empty(6, width, dtype=dtype)
+        return kernel._fits_hopper(weights, b, narrow, x, x.device)
+
+    assert fits(128, 144, 8, torch.bfloat16)
+    assert fits(128, 144, 64, torch.float16)
+    assert not fits(128, 144, 8, torch.float32)
+    assert not fits(128, 136, 8, torch.bfloat16)
+    assert not fits(128, 144, 4, torch.bfloat16)
+    assert not fits(128, 144, 72, torch.bfloat16)
+    assert not fits(128, 16, 8, torch.bfloat16)
+    monkeypatch.setattr(kernel, "GLUON_RAN_WITH", ("0.",))
+    assert not fits(128, 144, 8, torch.bfloat16)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("sizes", [(1, 128, 160, 161, 0, 320, 257, 20), (20, 0, 600, 700)], ids=["tall", "wide"])
+@pytest.mark.parametrize("name", KINDS)
+def test_published_sizes_match_float64_and_the_triton_kernel_on_a_gpu(name, sizes, monkeypatch):
+    kind = KINDS[name]
+    width, num_out = {"down": (704, 2816), "gradient of hidden values": (2816, 704)}.get(name, (2816, 1408))
+    x, weights, narrow, b, order, ends, tiles = inputs = draw(kind, sizes, width, num_out, 8, "cuda")
+
+    def run() -> Tensor:
+        if order is None:
+            return multiply_rows(x, weights, ends, narrow, b, tiles)
+        return multiply_tokens(x, weights, narrow, b, order, ends, tiles, gated=kind.gated)
+
+    got = run()
+    assert error(got, inputs, kind) < LIMIT
+    assert torch.equal(got, run())
+    monkeypatch.setattr(kernel, "_fits_hopper", lambda *_: False)
+    assert torch.equal(got, run())  # sums over the depth have one order
