@@ -10,7 +10,6 @@ from dgemma.model.config import Conventions, DenoiserConfig, GenerationDefaults
 from dgemma.run.changes import apply_changes
 from dgemma.run.defaults import default_sampler, learnt_noise
 from dgemma.run.loop import denoise_canvas
-from dgemma.run.many import Completion
 from dgemma.run.plan import Plan, read_plan
 from dgemma.run.records import BlockCommit, Moment, RecordedStep, StepRecord
 from dgemma.run.step import settle
@@ -34,10 +33,10 @@ from dgemma.sampling import (
     Unchanged,
 )
 from dgemma.study.observe import Observation, Pass
-from dgemma.study.sweep import Sweep, SweepExample, SweepRow
+from dgemma.study.sweep import Sweep, SweepRow
 from dgemma.tasks.infill import Infilling
 from dgemma.tasks.slots import FilledTemplate
-from dgemma.tasks.wrapped import TokenCache, Wrapped
+from dgemma.tasks.wrapped import TokenCache
 from dgemma.values import describe_noise, describe_sampler
 
 __all__ = [
@@ -46,7 +45,6 @@ __all__ = [
     "BlockCommit",
     "BlockRefinement",
     "CacheMark",
-    "Completion",
     "ConfidenceGap",
     "ConstantTemperature",
     "Conventions",
@@ -76,14 +74,12 @@ __all__ = [
     "StepRecord",
     "StopRule",
     "Sweep",
-    "SweepExample",
     "SweepRow",
     "TokenBatch",
     "TokenCache",
     "TokenEditing",
     "ToolCall",
     "Unchanged",
-    "Wrapped",
     "apply_changes",
     "default_sampler",
     "denoise_canvas",
