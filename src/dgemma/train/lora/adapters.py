@@ -37,9 +37,9 @@ def add_lora(model: DiffusionGemma, lora: LoRA | None = None, *, seed: int = 0) 
     Example: `add_lora(model, LoRA(rank=8)); train(model, objective, source, config, out="run")`.
     """
     lora = lora or LoRA()
+    refuse_adapters(model, "add_lora")
     most = model.config.hidden_size
     require(lora.rank <= most, "LoRA.rank", f"be at most the model's hidden size {most}", lora.rank, "Use 8.")
-    refuse_adapters(model, "add_lora")
     model.requires_grad_(False)
     for name, module in list(model.named_modules()):
         if not is_target(name, lora.targets):
