@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from dgemma.model.backbone import Layer
 from dgemma.model.config import LayerShape
-from dgemma.model.diffusion import DiffusionGemma
-from dgemma.model.experts import ReleasedExperts, require_experts
+from dgemma.model.diffusion import DiffusionGemma, require_experts
+from dgemma.model.experts import ReleasedExperts
 from dgemma.model.quantized import Float8Weight, QuantizedLinear, QuantizedWeight, Weight
 from dgemma_kernels.formats import ENCODERS, ExpertWeights, FourBit, Quantized
 from dgemma_kernels.formats.float8 import quantize

@@ -18,7 +18,7 @@ from dgemma.model.attention import Mask
 from dgemma.model.backbone import KeysValues, Layer, run_layers
 from dgemma.model.cache import Cache, LayerCache, PrefixCache, require_cache
 from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig
-from dgemma.model.experts import Experts
+from dgemma.model.experts import Experts, ReleasedExperts
 from dgemma.model.layers import GatedMLP, RMSNorm, rms_norm, wide_dtype
 from dgemma.model.masks import canvas_mask, causal_mask
 from dgemma.model.memory import MemoryReport, report_memory
@@ -426,6 +426,20 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
                     f"DiffusionGemma {name} must hold ids in [0, {self.config.vocab_size}), got {low}..{high}. "
                     f"Use the checkpoint's own tokenizer."
                 )
+
+
+def require_experts(model: nn.Module, owner: str) -> None:
+    """Refuse a model that is not a DiffusionGemma, or whose experts were moved out.
+
+    Example: `require_experts(model, "add_lora")`.
+    """
+    if not isinstance(model, DiffusionGemma):
+        raise TypeError(f"{owner} model must be a DiffusionGemma, got {type(model).__name__}. Load one.")
+    if any(isinstance(module, ReleasedExperts) for module in model.modules()):
+        raise ValueError(
+            f"{owner} model must have its experts, which accelerate(release=True) has taken out. Load the model again, "
+            "or accelerate it without release."
+        )
 
 
 def _num_weights(module: nn.Module) -> int:

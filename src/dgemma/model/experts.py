@@ -214,20 +214,6 @@ class ReleasedExperts(nn.Module):
         self.forward()
 
 
-def require_experts(model: nn.Module, owner: str) -> None:
-    """Refuse a model that is not a DiffusionGemma, or whose experts were moved out.
-
-    Example: `require_experts(model, "add_lora")`.
-    """
-    if not isinstance(model, nn.Module) or not hasattr(model, "embed_canvas"):  # importing its class would be a cycle
-        raise TypeError(f"{owner} model must be a DiffusionGemma, got {type(model).__name__}. Load one.")
-    if any(isinstance(module, ReleasedExperts) for module in model.modules()):
-        raise ValueError(
-            f"{owner} model must have its experts, which accelerate(release=True) has taken out. Load the model again, "
-            "or accelerate it without release."
-        )
-
-
 def group_by_expert(experts: Tensor, num_experts: int) -> Groups:
     """Sort choices (M, A) by expert. Nothing is counted on the host.
 

@@ -5,7 +5,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
@@ -150,8 +150,8 @@ class Service:
         options["top_p"] = None if body.top_p == 1 else body.top_p
         if body.temperature == 0:
             sampler = default_sampler(self.model)
-            if hasattr(sampler, "greedy"):
-                options["sampler"] = replace(sampler, greedy=True)  # type: ignore[type-var]
+            if is_dataclass(sampler) and "greedy" in {field.name for field in fields(sampler)}:
+                options["sampler"] = replace(sampler, greedy=True)
             else:
                 options["temperature"] = _COLDEST
         elif body.temperature is not None:

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from dgemma.checks import require, show, typed
 from dgemma.diffusion.noise import Noise
-from dgemma.model.diffusion import DiffusionGemma
-from dgemma.model.experts import Experts, require_experts
+from dgemma.model.diffusion import DiffusionGemma, require_experts
+from dgemma.model.experts import Experts
 from dgemma.model.fused import fusing, start_compiler
 from dgemma.model.quantized import frozen_tensors, quantized_weights
 from dgemma.progress import progress_bar

@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from dgemma.checks import require, show, typed
 from dgemma.files import open_tensors, parse_json, write_tensors
-from dgemma.model.diffusion import DiffusionGemma
-from dgemma.model.experts import Experts, require_experts
+from dgemma.model.diffusion import DiffusionGemma, require_experts
+from dgemma.model.experts import Experts
 from dgemma.model.quantize import requantize
 from dgemma.model.quantized import QuantizedWeight, quantized_weights, set_weight
 from dgemma.train.lora.experts import AdaptedExperts
