@@ -1,4 +1,4 @@
-"""The options of `generate`, `stream`, `infill` and `edit` are the same at run time and in signatures."""
+"""The options of `generate` and of functions like it are the same at run time and in signatures."""
 
 import inspect
 
@@ -6,19 +6,24 @@ import pytest
 import torch
 
 import dgemma
-from dgemma.run.options import CanvasOptions, RunOptions, TextOptions, defaults_of
+from dgemma.run.many import ManyOptions
+from dgemma.run.options import GenerateOptions, RunOptions, defaults_of
 from dgemma.run.plan import read_plan
+from dgemma.run.spread import generate_on_ray, generate_with_torchrun
+from dgemma.tasks.infill import InfillOptions
 
 
 @pytest.mark.parametrize(
     ("function", "options"),
     [
-        (dgemma.generate, RunOptions),
+        (dgemma.generate, GenerateOptions),
         (dgemma.stream, RunOptions),
-        (dgemma.generate_many, TextOptions),
+        (dgemma.generate_many, ManyOptions),
+        (generate_on_ray, ManyOptions),
+        (generate_with_torchrun, ManyOptions),
         (read_plan, RunOptions),
-        (dgemma.infill, CanvasOptions),
-        (dgemma.edit, CanvasOptions),
+        (dgemma.infill, InfillOptions),
+        (dgemma.edit, InfillOptions),
     ],
 )
 def test_a_signature_shows_every_option_with_its_default(function, options):
@@ -39,6 +44,17 @@ def test_an_unknown_option_is_refused_by_the_function_that_got_it(function):
     sentence = rf"{function.__name__} got an unexpected keyword argument 'stepz'\. It takes allowed, .*steps"
     with pytest.raises(TypeError, match=sentence):
         function(dgemma.DiffusionGemma(dgemma.presets.tiny()), torch.full((1, 3), 5), stepz=3)
+
+
+@pytest.mark.parametrize("function", [dgemma.generate_many, generate_on_ray, generate_with_torchrun])
+@pytest.mark.parametrize(
+    ("prompts", "options", "named"),
+    [(["Once"], {"slots": 0}, "slots must be"), (["Once"], {"out": 3}, "out must be"), ("Once", {}, "prompts must be")],
+)
+def test_functions_for_many_prompts_refuse_the_same_arguments_before_they_start(function, prompts, options, named):
+    more = {"workers": 1} if function is generate_on_ray else {}
+    with pytest.raises(ValueError, match=f"{function.__name__} {named}"):
+        function(dgemma.DiffusionGemma(dgemma.presets.tiny()), prompts, **options, **more)
 
 
 def test_a_model_that_is_not_a_denoiser_is_refused():

@@ -17,10 +17,10 @@ from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.schedule import LEAST_NOISE
 from dgemma.model.cache import Cache, require_cache
 from dgemma.model.config import DenoiserConfig
-from dgemma.run.options import Allowed
 from dgemma.sampling.base import Sampler
 
 MOST_STEPS = 1_000_000  # per canvas; a larger number is certainly a mistake
+Allowed = Tensor | Sequence[int] | Sequence[Sequence[int]] | None
 _NO_TOKEN = "generate prompt_tokens must hold at least one token per row. Start with the bos token."
 
 

@@ -24,24 +24,16 @@ from dgemma.checks import check_flags, require
 from dgemma.model.cache import Cache
 from dgemma.run.changes import Changes
 from dgemma.run.loop import run_plan
-from dgemma.run.options import RunOptions, takes_options
+from dgemma.run.options import GenerateOptions, RunOptions, WatchOptions, fill_in, select, takes_options
 from dgemma.run.plan import read_plan
-from dgemma.run.records import BlockCommit, Events, OnStep, StepRecord
+from dgemma.run.records import BlockCommit, Events, StepRecord
 from dgemma.run.step import Denoiser
 from dgemma.run.trajectory import Generation, Trajectory, drain
 
 
-@takes_options(RunOptions)
+@takes_options(GenerateOptions)
 def generate(
-    model: Denoiser,
-    prompt_tokens: Tensor,
-    *,
-    cache: Cache | None = None,
-    on_step: OnStep | None = None,
-    record: bool = False,
-    record_top: int = 5,
-    progress: bool = True,
-    **options: Unpack[RunOptions],
+    model: Denoiser, prompt_tokens: Tensor, *, cache: Cache | None = None, **options: Unpack[GenerateOptions]
 ) -> Generation:
     """Generate up to `max_new_tokens` tokens after prompt_tokens (B, P), canvas by canvas.
 
@@ -74,10 +66,12 @@ def generate(
 
     Example: `dgemma.generate(model, prompt_tokens, max_new_tokens=64, seed=1).new_tokens`.
     """
-    check_flags("generate", record=record, progress=progress)
+    watch = fill_in(options, WatchOptions)
+    on_step, progress = watch["on_step"], watch["progress"]
+    check_flags("generate", record=watch["record"], progress=progress)
     require(on_step is None or callable(on_step), "generate on_step", "be a function of a StepRecord", on_step)
-    plan = read_plan(model, prompt_tokens, cache=cache, **options)
-    trajectory = Trajectory(plan, top=record_top) if record else None
+    plan = read_plan(model, prompt_tokens, cache=cache, **select(options, RunOptions))
+    trajectory = Trajectory(plan, top=watch["record_top"]) if watch["record"] else None
     return drain(run_plan(model, plan, cache), on_step=on_step, trajectory=trajectory, progress=progress)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Annotated, Any, Unpack
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from dgemma.checks import as_int, as_lists, check_flags, require, show
 from dgemma.files import open_file
 from dgemma.progress import progress_bar
 from dgemma.run.batch import Batch, Row
-from dgemma.run.options import TextOptions, takes_options
+from dgemma.run.options import Default, TextOptions, fill_in, select, takes_options
 from dgemma.run.plan import Plan, read_plan
 from dgemma.run.run_file import RunFile
 from dgemma.run.step import Denoiser, check_denoiser
@@ -39,18 +39,18 @@ class Completion:
     id: Any = None  # copied from a prompt that is a dictionary
 
 
-@takes_options(TextOptions)
-def generate_many(
-    model: Denoiser,
-    prompts: Iterable[Any],
-    *,
-    slots: int = 8,
-    out: str | Path | None = None,
-    tokenizer: Tokenizer | None = None,
-    in_order: bool = True,
-    progress: bool = True,
-    **options: Unpack[TextOptions],
-) -> Iterator[Completion]:
+class ManyOptions(TextOptions, total=False):
+    """Options of `generate_many`, which describes them, and of its forms on several GPUs."""
+
+    slots: Annotated[int, Default(8)]
+    out: str | Path | None
+    tokenizer: Tokenizer | None
+    in_order: Annotated[bool, Default(True)]
+    progress: Annotated[bool, Default(True)]
+
+
+@takes_options(ManyOptions)
+def generate_many(model: Denoiser, prompts: Iterable[Any], **options: Unpack[ManyOptions]) -> Iterator[Completion]:
     """Generate from many prompts, `slots` at a time, and yield a `Completion` for each.
 
     When a row finishes, the next prompt takes its place; the other rows do not wait. In float32 on a CPU the tokens are
@@ -70,19 +70,29 @@ def generate_many(
     Example: `for result in dgemma.generate_many(model, ["Once", "It was"], out="run.jsonl"): print(result.text)`.
     """
     check_denoiser("generate_many", model)
-    check_flags("generate_many", in_order=in_order, progress=progress)
+    many = read_many("generate_many", prompts, options)
+    reader = PromptReader(model, many["tokenizer"], select(options, TextOptions))
+    file = None if many["out"] is None else RunFile(many["out"], reader.describe())
+    completed = _complete(model, reader, enumerate(prompts), slots=many["slots"], file=file)
+    return present(completed, prompts, in_order=many["in_order"], progress=many["progress"])
+
+
+def read_many(owner: str, prompts: Iterable[Any], options: ManyOptions) -> ManyOptions:
+    """Check the prompts and the options of `generate_many`, and fill in the defaults.
+
+    Example: `read_many("generate_many", ["Once"], {})["slots"]` is 8.
+    """
+    many = fill_in(options, ManyOptions)
+    tokenizer, out, slots = many["tokenizer"], many["out"], as_int(many["slots"])
+    check_flags(owner, in_order=many["in_order"], progress=many["progress"])
     is_tokenizer = tokenizer is None or isinstance(tokenizer, Tokenizer)
-    require(is_tokenizer, "generate_many tokenizer", "be a Tokenizer or None", tokenizer)
-    require(out is None or isinstance(out, str | Path), "generate_many out", "be a path or None", out)
-    count = as_int(slots)
-    require(count is not None and count >= 1, "generate_many slots", "be an integer of at least 1", slots)
+    require(is_tokenizer, f"{owner} tokenizer", "be a Tokenizer or None", tokenizer)
+    require(out is None or isinstance(out, str | Path), f"{owner} out", "be a path or None", out)
+    require(slots is not None and slots >= 1, f"{owner} slots", "be an integer of at least 1", many["slots"])
     is_one = isinstance(prompts, str | bytes | Mapping | type) or getattr(prompts, "ndim", 1) == 0
     if is_one or not isinstance(prompts, Iterable):
-        raise ValueError(f"generate_many prompts must be a collection of prompts, got {show(prompts)}. Write [prompt].")
-    reader = PromptReader(model, tokenizer, options)
-    file = None if out is None else RunFile(out, reader.describe())
-    completed = _complete(model, reader, enumerate(prompts), slots=count or 1, file=file)
-    return present(completed, prompts, in_order=in_order, progress=progress)
+        raise ValueError(f"{owner} prompts must be a collection of prompts, got {show(prompts)}. Write [prompt].")
+    return ManyOptions(**{**many, "slots": slots or 1})
 
 
 class PromptFile:

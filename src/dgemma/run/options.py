@@ -9,12 +9,14 @@ from torch import Tensor
 
 from dgemma.constraints.languages import Regex
 from dgemma.diffusion.noise import Noise
+from dgemma.run.arguments import Allowed
+from dgemma.run.records import OnStep
 from dgemma.sampling.base import Sampler
 from dgemma.sampling.stopping import StopRule
 from dgemma.sampling.temperature import Temperature
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Allowed = Tensor | Sequence[int] | Sequence[Sequence[int]] | None
+Options = TypeVar("Options")
 
 
 class Default(NamedTuple):
@@ -52,6 +54,19 @@ class RunOptions(TextOptions, total=False):
     frozen: Tensor | None
     attention_mask: Tensor | None
     noise_level: Annotated[float, Default(1.0)]
+
+
+class WatchOptions(TypedDict, total=False):
+    """Options to watch a run and to record it; `generate` describes them."""
+
+    on_step: OnStep | None
+    record: Annotated[bool, Default(False)]
+    record_top: Annotated[int, Default(5)]
+    progress: Annotated[bool, Default(True)]
+
+
+class GenerateOptions(RunOptions, WatchOptions, total=False):
+    """Options of `generate`, which describes them."""
 
 
 def defaults_of(options: type) -> dict[str, Any]:
@@ -94,6 +109,17 @@ def takes_options(options: type) -> Callable[[Function], Function]:
     return decorate
 
 
-def fill_in(options: Mapping[str, Any]) -> RunOptions:
-    """The options of a run with every default filled in."""
-    return RunOptions(**{**defaults_of(RunOptions), **options})  # type: ignore[typeddict-item]
+def fill_in(options: Mapping[str, Any], kind: type[Options]) -> Options:
+    """Return all options of a kind: those given, and the defaults of the others.
+
+    Example: `fill_in({"steps": 4}, RunOptions)["seed"]` is 0.
+    """
+    return kind(**{name: options.get(name, default) for name, default in defaults_of(kind).items()})
+
+
+def select(options: Mapping[str, Any], kind: type[Options]) -> Options:
+    """Return those of the given options that are of a kind.
+
+    Example: `select({"steps": 4, "record": True}, RunOptions)` is `{"steps": 4}`.
+    """
+    return kind(**{name: options[name] for name in defaults_of(kind) if name in options})

@@ -99,7 +99,7 @@ def read_plan(
     Example: `read_plan(model, prompt_tokens, steps=16).knobs.sampler`.
     """
     check_denoiser("generate", model)
-    defaults, config, settings = model.generation, model.config, fill_in(options)
+    defaults, config, settings = model.generation, model.config, fill_in(options, RunOptions)
     temperature, sampler, stop = settings["temperature"], settings["sampler"], settings["stop"]
     if temperature is None:
         temperature = LinearTemperature(start=defaults.t_max, end=defaults.t_min)

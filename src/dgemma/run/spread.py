@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, Unpack
 
 import torch.distributed as dist
@@ -22,13 +21,15 @@ from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.run.batch import Batch
 from dgemma.run.many import (
     Completion,
+    ManyOptions,
     PromptReader,
     load_completion,
     present,
+    read_many,
     restore_completion,
     store_completion,
 )
-from dgemma.run.options import TextOptions, takes_options
+from dgemma.run.options import TextOptions, select, takes_options
 from dgemma.run.run_file import RunFile
 from dgemma.run.step import Denoiser
 
@@ -87,19 +88,14 @@ class Worker:
         ]
 
 
-@takes_options(TextOptions)
+@takes_options(ManyOptions)
 def generate_on_ray(
     load: Callable[[], Denoiser],
     prompts: Iterable[Any],
     *,
     workers: int,
     gpus_per_worker: float = 1,
-    slots: int = 8,
-    out: str | Path | None = None,
-    tokenizer: Tokenizer | None = None,
-    in_order: bool = True,
-    progress: bool = True,
-    **options: Unpack[TextOptions],
+    **options: Unpack[ManyOptions],
 ) -> Iterator[Completion]:
     """Run `generate_many` on a Ray cluster, with a model per worker. Results and file are those of `generate_many`.
 
@@ -109,6 +105,7 @@ def generate_on_ray(
 
     Example: `generate_on_ray(lambda: DiffusionGemma.from_pretrained(path, device="cuda"), prompts, workers=8)`.
     """
+    many, of_text = read_many("generate_on_ray", prompts, options), dict(select(options, TextOptions))
     try:
         ray: Any = importlib.import_module("ray")
     except ImportError:
@@ -123,9 +120,11 @@ def generate_on_ray(
             num_gpus,
         )
     actor = ray.remote(num_gpus=gpus_per_worker)(Worker)
-    team = _Team(ray, lambda: actor.remote(load, tokenizer, slots, dict(options)), workers, most=2 * slots)
-    file = None if out is None else RunFile(out, team.settings)
-    return present(team.run(enumerate(prompts), file), prompts, in_order=in_order, progress=progress)
+    tokenizer, slots = many["tokenizer"], many["slots"]
+    team = _Team(ray, lambda: actor.remote(load, tokenizer, slots, of_text), workers, most=2 * slots)
+    file = None if many["out"] is None else RunFile(many["out"], team.settings)
+    completed = team.run(enumerate(prompts), file)
+    return present(completed, prompts, in_order=many["in_order"], progress=many["progress"])
 
 
 class _Team:
@@ -204,17 +203,9 @@ class _Team:
         self._calls[self._actors[at].describe.remote()] = at
 
 
-@takes_options(TextOptions)
+@takes_options(ManyOptions)
 def generate_with_torchrun(
-    model: Denoiser,
-    prompts: Iterable[Any],
-    *,
-    slots: int = 8,
-    out: str | Path | None = None,
-    tokenizer: Tokenizer | None = None,
-    in_order: bool = True,
-    progress: bool = True,
-    **options: Unpack[TextOptions],
+    model: Denoiser, prompts: Iterable[Any], **options: Unpack[ManyOptions]
 ) -> Iterator[Completion]:
     """Run `generate_many` in every process of torchrun. The first process writes the file and yields all results.
 
@@ -227,11 +218,12 @@ def generate_with_torchrun(
         for result in generate_with_torchrun(model, prompts, out="run.jsonl"):
             print(result.index)
     """
+    many = read_many("generate_with_torchrun", prompts, options)
     store, rank, world_size = next(iter(dist.rendezvous("env://")))
     # The store outlives a restart, so each attempt has its own keys.
     shared = dist.PrefixStore(f"dgemma-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    worker = Worker(lambda: model, tokenizer, slots, options)
-    file = RunFile(out, worker.describe()) if out is not None and rank == 0 else None
+    worker = Worker(lambda: model, many["tokenizer"], many["slots"], select(options, TextOptions))
+    file = RunFile(many["out"], worker.describe()) if many["out"] is not None and rank == 0 else None
     if rank > 0:
         done = set(json.loads(shared.get("done")))
         for result in _take_turns(worker, prompts, shared, done):
@@ -242,7 +234,7 @@ def generate_with_torchrun(
     stored = [] if file is None else list(file)
     shared.set("done", json.dumps(stored))
     completed = _first_process(worker, prompts, shared, set(stored), file, world_size)
-    return present(completed, prompts, in_order=in_order, progress=progress)
+    return present(completed, prompts, in_order=many["in_order"], progress=many["progress"])
 
 
 def _take_turns(worker: Worker, prompts: Iterable[Any], shared: dist.Store, done: set[int]) -> Iterator[dict[str, Any]]:

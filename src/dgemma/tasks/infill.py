@@ -23,7 +23,7 @@ from dgemma.run.arguments import Span
 from dgemma.run.constrain import Constraint, HoleLanguage
 from dgemma.run.knobs import Knobs
 from dgemma.run.loop import denoise_canvas, start_block
-from dgemma.run.options import CanvasOptions, takes_options
+from dgemma.run.options import CanvasOptions, WatchOptions, fill_in, select, takes_options
 from dgemma.run.plan import Plan, read_plan
 from dgemma.run.records import BlockCommit, OnStep, shows_progress
 from dgemma.run.step import Denoiser, check_denoiser
@@ -82,21 +82,16 @@ def place_canvas(todo: Tensor, canvas_len: int) -> Placement:
     return Placement(start, keep_until)
 
 
-@takes_options(CanvasOptions)
+class InfillOptions(CanvasOptions, WatchOptions, total=False):
+    """Options of `infill`, which describes them, and of `edit`."""
+
+    attention_mask: Tensor | None
+    tail_token_id: int | None
+
+
+@takes_options(InfillOptions)
 @torch.no_grad()
-def infill(
-    model: Denoiser,
-    tokens: Tensor,
-    holes: Holes,
-    *,
-    attention_mask: Tensor | None = None,
-    tail_token_id: int | None = None,
-    on_step: OnStep | None = None,
-    record: bool = False,
-    record_top: int = 5,
-    progress: bool = True,
-    **options: Unpack[CanvasOptions],
-) -> Infilling:
+def infill(model: Denoiser, tokens: Tensor, holes: Holes, **options: Unpack[InfillOptions]) -> Infilling:
     """Write the holes of tokens (B, N); everything else stays unchanged.
 
     holes: booleans (B, N), spans [(start, stop), ...] for all rows, or a token id that marks a hole. They may be longer
@@ -123,9 +118,7 @@ def infill(
 
     Example: `infill(model, tokens, [(12, 20)], noise=MaskNoise(vocab_size), sampler=Confidence(), seed=1).tokens`.
     """
-    constraint = options.pop("constraint", None)
-    tokens, plan = _read_options("infill", model, tokens, options)
-    real = _read_mask("infill", attention_mask, tokens)
+    tokens, real, writer = _read_options("infill", model, tokens, options)
     todo = _read_holes(holes, tokens) & real
     if not bool(todo.any(1).all()):
         raise ValueError("infill holes must mark a token in every row. Omit the rows that have none.")
@@ -133,14 +126,11 @@ def infill(
         raise ValueError(
             "infill holes must not cover a row's first token, because a canvas needs a prefix. Put the bos token first."
         )
-    _check_text("infill", tokens, real & ~todo, tail_token_id, plan)
-    check_flags("infill", record=record, progress=progress)
-    top = record_top if record else None
-    writer = _Writer("infill", model, plan, tail_token_id, on_step, top, progress, constraint=constraint)
+    _check_text(tokens, real & ~todo, writer)
     return writer.write(tokens, real, todo)
 
 
-@takes_options(CanvasOptions)
+@takes_options(InfillOptions)
 @torch.no_grad()
 def edit(
     model: Denoiser,
@@ -148,13 +138,7 @@ def edit(
     *,
     noise_level: float = 0.5,
     frozen: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    tail_token_id: int | None = None,
-    on_step: OnStep | None = None,
-    record: bool = False,
-    record_top: int = 5,
-    progress: bool = True,
-    **options: Unpack[CanvasOptions],
+    **options: Unpack[InfillOptions],
 ) -> Infilling:
     """Rewrite tokens (B, N) in place: noise them to `noise_level` (1 discards the text), then denoise from there.
 
@@ -166,21 +150,16 @@ def edit(
 
     Example: `edit(model, tokens, noise_level=0.3, frozen=is_prompt)`.
     """
-    constraint = options.pop("constraint", None)
-    tokens, plan = _read_options("edit", model, tokens, options)
-    plan = replace(plan, noise_level=arguments.read_noise_level(noise_level, tokens, owner="edit"))
-    real = _read_mask("edit", attention_mask, tokens)
+    tokens, real, writer = _read_options("edit", model, tokens, options)
+    level = arguments.read_noise_level(noise_level, tokens, owner="edit")
     todo = real & (real.cumsum(1) > 1)
     if frozen is not None:
         require_tensor(frozen, "edit frozen", _like(tokens, "booleans"), shape=tokens.shape, dtypes=(torch.bool,))
         todo = todo & ~frozen.to(tokens.device)
     if not bool(todo.any(1).all()):
         raise ValueError("edit frozen must leave a token to rewrite in every row. Omit the rows that have none.")
-    _check_text("edit", tokens, real, tail_token_id, plan)
-    check_flags("edit", record=record, progress=progress)
-    top = record_top if record else None
-    writer = _Writer("edit", model, plan, tail_token_id, on_step, top, progress, from_text=True, constraint=constraint)
-    return writer.write(tokens, real, todo)
+    _check_text(tokens, real, writer)
+    return replace(writer, plan=replace(writer.plan, noise_level=level), from_text=True).write(tokens, real, todo)
 
 
 @dataclass
@@ -373,8 +352,8 @@ def _corrupt(text: Tensor, allowed: Tensor | None, state: DenoiseState, plan: Pl
     return torch.where(ends, -1, noised)
 
 
-def _read_options(name: str, model: Denoiser, tokens: Any, options: CanvasOptions) -> tuple[Tensor, Plan]:
-    """Check tokens and options like `generate`; return the tokens in int64 and the plan."""
+def _read_options(name: str, model: Denoiser, tokens: Any, options: InfillOptions) -> tuple[Tensor, Tensor, _Writer]:
+    """Check tokens and options like `generate`; return the tokens in int64, those that are real, and the writer."""
     check_denoiser(name, model)
     rule = f"be integer ids of shape (batch, length) on {model.device}"
     require_tensor(tokens, f"{name} tokens", rule, shape=(None, None), dtypes=(torch.int64, torch.int32))
@@ -385,18 +364,31 @@ def _read_options(name: str, model: Denoiser, tokens: Any, options: CanvasOption
             f"{name} tokens must have at most {longest} positions (max_position_embeddings), got {tokens.shape[1]}. "
             "Shorten the text."
         )
-    allowed = options.pop("allowed", None)
+    given, of_canvas = fill_in(options, InfillOptions), select(options, CanvasOptions)
+    allowed, constraint = of_canvas.pop("allowed", None), of_canvas.pop("constraint", None)
     # The plan is for one canvas after a prefix of one token, the shortest possible prefix. Longer prefixes always fit,
     # because a canvas after a longer prefix ends within the text, and the length of the text was checked above.
     canvas_len = model.config.canvas_length
     # `read_plan` accepts a schedule that starts below level 1 only if it gets a canvas. `edit` may use such a schedule,
     # and `infill` may not, because its holes start as pure noise.
     canvas = tokens.new_zeros(len(tokens), canvas_len, dtype=torch.int64) if name == "edit" else None
-    plan = read_plan(model, tokens[:, :1], max_new_tokens=canvas_len, canvas=canvas, **options)
+    plan = read_plan(model, tokens[:, :1], max_new_tokens=canvas_len, canvas=canvas, **of_canvas)
     if allowed is not None:
         shape = (tokens.shape[0], tokens.shape[1])
         allowed = arguments.read_allowed(f"{name} allowed", allowed, plan.noise, shape, tokens.device)
-    return tokens.long(), replace(plan, span=Span(allowed=allowed))
+    real = _read_mask(name, given["attention_mask"], tokens)
+    check_flags(name, record=given["record"], progress=given["progress"])
+    writer = _Writer(
+        name=name,
+        model=model,
+        plan=replace(plan, span=Span(allowed=allowed)),
+        tail_token_id=given["tail_token_id"],
+        on_step=given["on_step"],
+        record_top=given["record_top"] if given["record"] else None,
+        progress=given["progress"],
+        constraint=constraint,
+    )
+    return tokens.long(), real, writer
 
 
 def _read_mask(name: str, attention_mask: Tensor | None, tokens: Tensor) -> Tensor:
@@ -431,8 +423,9 @@ def _read_holes(holes: Holes, tokens: Tensor) -> Tensor:
     return marked
 
 
-def _check_text(name: str, tokens: Tensor, kept: Tensor, tail_token_id: int | None, plan: Plan) -> None:
+def _check_text(tokens: Tensor, kept: Tensor, writer: _Writer) -> None:
     """Check that the tokens outside the holes are in the vocabulary and are not noise."""
+    name, plan, tail_token_id = writer.name, writer.plan, writer.tail_token_id
     vocab_size = plan.noise.vocab_size
     if bool((kept & ((tokens < 0) | (tokens >= vocab_size))).any()):
         raise ValueError(f"{name} tokens must hold ids in [0, {vocab_size}) outside the holes. Mark others as holes.")

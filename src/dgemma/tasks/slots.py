@@ -23,7 +23,7 @@ from dgemma.model.cache import Cache
 from dgemma.progress import progress_bar
 from dgemma.run.arguments import check_vocabulary
 from dgemma.run.defaults import learnt_noise
-from dgemma.run.options import Default, defaults_of, takes_options
+from dgemma.run.options import Default, fill_in, takes_options
 from dgemma.run.step import Denoiser, check_denoiser
 from dgemma.tasks.option_scores import Blank, Layout, Piece, Reader, layouts_of
 
@@ -246,7 +246,7 @@ class _Filler:
 
     def __init__(self, owner: str, model: Denoiser, options: SlotOptions) -> None:
         check_denoiser(owner, model)
-        given: Any = defaults_of(SlotOptions) | dict(options)
+        given: Any = fill_in(options, SlotOptions)
         noise = learnt_noise(model) if given["noise"] is None else given["noise"]
         check_vocabulary(noise, model.config)
         for name, least in (("num_draws", 1), ("max_rows", 1), ("horizon", 0)):
