@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dgemma.checks import require
 from dgemma_kernels.formats.float8 import Quantized
 from dgemma_kernels.formats.fourbit import OrderedRows
 from dgemma_kernels.ops.blocks import (
@@ -117,7 +118,7 @@ def attention_residual(
     expert_sums = None
     if ordered:
         if width % 64 or width > 4096:
-            raise ValueError(f"attention_residual ordered rows must have 64, 128, ... or 4096 columns, got {width}.")
+            require(False, "attention_residual ordered rows", "have 64, 128, ... or 4096 columns", width)
         expert_sums = torch.empty(residual.numel() // width, 2, 64, dtype=torch.bfloat16, device=residual.device)
     row_scale, col_scale = scales or (None, None)
     num_rows = residual.numel() // width
@@ -182,13 +183,11 @@ def layer_tail(
     _require_vectors("layer_tail", width, **vectors, next_weight=next_weight)
     _require_vectors("layer_tail", layer_scalar.numel(), layer_scalar=layer_scalar)
     if layer_scalar.numel() not in (1, residual.numel() // width):
-        raise ValueError(f"layer_tail.layer_scalar must be (1,) or (M,), got {tuple(layer_scalar.shape)}.")
+        require(False, "layer_tail.layer_scalar", "be (1,) or (M,)", layer_scalar)
     num_active = expert_rows.shape[-2]
     if expert_rows.shape != (residual.numel() // width, num_active, width) or not expert_rows.is_contiguous():
-        raise ValueError(
-            f"layer_tail.expert_rows must be contiguous (M, A, D) for a residual of {tuple(residual.shape)}, got "
-            f"{tuple(expert_rows.shape)}."
-        )
+        rule = f"be contiguous (M, A, D) for a residual of {tuple(residual.shape)}"
+        require(False, "layer_tail.expert_rows", rule, expert_rows)
     x = torch.empty_like(residual)
     normed, normed_scale = empty_rows(residual, float8)
     row_scale, col_scale = scales or (None, None)
@@ -510,17 +509,13 @@ def _require_rows(owner: str, **tensors: Tensor) -> None:
     first = next(iter(tensors.values()))
     for name, tensor in tensors.items():
         if tensor.shape != first.shape or tensor.dtype != first.dtype or not tensor.is_contiguous():
-            raise ValueError(
-                f"{owner}.{name} must be contiguous {tuple(first.shape)} {first.dtype}, got {tuple(tensor.shape)} "
-                f"{tensor.dtype} with strides {tensor.stride()}."
-            )
+            rule, fix = f"be contiguous {tuple(first.shape)} {first.dtype}", f"Its strides are {tensor.stride()}."
+            require(False, f"{owner}.{name}", rule, tensor, fix)
     if not first.is_floating_point() or not 1 <= first.shape[-1] <= _MAX_WIDTH:
-        raise ValueError(
-            f"{owner} rows must have 1 to {_MAX_WIDTH} floating-point values, got {tuple(first.shape)} {first.dtype}."
-        )
+        require(False, f"{owner} rows", f"have 1 to {_MAX_WIDTH} floating-point values", first)
 
 
 def _require_vectors(owner: str, width: int, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and (tensor.shape != (width,) or not tensor.is_contiguous()):
-            raise ValueError(f"{owner}.{name} must be contiguous ({width},), got {tuple(tensor.shape)}.")
+            require(False, f"{owner}.{name}", f"be contiguous ({width},)", tensor)
