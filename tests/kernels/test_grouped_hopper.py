@@ -57,7 +57,7 @@ def draw(kind: Kind, sizes: tuple[int, ...], width: int, num_out: int, rank: int
     else:
         weights, b = values(experts, num_out, width), values(experts, num_out, rank)
     order = torch.randperm(num_rows, generator=generator).to(device) if kind.gathered else None
-    x = values(num_rows // CHOICES if kind.gathered else num_rows, width)
+    x = values(-(-num_rows // CHOICES) if kind.gathered else num_rows, width)
     experts_of_rows = torch.arange(experts).repeat_interleave(torch.tensor(sizes))[:, None]
     _, _, ends, tiles = group_choices(experts_of_rows.to(device), experts)
     return Inputs(x, weights, values(num_rows, rank), b, order, ends, tiles)
