@@ -34,10 +34,10 @@ class ExpertConfig:
     """Tiles of the experts for batches of up to `max_tokens` tokens: rows per tile, and one shape per product.
 
     `rows` is a power of two or the sum of two powers of two. In the second case, a tile has two blocks that share the
-    weights: 96 rows are 64 + 32. With `one_scale` float8 hidden values have one scale per row, and tensor cores add all
-    products (in at least 14 bits). If `one_launch` is not 0, int4 weights with `FourBit.float8_rows` use
+    weights: 96 rows are 64 + 32. With `one_scale`, float8 hidden values have one scale per row, and tensor cores add
+    all products (in at least 14 bits). If `one_launch` is not 0, int4 weights with `FourBit.float8_rows` use
     `experts.hopper`, with that many rows per tile. With `persistent`, plain and float8 weights whose sizes allow it use
-    `experts.hopper_many`, and the shapes are those for all other weights.
+    `experts.hopper_many`, and only other weights use `gate_up` and `down`.
     """
 
     max_tokens: int
@@ -345,8 +345,9 @@ _DENSE_H200 = DenseConfig(
     stages=4,
 )
 _ALL = 132  # one program per multiprocessor, for many tokens with `one_order`; without it, library products are used
-# The published model has 33 tiles of gate and up and 22 of down per 256 tokens. With 33, 66 and 44 programs at 256,
-# 512 and 1,024 tokens, each has 1, 1 and 3 tiles of gate and up, and at most 1, 1 and 2 of down.
+# The published model has 33 tiles of gate and up and 22 of down per 256 tokens. At 256 tokens, 33 programs
+# have 1 of the first and at most 1 of the second. At 512 tokens, 66 programs have as many. At 1,024 tokens, 44 programs
+# have 3 and at most 2.
 DENSE: dict[str, tuple[DenseConfig, ...]] = {
     "NVIDIA H200": (
         _DENSE_H200,
@@ -395,8 +396,8 @@ def expert_config(
     """Return the experts' tiles for `num_tokens` tokens and weights of this format on this device.
 
     `format` is the result of `formats.format_of`. Weights of 4 bytes ("float32") run the default tiles with half the
-    depth, so that a tile has as many bytes. With `one_order` only tiles that add in the order of the tiles for 256
-    tokens are used, so that a token's result does not depend on the number of tokens.
+    depth, so that a tile has as many bytes. `one_order` chooses only tiles that add in the order of those for 256
+    tokens, so that a token's result does not depend on the number of tokens.
 
     Example: `expert_config(256, torch.device("cuda")).rows` is 32 on an H200.
     """

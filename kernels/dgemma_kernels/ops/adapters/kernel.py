@@ -3,8 +3,8 @@
 The layers' A (rank, K) and B (N_l, rank) are the rows of two matrices. Each layer has its own `rank` columns of
 `narrow`, which is A of all layers times the input. Memory bandwidth limits these products; a library reaches a third to
 a half of it, with one to three launches per layer. `expand_gradient` reads the gradient of the outputs once, and
-returns the gradients of `narrow` and of B. Both gradients split their sums, and a second launch adds the parts in a
-fixed order. Reference: `reference.py`.
+returns the gradients of `narrow` and of B. `contract_gradient` and
+`expand_gradient` split their sums, and a second launch adds the parts in a fixed order. Reference: `reference.py`.
 """
 
 from collections.abc import Sequence
@@ -132,8 +132,8 @@ def expand_gradient(
     num_rows, num_cols = grad.shape
     if grad.stride(1) != 1 or (num_rows, num_cols) != (narrow.shape[0], b.shape[0]):
         raise ValueError(
-            f"expand_gradient.grad must be ({narrow.shape[0]}, {b.shape[0]}) with neighbouring columns, got "
-            f"{tuple(grad.shape)}."
+            f"expand_gradient.grad must be ({narrow.shape[0]}, {b.shape[0]}) with stride 1 in its columns, got "
+            f"{tuple(grad.shape)} with strides {grad.stride()}."
         )
     splits = [triton.cdiv(width, _SPLIT) for width in widths]
     num_blocks = triton.cdiv(num_rows, _GRAD_ROWS)

@@ -1,9 +1,9 @@
 """Attention of a canvas on Hopper, in Gluon: copies, products and softmax of different tiles run at the same time.
 
-A program computes 128 packed query rows by 256 value columns with twelve warps. Four warps, with one active thread,
-start the copies of keys and values in chunks of 64 slots × 128 columns. Each of two warpgroups has 64 rows. It computes
-the softmax of a key tile while its products with the previous tile's values run (FlashAttention-3, arXiv:2407.08608).
-`kernel.choose_kernel` selects it; `kernel._attention_kernel` is the same maths in Triton.
+A program computes 128 packed query rows by 256 value columns with twelve warps. Four of them copy: their one active
+thread starts the copies of keys and values in chunks of 64 slots × 128 columns. Each of two warpgroups has 64 rows. It
+computes the softmax of a key tile while its products with the previous tile's values run (FlashAttention-3,
+arXiv:2407.08608). `kernel.choose_kernel` selects it; `kernel._attention_kernel` is the same maths in Triton.
 
 Barriers in shared memory order the warps. A chunk of keys or values is `full` when its copy is complete, and `free`
 when both warpgroups have read it.

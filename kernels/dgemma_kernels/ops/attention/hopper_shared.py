@@ -6,7 +6,7 @@ weights, each by its own half of the value columns. While one warpgroup computes
 as in FlashMLA. The maximum of a row passes from tile to tile, and so from one warpgroup to the other.
 
 A tile of keys is 64 slots: 512 columns of values and the 128 rotated columns of keys. Shared memory fits two tiles, one
-per warpgroup. After its scores, the rotated columns of a tile are overwritten by its weights. Barriers: a part of a
+per warpgroup. When the scores of a tile are computed, its weights overwrite its rotated columns. Barriers: a part of a
 tile is `full` when its copy is complete, and `free` when its last reader is done. The weights of a tile are `ready`
 when the other warpgroup may read them.
 """

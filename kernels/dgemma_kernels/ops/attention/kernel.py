@@ -1,6 +1,6 @@
 """Attention of new tokens over a cached prefix and themselves, and the choice between its kernels.
 
-Both use online softmax (FlashAttention, arXiv:2205.14135). The query heads that share a key head are packed as rows of
+All use online softmax (FlashAttention, arXiv:2205.14135). The query heads that share a key head are packed as rows of
 one tile. The keys are split into equal parts, so that one small canvas fills the GPU (Flash-Decoding; `parts`). The
 Triton kernel in this module runs on every GPU; `hopper` has a kernel with specialised warps for Hopper. `choose_kernel`
 chooses between them. Reference: `reference.py`.
@@ -91,8 +91,8 @@ def attention(
     integers on the device. Attention is bidirectional by default. With `causal` query i sees slots up to its own, and
     with `window` only the last `window` of those. A canvas may follow causal tokens: the last `canvas_len` tokens see
     each other and everything before them. In a windowed layer they see only the last `keep` slots before the canvas.
-    Returns (B, T, N, H). With `float8` the result is rounded to float8, as rows (B·T, N·H) that have the same scale:
-    values with a root mean square of at most 1 per head need no scale of their own (`parts.float8_unit`).
+    Returns (B, T, N, H). With `float8` the result is rounded to float8, as rows (B·T, N·H). All rows have the scale
+    `parts.float8_unit`, because the values of a head have a root mean square of at most 1.
 
     With `rotary_pairs`, keys must equal values, except in the first `rotary_pairs` columns of both halves of a head
     (`prepare_qkv` writes such keys). On Hopper, heads of 512 then compute every score once instead of twice.
@@ -185,12 +185,12 @@ def choose_kernel(
         return KernelChoice("triton", f"the Hopper kernel needs {obstacle}")
     num_rows = queries.shape[1] * queries.shape[2] // keys.shape[1]
     if few_rows and num_rows <= _FEW_ROWS:
-        return KernelChoice("triton", f"it is faster for {num_rows} packed query rows, {_FEW_ROWS} or fewer")
+        return KernelChoice("triton", f"it is faster for at most {_FEW_ROWS} packed query rows, got {num_rows}")
     if not triton.__version__.startswith(GLUON_RAN_WITH):
         versions = ", ".join(f"{version}*" for version in GLUON_RAN_WITH)
         return KernelChoice(
             "triton",
-            f"the Hopper kernel ran on a GPU with Triton {versions} only, got {triton.__version__}: "
+            f"the Hopper kernel was tested on a GPU only with Triton {versions}, got {triton.__version__}: "
             f'pip install "triton=={versions}", or pass kernel="hopper"',
         )
     return KernelChoice("hopper", "it can run and has more than 16 packed query rows")
@@ -220,8 +220,8 @@ def hopper_obstacle(queries: Tensor, keys: Tensor, values: Tensor) -> str | None
 
 
 def _computes_scores_once(head_dim: int, rotary_pairs: int | None, window: int | None, part: int) -> bool:
-    """Return True if `hopper_shared` runs instead of `hopper`. With fixed parts `hopper` always runs, in its order of
-    sums."""
+    """Return True if `hopper_shared` runs instead of `hopper`. With fixed parts `hopper` always runs, so that sums
+    have one order."""
     if rotary_pairs is None or window is not None or part or not triton.__version__.startswith(GLUON_RAN_WITH):
         return False
     return head_dim == _hopper_shared().TILE[2] and rotary_pairs <= _hopper_shared().ROTARY_PAIRS
@@ -399,7 +399,7 @@ def _attention_kernel(
         log_weight = tl.where(seen_any, top + tl.log2(total), float("-inf"))
         tl.store(log_weight_ptr + query_head, log_weight, mask=row_valid)
     if scale_ptr is not None:
-        acc = acc.to(query_ptr.dtype.element_ty).to(tl.float32) * (1.0 / UNIT)  # the roundings of several parts
+        acc = acc.to(query_ptr.dtype.element_ty).to(tl.float32) * (1.0 / UNIT)  # rounded as if there were several parts
         if head == 0 and value_part == 0:
             tl.store(scale_ptr + batch * num_tokens + token, UNIT, mask=row_valid & (row % GROUP == 0))
     target = partial_ptr + query_head[:, None] * HEAD_DIM + value_column[None, :]

@@ -102,7 +102,7 @@ def group_choices(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Te
     """
     if not experts.is_contiguous() or not fits(num_experts):
         raise ValueError(
-            f"group_choices must get contiguous choices among a power of two of experts, at most {_MOST_EXPERTS}, got "
+            f"group_choices must get contiguous choices among at most {_MOST_EXPERTS} experts, a power of two, got "
             f"{num_experts}."
         )
     count = experts.numel()
@@ -143,7 +143,7 @@ def _new_results(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 def _check(owner: str, logits: Tensor, scales: Tensor, experts: Tensor | None = None) -> None:
     if not fits(logits.shape[1]) or scales.shape != logits.shape[1:]:
         raise ValueError(
-            f"{owner} must get logits of a power of two of experts, at most {_MOST_EXPERTS}, and a scale for each, got "
+            f"{owner} must get logits of at most {_MOST_EXPERTS} experts, a power of two, and a scale for each, got "
             f"{tuple(logits.shape)} and {tuple(scales.shape)}."
         )
     if not all(x is None or x.is_contiguous() for x in (logits, scales, experts)):
@@ -259,7 +259,7 @@ def _weigh_choices_gradient_kernel(
 def _load_chosen(
     experts: tl.tensor, count: tl.tensor, E: tl.constexpr, CHOICES: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the experts of this program's choices, (CHOICES,), and 1 where a choice is of an expert: (CHOICES, E).
+    """Return the experts of this program's choices, (CHOICES,), and their one-hot code: (CHOICES, E).
 
     After the last choice, the expert is E.
     """

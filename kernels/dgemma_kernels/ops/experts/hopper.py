@@ -1,11 +1,11 @@
 """Both products of int4 experts in one launch on Hopper, in Gluon, with float8 inputs in gate_up.
 
-Four programs per multiprocessor take blocks of columns from a queue, first all blocks of gate_up, then those of down.
-A program copies planes of weights, and the 64 columns of its rows that multiply each plane, into ring buffers in shared
-memory. While it multiplies the last planes of a block, it already copies the first ones of its next block. A block of
-down waits for the hidden values of its tile. Blocks are taken in order, and only by running programs. So the blocks
-that a block of down waits for are complete or being computed. A tile with few rows has smaller products, which take
-less time and energy.
+Four programs per multiprocessor take blocks of columns from a queue, first all blocks of gate_up, then those of down. A
+program copies planes of weights (128 rows by 64 columns) into a ring buffer in shared memory, and the 64 columns of its
+tokens that multiply each plane into another. While it multiplies the last planes of a block, it already copies the
+first ones of its next block. A block of down waits for the hidden values of its tile. Blocks are taken in order, and
+only by running programs. So the blocks that a block of down waits for are complete or being computed. A tile with few
+rows has smaller products, which take less time and energy.
 
 A byte with a code of four bits, read as float8, is code * 2**-9. So the codes themselves are the left operand of
 gate_up. The scale of a group multiplies its sums. Codes have an offset of 8. To remove it, a product after every 16
@@ -477,7 +477,7 @@ def _step(
     COPY: gl.constexpr,
     UP: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor]:
-    """Multiply a block's plane `number`, in `slot` of a ring. If COPY, copy `plane` to where the step before has read.
+    """Multiply a block's plane `number`, in `slot` of a ring. If COPY, copy `plane` to the last slot read.
 
     The rings alternate, by PARITY of the number.
     """
@@ -552,7 +552,7 @@ def _copy_groups(
     END: gl.constexpr,
     SIZE: gl.constexpr,
 ) -> None:
-    """Start the copies of parts BEGIN to END, scales and sums of tokens, in the group of the plane that is next."""
+    """Start to copy parts BEGIN to END of the weights' scales and the tokens' sums, together with the next plane."""
     if source[3]:
         PLANES: gl.constexpr = SIZE.WIDTH // 64
         token = pair // SIZE.NUM_ACTIVE

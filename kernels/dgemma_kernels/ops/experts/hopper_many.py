@@ -1,8 +1,8 @@
 """The experts' two products for many tokens on Hopper, in Gluon: copies and products run at the same time.
 
 One program per multiprocessor takes items from a queue. An item is a tile of rows times a block of weights. Four warps
-copy both into a ring in shared memory, the next item's while this one is stored. Two warpgroups multiply. The weights
-are the left operand, so rows need not be rounded up to 64.
+copy both into a ring in shared memory. While an item is stored, they already copy the next one. Two warpgroups
+multiply. The weights are the left operand, so rows need not be rounded up to 64.
 
 The limits are the bandwidths of L2 and of shared memory. So an item is as large as the registers for its sums allow:
 either 128 rows of weights by up to 288 rows of tokens ("wide"), or 256 by up to 160 ("tall", for experts with fewer
@@ -385,7 +385,7 @@ def _tokens(
     LAYOUT: gl.constexpr,
     SIZE: gl.constexpr,
 ) -> gl.tensor:
-    """Return the tokens of NUM rows, and -1 for rows from `limit` or the end of the tile on."""
+    """Return the tokens of NUM rows, and -1 for rows at or after `limit` or the end of the tile."""
     lane = start + gl.arange(0, NUM, gl.SliceLayout(1, LAYOUT))
     inside = lane < gl.minimum(item.num_rows, limit)
     pair = gl.load(tables.pairs + item.first + lane, mask=inside, other=0)
@@ -808,7 +808,7 @@ def _store_rows(
     FIRST: gl.constexpr,
     SIZE: gl.constexpr,
 ) -> None:
-    """Store columns of values as rows, as many at a time as the buffer in shared memory has; in down, weighted."""
+    """Store columns of values as rows, as many at a time as fit the shared buffer; in down, times routing weights."""
     COLS: gl.constexpr = values.shape[0]
     NUM: gl.constexpr = values.shape[1]
     if buffers.buffer.shape[0] < NUM:

@@ -240,9 +240,7 @@ def float8_obstacle(gate_up_proj: ExpertWeights, down_proj: ExpertWeights) -> st
     width, hidden = down_proj.shape[1:]
     planes = 6 * COLS  # columns in flight; offsets are added after every 16 planes, before the next block's copies
     if width % (2 * COLS) or not planes <= (width - 1) % 1024 + 1 <= 1024 < width <= 4096:
-        return (
-            "a hidden size of 1408 to 4096, in steps of 128, of which the last 1024 or fewer columns are at least 384"
-        )
+        return "a hidden size of 1408 to 4096, a multiple of 128, whose remainder modulo 1024 is 0 or at least 384"
     if hidden % COLS or hidden < planes:
         return f"experts of at least {planes} columns in steps of {COLS}, got {hidden}"
     if gate_up_proj.dtype != torch.bfloat16:
@@ -492,7 +490,7 @@ def _check(owner: str, x: Tensor | Quantized, weights: ExpertWeights, out_width:
         raise ValueError(f"{owner} must get contiguous tensors of one dtype, got {rows.dtype} and {dtype}.")
     if rows.dtype.itemsize == 1 and (row_scale is None or scale is None or scale.ndim != 2):
         raise ValueError(
-            f"{owner} must get {rows.dtype} rows with scales and weights with one scale per output. Call quantize."
+            f"{owner} must get scales for its {rows.dtype} rows, and weights with one scale per output. Call quantize."
         )
     if shape[0] != tiles.num_experts:
         raise ValueError(

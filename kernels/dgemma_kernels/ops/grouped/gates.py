@@ -19,7 +19,7 @@ def gated_gradient(wide: Tensor, pulled: Tensor, weights: Tensor, order: Tensor)
     num_rows, width = pulled.shape
     if wide.shape != (num_rows, 2 * width) or not all(x.is_contiguous() for x in (wide, pulled, weights, order)):
         raise ValueError(
-            f"gated_gradient must get contiguous tensors, with gate and up of each pulled value, got "
+            f"gated_gradient must get contiguous tensors, wide with two columns for each column of pulled, got "
             f"{tuple(wide.shape)} and {tuple(pulled.shape)}."
         )
     hidden, of_wide = torch.empty_like(pulled), torch.empty_like(wide)

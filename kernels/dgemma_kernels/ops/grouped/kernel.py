@@ -2,8 +2,8 @@
 
 torch's grouped product needs the tokens copied once per choice, and a second product for the adapters, which is then
 added. Here a program gathers the tokens of its tile, or loads rows that are grouped already, and adds the adapters'
-product to its sums. It computes its tile from the ends of the groups, so no table of tiles is needed. Programs of one
-expert are neighbours and share its weights in the cache. The tiles fit the shared memory of Hopper.
+product to its sums. It finds the place of its tile from the ends of the groups, so no table of tiles is needed.
+Programs of one expert are neighbours and share its weights in the cache. The tiles fit the shared memory of Hopper.
 
 Where `_fits_hopper`, `hopper` computes the product instead. This kernel computes products with few outputs, for other
 ranks, and with other versions of Triton.

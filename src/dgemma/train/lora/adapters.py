@@ -247,7 +247,7 @@ def load_lora(model: DiffusionGemma, path: str | Path) -> LoRA:
         lora, generation = _read_settings(metadata, path), model.generation
         if "noise" in metadata:  # otherwise the model keeps its own
             generation = generation.after_learning(parse_json(metadata["noise"], f"the noise in {path}"))
-        # Before anything is allocated: a few bytes can name a huge rank.
+        # Checked before anything is allocated, because a few bytes can name a huge rank.
         if _adapter_shapes(model, lora) != {name: tuple(entry.get_shape()) for name, entry in slices.items()}:
             raise ValueError(
                 f"{path} must fit the model, but its adapters have other names or shapes. Load the model it was made "

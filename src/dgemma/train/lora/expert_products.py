@@ -132,7 +132,7 @@ def _gated_and_grad(wide: Tensor, pulled: Tensor, weights: Tensor, order: Tensor
 def narrow_by_row(
     weights: Tensor, narrow: Tensor, along: Tensor, order: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the routing weights (R,), narrow, along, and weights · along, (R, rank) each, in the order of the rows.
+    """Return routing weights (R,), `narrow`, `along` and weights · along (R, rank each), in the order of the rows.
 
     The inputs are in the order of the choices.
     """

@@ -97,7 +97,7 @@ class AdaptedExperts(Experts):
         mixed = super().mix(hidden, weights, groups, dtype)
         narrow = product_by_group(hidden, down_a, groups.ends)
         narrow = (narrow * (in_rows(weights, groups)[:, None] * self.lora.scale)).to(hidden.dtype)
-        # Zeros for the other experts make the sum over a token's experts one product with all experts' B.
+        # The other experts get zeros. So one product with the B of all experts gives the sum over a token's experts.
         spread = Put.apply(narrow, groups)  # (M, E · rank)
         b = _all_experts(self.down_lora_b.to(hidden.dtype).mT)
         return mixed.addmm_(spread, b) if mixed.dtype == spread.dtype else mixed + spread @ b

@@ -51,7 +51,7 @@ class AdaptedLinear(nn.Module):
 
 
 def new_pair(weight: Weight, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
-    """Return A (…, rank, in) and B (…, out, rank) of zeros, in float32 or wider because updates are small."""
+    """Return A (…, rank, in) and B (…, out, rank), both zeros, in float32 or wider because updates are small."""
     *experts, num_out, num_in = weight.shape
     dtype = torch.promote_types(weight.dtype, torch.float32) if isinstance(weight, Tensor) else torch.float32
     a, b = (
@@ -66,7 +66,7 @@ def scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
 
 
 def make_neighbours(layers: Sequence[AdaptedLinear]) -> None:
-    """Move the base weights of layers with the same input next to each other in memory, so that they have one product.
+    """Move the base weights of layers with the same input next to each other in memory, so that one product serves all.
 
     Each weight stays a contiguous tensor.
     """
