@@ -1,4 +1,7 @@
-"""Tiles are neighbouring rows of one expert. `choices.group_choices` lists those of `hopper`. Others have a number."""
+"""The tiles of grouped products: a tile is neighbouring rows (tokens) of one expert.
+
+`choices.group_choices` lists the tiles of `hopper`. The other kernels find a tile from its number.
+"""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""Products of tokens with the weights of their chosen experts, and of rows that are grouped by expert."""
+"""Products with the weights of experts: of tokens with their chosen experts, and of rows already grouped by expert."""
 
 from functools import lru_cache
 from typing import Any, TypeGuard
