@@ -1,4 +1,4 @@
-"""Continuous batching: rows of different prompts are denoised together, each at its own block and step.
+"""Continuous batching: rows of different prompts are denoised together, each at its own canvas and step.
 
 A row that finishes a canvas leaves the batch, and a waiting row takes its place. Every draw is a function of the row's
 own seed, block and step, so a row's tokens depend on its neighbours only through rounding.

@@ -1,4 +1,4 @@
-"""The loop over blocks: start a canvas from noise, step it until its rows are done, commit it."""
+"""The loop over canvases: start a canvas from noise, step it until its rows are done, commit it."""
 
 import itertools
 from collections.abc import Callable, Generator, Sequence

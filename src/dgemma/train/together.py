@@ -1,4 +1,4 @@
-"""The causal pass over a text and the denoising passes over its canvases, joined layer by layer, for adapters.
+"""For adapters: the causal pass over a text and the denoising passes over its canvases, joined layer by layer.
 
 Reference: `read_clean`, then `predict_canvases` twice.
 

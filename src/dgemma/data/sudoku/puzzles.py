@@ -1,4 +1,4 @@
-"""Generation of Sudoku puzzles with one solution, sorted by difficulty and into splits.
+"""Generation of Sudoku puzzles with one solution, sorted by difficulty and divided into splits.
 
 All grids equivalent to a base grid are in the same split. So no seed and no symmetry puts a test grid into the training
 data.

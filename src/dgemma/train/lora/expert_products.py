@@ -1,4 +1,4 @@
-"""Products with the weights of experts: of tokens with their chosen experts, and of rows already grouped by expert."""
+"""Products with the experts' weights, for tokens with their chosen experts, or for rows already grouped by expert."""
 
 from functools import lru_cache
 from typing import Any, TypeGuard
