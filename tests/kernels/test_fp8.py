@@ -245,9 +245,9 @@ def test_float8_without_scales_is_refused(device):
     hidden = experts.expert_gate_up(x, gate_up, tiles)
     by_block = replace(gate_up, scale=gate_up.scale[..., None], block=D)
     for rows, proj in ((x.values, gate_up.values), (x, gate_up.values), (x.values, gate_up), (x, by_block)):
-        with pytest.raises(ValueError, match=r"expert_gate_up must get torch.float8_e4m3fn rows with scales"):
+        with pytest.raises(ValueError, match=r"expert_gate_up must get scales for its torch.float8_e4m3fn rows"):
             experts.expert_gate_up(rows, proj, tiles)
-    with pytest.raises(ValueError, match=r"expert_down must get torch.float8_e4m3fn rows with scales"):
+    with pytest.raises(ValueError, match=r"expert_down must get scales for its torch.float8_e4m3fn rows"):
         experts.expert_down(hidden, down.values, weights, tiles)
     blocks = replace(x, scale=x.scale[:, None].expand(-1, 2).contiguous(), block=64)
     with pytest.raises(ValueError, match=r"expert_gate_up.x must have one scale per row, got one per 64 columns"):

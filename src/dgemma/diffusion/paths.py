@@ -38,7 +38,7 @@ def class_sums(prediction: Prediction, automaton: Automaton) -> tuple[Tensor, Te
 
 
 def arc_weights(language: Language, classes: Tensor, *, total: bool) -> Tensor:
-    """Combine the classes (B, C, K) of each arc, as a log-sum (`total`) or a maximum, (B, C, E)."""
+    """Combine the weights (B, C, K) of the classes of each arc: (B, C, E), a log-sum (`total`) or a maximum."""
     automaton = language.automaton
     combine = log_sum_by if total else max_by
     weights = combine(classes[..., automaton.link_class], automaton.link_arc, len(automaton.arc_source))
@@ -141,7 +141,7 @@ def follow(language: Language, chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def class_bias(language: Language, passes: Passes) -> Tensor:
-    """Return `Joint.bias`: the log-sum over paths with each class at each position, without that position's weight."""
+    """Return `Joint.bias`: for each position and class, the log-sum of paths with it there, without its weight."""
     automaton = language.automaton
     arc = automaton.link_arc
     source, target = automaton.arc_source[arc], automaton.arc_target[arc]

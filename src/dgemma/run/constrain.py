@@ -198,7 +198,7 @@ class _Factors:
         return arcs.expand(self.batch_size, -1)
 
     def _allowed(self, position: int) -> Tensor:
-        """The classes with an allowed token at a position, (B or 1, K) bool."""
+        """The classes of tokens (see `Automaton`) with an allowed token at a position, (B or 1, K) bool."""
         table = self.span.allowed
         if table is not None and table.shape[1] > 1 and position < table.shape[1]:
             return self._classes(table[:, position])

@@ -108,7 +108,7 @@ def start_block(
 ) -> DenoiseState:
     """The state of a plan's block before its first step, for some rows (R,) of the batch.
 
-    states (R,) are those of the plan's language before the block.
+    states (R,): the automaton states of the plan's language before the block.
     """
     return start_state(
         knobs,

@@ -110,7 +110,7 @@ def takes_options(options: type) -> Callable[[Function], Function]:
 
 
 def fill_in(options: Mapping[str, Any], kind: type[Options]) -> Options:
-    """Return all options of a kind: those given, and the defaults of the others.
+    """Return all options that `kind` declares: the given ones, and the defaults of the others.
 
     Example: `fill_in({"steps": 4}, RunOptions)["seed"]` is 0.
     """
@@ -118,7 +118,7 @@ def fill_in(options: Mapping[str, Any], kind: type[Options]) -> Options:
 
 
 def select(options: Mapping[str, Any], kind: type[Options]) -> Options:
-    """Return those of the given options that are of a kind.
+    """Return the given options that `kind` declares.
 
     Example: `select({"steps": 4, "record": True}, RunOptions)` is `{"steps": 4}`.
     """

@@ -40,7 +40,7 @@ class Plan:
     noise_level: float  # noise level of the blocks that `span.canvas` covers
     language: RunLanguage | None = None  # None without a constraint
     first_block: int = 0  # the block number that the first block uses in random draws
-    # (B,) the length of a text that ends inside a single canvas; the rest of the canvas is dropped.
+    # (B,) in a plan of one canvas: the length of each text that ends inside it; the rest of the canvas is dropped.
     text_len: Tensor | None = None
 
     def block(self, block: int, rows: Tensor, states: Tensor | None = None) -> dict[str, Any]:

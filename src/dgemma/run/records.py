@@ -87,7 +87,7 @@ class BlockCommit:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Output:
-    """The result of a run: tokens (B, P + N), new_tokens (B, N) and forwards as `steps` (B, blocks); see `generate`."""
+    """The result of a run: tokens (B, P + N), new_tokens (B, N). `steps` (B, blocks) counts forwards."""
 
     tokens: Tensor
     new_tokens: Tensor

@@ -181,7 +181,7 @@ def step(denoiser: Denoiser, state: DenoiseState, *, cache: Cache, knobs: Knobs)
 
 
 def predict(denoiser: Denoiser, state: DenoiseState, *, cache: Cache, knobs: Knobs) -> Prediction:
-    """Predict the state's canvas (B, C), shaped by its temperature and allowed tokens and the knobs' top-k and top-p.
+    """Predict a canvas (B, C), with the state's temperature and allowed tokens, and the knobs' top-k and top-p.
 
     If the state has a language, the prediction is conditioned on it and on the tokens that are already decided.
 

@@ -20,7 +20,7 @@ class Sampler:
 
     `state.open` marks the positions still to decide. Positions that are neither written nor renoised keep their token.
     A written position is closed permanently, with two exceptions. If the noise is in `redecides`, every unfrozen
-    position is open again at each step (the published sampler under uniform noise). If the sampler `revises`, it may
+    position is open again at each step, as in `EntropyBound` under uniform noise. If the sampler `revises`, it may
     change closed positions itself. `valid_for` names the noises it may run under: "mask", "uniform", "hybrid".
 
     Draw random numbers with `state.uniform("any name")`. To keep memory, return it in `Decision.memory`. The next step

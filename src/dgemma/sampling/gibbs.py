@@ -39,7 +39,7 @@ class LeaveOneOutGibbs(Sampler):
     parametrisation: Literal["mean", "loo"] = "mean"
     valid_for: ClassVar[frozenset[str]] = frozenset({"uniform"})
     redecides: ClassVar[frozenset[str]] = frozenset({"uniform"})
-    stops_when_certain: ClassVar[bool] = False  # the mean prediction is confident because it sees the token itself
+    stops_when_certain: ClassVar[bool] = False  # p(x0 | z) is confident because it sees the token itself
 
     def __post_init__(self) -> None:
         check_count(self, "corrections", fix="Use Ancestral for no corrections.")

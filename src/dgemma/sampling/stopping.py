@@ -88,7 +88,8 @@ class StableAndConfident(StopRule):
 
     This is the published rule. It ignores frozen positions. `compare` is what the argmax is compared with: the last
     steps' "argmax" (transformers), or the "canvas" that each of the last `stability` steps started from (Google's JAX
-    code, with stability 1). It cannot stop before step `stability + 1`, or step `stability` with "canvas".
+    code, with stability 1). The first step at which the rule can stop is `stability + 1`; with "canvas" it is
+    `stability`.
 
     Example: `StableAndConfident(stability=1, confidence=0.005)`.
     """

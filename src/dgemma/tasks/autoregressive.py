@@ -124,7 +124,7 @@ def _compute_ahead(items: Iterator[Any], count: int) -> Iterator[Any]:
 
 
 def _start_reading(values: Tensor) -> Callable[[], list]:
-    """Start to copy values to the host; the returned function waits for them only."""
+    """Start to copy values to the host. The returned function waits only for this copy and returns the values."""
     if not values.is_cuda:
         return values.tolist
     on_host = values.to("cpu", non_blocking=True)

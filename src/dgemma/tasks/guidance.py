@@ -72,7 +72,7 @@ class GuidedCache:
         return cls(*(type(half[0][1]).join(half) for half in halves))
 
     def mark(self) -> tuple[Any, Any]:
-        """Remember this boundary, to roll back to it later."""
+        """Return a mark of the cache as it is now, for `rollback`."""
         return self.conditional.mark(), self.unconditional.mark()
 
     def rollback(self, mark: tuple[Any, Any]) -> None:

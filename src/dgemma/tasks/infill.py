@@ -291,8 +291,8 @@ class _Writer:
             begins = start_block(self.model, plan, 0, torch.arange(len(rows), device=device), knobs)
             canvas = _corrupt(text, allowed, begins, plan)
         canvas = torch.where(frozen, text, canvas)
-        # Masks after the text say that it may go on, and leave all steps of the sampler to the holes. A network that
-        # takes the level of each position would read level 0 at frozen masks.
+        # Masks after the text tell the network that the text may go on. The sampler spends all its steps on the holes.
+        # A network that takes the level of each position would read level 0 at frozen masks.
         tail = self.tail_token_id
         if tail is None and plan.noise.kind == "mask" and not self.model.takes_position_levels:
             tail = plan.noise.mask_token

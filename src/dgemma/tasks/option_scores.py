@@ -1,6 +1,6 @@
 """Log-probabilities, by the chain rule, of the options for the slots of a template (a text with holes).
 
-A canvas shows fixed tokens, and every other position is open. Options of one length are compared by
+A canvas shows fixed tokens, and every other position is open. Options of equal length are compared by
 log p(option | fixed tokens), a sum over the tokens of the option. The length of an option moves the fixed tokens after
 its slot. So for options of different lengths, log p(fixed tokens after the slot | length) is added. It is a sum over
 these tokens from left to right, predicted while the slot is open.

@@ -2,8 +2,8 @@
 
 `slots` fills one template, `decide_many` any number of them, and `calibrate` fits a temperature to known answers.
 Probabilities are those of whole texts, so options may have several tokens and different lengths; see `option_scores`.
-They are exact for a network that is exact under mask noise. Under uniform noise open positions hold random tokens, and
-the probabilities of tokens are averages over a few draws of them.
+Under mask noise they are exact if the network is exact. Under uniform noise, open positions hold random tokens, and
+probabilities are averages over a few draws of these tokens.
 """
 
 import itertools

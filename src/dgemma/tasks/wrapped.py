@@ -144,7 +144,7 @@ class TokenCache:
         return cls(tokens[back], lengths[back], max(cache.num_seen for cache in caches))
 
     def mark(self) -> "TokenCache":
-        """Remember this boundary, to roll back to it later."""
+        """Return a mark of the cache as it is now, for `rollback`."""
         return self.clone()
 
     def rollback(self, mark: "TokenCache") -> None:

@@ -1,4 +1,4 @@
-"""Entropy-bound acceptance in plain PyTorch, the reference for `kernel`, built from the library's sampler and `settle`."""
+"""Entropy-bound acceptance in plain PyTorch, from the library's sampler and `settle`: the reference of `kernel`."""
 
 from types import SimpleNamespace
 from typing import Any
