@@ -221,3 +221,15 @@ def test_the_command_runs_the_harness_and_stores_the_protocol(folder, tasks, tmp
     protocol = json.loads(path.read_text())["config"]["dgemma"]
     assert (protocol["steps"], protocol["seed"]) == (2, 7)
     assert "local_write" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("model", [["--model", "dummy"], ["--model=dummy"], ["-M", "dummy"], ["--config=run.yaml"]])
+def test_the_command_keeps_a_model_that_is_given(model, monkeypatch):
+    import lm_eval.__main__
+
+    seen: list[list[str]] = []
+    monkeypatch.setattr(lm_eval.__main__, "cli_evaluate", lambda: seen.append(sys.argv[1:]))
+    monkeypatch.setattr(sys, "argv", ["dgemma.eval", *model, "--tasks=dgemma_cloze"])
+    runpy.run_module("dgemma.eval", run_name="__main__")
+    assert seen[0][:-2] == [*model, "--tasks=dgemma_cloze"]
+    assert seen[0][-2] == "--include_path"

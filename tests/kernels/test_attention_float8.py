@@ -18,7 +18,7 @@ import attention_cases
 from attention_cases import FULL, HANGS, TAKEN, UNSEEN, exact, native, pretend_hopper
 from dgemma_kernels import accelerate
 from dgemma_kernels.engine import forward
-from dgemma_kernels.ops.attention import attention_float8, reference
+from dgemma_kernels.ops.attention import attention_float8, float8_factor, reference
 from dgemma_kernels.ops.attention import float8 as module
 from gluon_interpreter import Hazard, load
 from kernel_inputs import error, make_model
@@ -87,6 +87,26 @@ def test_reference_is_exact_attention_up_to_rounding():
     for lengths in ([3, 200], [1000]):
         case = draw(lengths, 9)
         assert error(reference.attention_float8(*case), exact(*case, causal=True)) < COST
+
+
+def test_large_keys_fit_with_a_factor():
+    """Keys of 40 times the norm exceed float8 in the usual unit. Smaller queries leave the scores as they are."""
+    queries, keys, values, length = draw([300], 9)
+    factor = float8_factor(torch.full((512,), 40.0))
+    assert factor == 64.0  # 40 · sqrt(512) is at most 28 · 64
+    assert float8_factor(torch.full((512,), 1.2)) == 1.0
+    case = (queries / 40, keys * 40, values, length)
+    for attend in (reference.attention_float8, attention_float8):
+        assert error(attend(*case, key_factor=factor), exact(*case, causal=True)) < COST
+    clipped = reference.attention_float8(*case)
+    assert not error(clipped, exact(*case, causal=True)) < COST
+
+
+def test_strided_keys_are_refused():
+    queries, keys, values, length = draw([20], 9, (2, 512), heads=4, device="cpu")
+    strided = keys.transpose(1, 2).contiguous().transpose(1, 2)
+    with pytest.raises(ValueError, match="attention keys"):
+        attention_float8(queries, strided, values, length)
 
 
 def test_small_weights_far_from_a_large_one_count():
@@ -182,6 +202,9 @@ def test_accelerate_refuses_it_where_it_cannot_run(monkeypatch):
         accelerate(model, float8=["prompt_attention"])
     with pytest.raises(ValueError, match='batch_invariant must be False for float8 "prompt_attention"'):
         accelerate(model, float8=["prompt_attention"], batch_invariant=True)
+    with pytest.raises(ValueError, match='Leave "prompt_attention"'):
+        accelerate(model, "packed", float8=["prompt_attention"], release=True)
+    model.causal_logits(torch.ones(1, 2, dtype=torch.int64))  # it still has its experts
 
 
 EARLY = f"{UNSEEN}|never written"

@@ -1,5 +1,6 @@
 """A checkpoint is complete or absent, whenever the process is killed. One run at a time uses a folder."""
 
+import dataclasses
 import json
 import os
 import pickle
@@ -12,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dgemma.train.checkpoints import Checkpoints, lock_folder
+from dgemma.train.checkpoints import Checkpoints, lock_folder, refuse_changes
+from dgemma.train.config import TrainConfig
 from dgemma.train.parallel import Parallel
 
 
@@ -248,3 +250,10 @@ def test_a_thread_may_lock_twice_and_another_thread_may_not(tmp_path):
         thread.start()
         thread.join(60)
     assert len(errors) == 1
+
+
+def test_a_resumed_run_names_a_setting_that_is_absent_in_one_of_the_two():
+    config = dataclasses.asdict(TrainConfig(steps=1, batch_size=1))
+    now, then = {"config": config, "model": {"a": 1, "b": None}}, {"config": config, "model": {"a": 1}}
+    with pytest.raises(ValueError, match="train model b must stay as in the run in runs, absent, got None"):
+        refuse_changes(now, then, Path("runs"))

@@ -113,8 +113,10 @@ def test_a_compiled_step_in_float64_uses_no_kernel_that_computes_in_float32(kern
 
 @pytest.mark.slow
 def test_the_first_step_compiles_all_products_of_experts_at_once(kernels_on_cpu, monkeypatch):
+    from dgemma.train.lora.expert_products import compile_products
     from dgemma_kernels.ops.grouped import hopper, kernel, reference, tiles
 
+    compile_products.cache_clear()
     compiled, launched = [], []
 
     def multiply(x, weights, narrow, b, of_tiles, order, *, gated):

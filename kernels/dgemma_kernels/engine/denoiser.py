@@ -26,7 +26,7 @@ from dgemma.run.step import Denoiser
 from dgemma_kernels.engine.cache import BufferPool, FusedCache
 from dgemma_kernels.engine.captured import CapturedCausalStep, CapturedDenoise, CapturedStep, carried, list_shapes
 from dgemma_kernels.engine.checks import check_model, check_options, require_gpu
-from dgemma_kernels.engine.forward import Forward
+from dgemma_kernels.engine.forward import Forward, choose_kernels
 from dgemma_kernels.engine.graphs import GraphMemory, Turn, in_turn, remembered, use_here
 from dgemma_kernels.engine.last_step import LastStep, LoadedState
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits, SoftEmbedding
@@ -87,7 +87,7 @@ def accelerate(
     if weights is None:
         weights = stored_format(model)
     check_options(weights, float8=float8, release=release, batch_invariant=batch_invariant)
-    require_gpu(model, float8=weights == "fp8" or bool(float8))
+    require_gpu(model, float8=weights == "fp8" or bool(set(float8) - {"prompt_attention"}))
     check_model(model)
     return FusedDenoiser(
         model, weights, float8=float8, release=release, attention=attention, batch_invariant=batch_invariant
@@ -128,9 +128,12 @@ class FusedDenoiser(Denoiser[FusedCache]):
         attention: KernelName = "auto",
         batch_invariant: bool = False,
     ) -> None:
+        # Raises before `release` takes weights out of the model.
+        prompt_attention = "prompt_attention" in float8
+        choose_kernels(model.config, model.embed_tokens.weight, attention, prompt_attention=prompt_attention)
         taken = take_weights(model, weights, float8=float8, release=release)
         used = model if weights == "bf16" else _without_layers(model)
-        self._start(used, taken, model.generation, attention, batch_invariant, "prompt_attention" in float8)
+        self._start(used, taken, model.generation, attention, batch_invariant, prompt_attention)
 
     def _start(
         self,

@@ -24,6 +24,7 @@ from dgemma_kernels.ops.attention import (
     attention,
     attention_float8,
     choose_kernel,
+    float8_factor,
     float8_obstacle,
 )
 from dgemma_kernels.ops.configs import GLUON_RAN_WITH, dense_config, expert_config, is_hopper, tensor_descriptors
@@ -44,6 +45,25 @@ _DEEP = 256  # rows; for more, library products fill the GPU
 _MANY = 1024  # tokens of a forward, which fill the GPU with programs of `attention_float8`
 _TILE = 64  # keys; a multiple of the number of keys in any tile of attention
 _FULL_PART = 10 * _TILE  # keys; a canvas of 256 after a prefix of 1,024 tokens sees two equal parts
+
+
+def choose_kernels(
+    config: ModelConfig, like: Tensor, attention_kernel: KernelName, *, prompt_attention: bool
+) -> set[KernelChoice]:
+    """Return the choices of all layers, for weights with the dtype and device of `like`. Raises if a kernel cannot run.
+
+    Example: `choose_kernels(config, model.embed_tokens.weight, "auto", prompt_attention=False)`.
+    """
+    choices = set()
+    for shape in map(config.layer_shape, range(config.num_hidden_layers)):
+        queries = like.new_empty(1, 1, config.num_attention_heads, shape.head_dim)
+        keys = like.new_empty(1, shape.num_key_value_heads, 1, shape.head_dim)
+        choices.add(choose_kernel(queries, keys, keys, attention_kernel, few_rows=False))
+        obstacle = float8_obstacle(queries, keys, keys) if prompt_attention and not shape.is_sliding else None
+        if obstacle is not None:
+            part = '"prompt_attention"'
+            raise ValueError(f"accelerate float8 {part} needs {obstacle}. Leave {part} out of float8.")
+    return choices
 
 
 class Forward:
@@ -68,15 +88,11 @@ class Forward:
         self._multiply = in_slices(multiply) if batch_invariant else multiply
         self._multiply_unscaled = in_slices(multiply_unscaled) if batch_invariant else multiply_unscaled
         table = weights.embedding
-        choices = set()
-        for layer in weights.layers:  # an explicit kernel that cannot run raises now, not in the first step
-            heads, size = (config.num_attention_heads, layer.shape.num_key_value_heads), layer.shape.head_dim
-            queries, keys = (table.new_empty(1, 1, heads[0], size), table.new_empty(1, heads[1], 1, size))
-            choices.add(choose_kernel(queries, keys, keys, attention_kernel, few_rows=False))
-            obstacle = float8_obstacle(queries, keys, keys) if prompt_attention and not layer.shape.is_sliding else None
-            if obstacle is not None:
-                part = '"prompt_attention"'
-                raise ValueError(f"accelerate float8 {part} needs {obstacle}. Leave {part} out of float8.")
+        choices = choose_kernels(config, table, attention_kernel, prompt_attention=prompt_attention)
+        self._key_factors = [
+            float8_factor(layer.key_norm) if prompt_attention and not layer.shape.is_sliding else 1.0
+            for layer in weights.layers
+        ]
         if attention_kernel == "auto":
             _log_triton(choices, table.device)
         # sqrt(hidden), rounded to the weights' dtype as in the published model
@@ -190,7 +206,8 @@ class Forward:
                 and x.shape[0] >= _MANY
                 and not layer.shape.is_sliding
             ):
-                seen = attention_float8(queries, keys, values, slot, float8=float8)
+                factor = self._key_factors[index]
+                seen = attention_float8(queries, keys, values, slot, float8=float8, key_factor=factor)
             else:
                 seen = attention(
                     queries,

@@ -15,10 +15,11 @@ def main() -> None:
         sys.exit(str(error))
     from lm_eval.__main__ import cli_evaluate
 
-    if "--tasks" in sys.argv:
-        if "--include_path" not in sys.argv:
+    given = {argument.split("=")[0] for argument in sys.argv}
+    if given & {"--tasks", "-t"}:
+        if "--include_path" not in given:
             sys.argv += ["--include_path", str(Path(__file__).parent / "tasks")]
-        if "validate" not in sys.argv and not {"--model", "-M", "--config", "-C"} & set(sys.argv):
+        if "validate" not in given and not given & {"--model", "-M", "--config", "-C"}:
             sys.argv += ["--model", "dgemma"]  # the harness's own default needs other packages
     cli_evaluate()
 

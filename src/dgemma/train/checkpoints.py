@@ -258,8 +258,9 @@ def refuse_changes(now: Mapping[str, Any], then: Mapping[str, Any], folder: Path
         if name == "config" or before == after:
             continue
         while isinstance(before, Mapping) and isinstance(after, Mapping):  # name only the first difference
-            key = next(key for key in {**before, **after} if before.get(key) != after.get(key))
-            before, after, field = before.get(key), after.get(key), f"{field} {key}"
+            differs = (key for key in {**before, **after} if before.get(key, "absent") != after.get(key, "absent"))
+            key = next(differs)
+            before, after, field = before.get(key, "absent"), after.get(key, "absent"), f"{field} {key}"
         raise ValueError(f"train {field} must stay as in the run in {folder}, {before}, got {after}. {fix}")
 
 
@@ -284,7 +285,7 @@ def describe(value: object) -> str:
     if isinstance(value, Tensor) and not value.dim():
         return describe(value.item())
     if isinstance(value, Tensor) and value.layout is torch.strided:
-        data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        data = value.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy()
         return f"{value.dtype} {tuple(value.shape)} crc32 {zlib.crc32(data.data):08x}"
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)

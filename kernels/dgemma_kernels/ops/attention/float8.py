@@ -5,6 +5,7 @@ cache keeps its dtype, and nothing has to follow its changes. Rounding takes 1 t
 Kernel: `hopper_float8`. Reference: `reference.py`.
 """
 
+import math
 from types import ModuleType
 
 import torch
@@ -13,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dgemma_kernels.formats.float8 import Quantized
-from dgemma_kernels.ops.attention.kernel import hopper_obstacle
+from dgemma_kernels.ops.attention.kernel import check_arguments, hopper_obstacle
 from dgemma_kernels.ops.attention.parts import float8_unit
 from dgemma_kernels.ops.configs import GLUON_RAN_WITH
 from dgemma_kernels.ops.norms import round_rows
@@ -22,25 +23,26 @@ _BLOCK = 128  # slots and columns per program
 
 
 def attention_float8(
-    queries: Tensor, keys: Tensor, values: Tensor, length: Tensor, *, float8: bool = False
+    queries: Tensor, keys: Tensor, values: Tensor, length: Tensor, *, float8: bool = False, key_factor: float = 1.0
 ) -> Tensor | Quantized:
     """Attend causally with the operands of both products in float8. Arguments and result are those of `attention`.
 
-    It needs what `float8_obstacle` names. Keys and values must have a root mean square of at most 1 per head. Rounded
-    copies of them take 2·H bytes per key head and slot while it runs.
+    It needs what `float8_obstacle` names. Values must have a root mean square of at most 1 per head, and keys one of at
+    most `key_factor`, a power of two. Rounded copies of them take 2·H bytes per key head and slot while it runs.
 
     Example: `attention_float8(queries, cache.keys, cache.values, cache.length)`.
     """
     if obstacle := float8_obstacle(queries, keys, values):
         raise ValueError(f"attention_float8 needs {obstacle}. Use attention.")
+    check_arguments(queries, keys, values, length, causal=True, window=None, canvas_len=0, keep=0)
     batch, num_tokens, num_heads, head_dim = queries.shape
     unit = float8_unit(head_dim)
     rounded = round_rows(queries.view(-1, head_dim))
     out = torch.empty_like(queries, dtype=torch.float8_e4m3fn if float8 else None)
     _hopper_float8().attend(
         rounded.values.view(queries.shape),
-        rounded.scale,
-        *round_cache(keys, values, length, num_tokens),
+        rounded.scale if key_factor == 1 else rounded.scale * key_factor,
+        *round_cache(keys, values, length, num_tokens, key_factor),
         length,
         out,
         unit,
@@ -49,6 +51,16 @@ def attention_float8(
         return out
     scale = torch.full((batch * num_tokens,), unit, device=out.device)
     return Quantized(values=out.view(batch * num_tokens, num_heads * head_dim), scale=scale, dtype=queries.dtype)
+
+
+def float8_factor(key_norm: Tensor) -> float:
+    """Return the least power of two, at least 1, with which normed keys times `key_norm` (H,) fit into float8.
+
+    Example: `float8_factor(torch.full((512,), 3.0))` is 4.0: normed keys are at most 22.6, and 448 units are 28.
+    """
+    largest = key_norm.abs().max().item() * key_norm.shape[0] ** 0.5
+    limit = torch.finfo(torch.float8_e4m3fn).max * float8_unit(key_norm.shape[0])
+    return 2.0 ** max(math.ceil(math.log2(largest / limit)), 0) if largest else 1.0
 
 
 def float8_obstacle(queries: Tensor, keys: Tensor, values: Tensor) -> str | None:
@@ -71,8 +83,12 @@ def _hopper_float8() -> ModuleType:
     return hopper_float8
 
 
-def round_cache(keys: Tensor, values: Tensor, length: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+def round_cache(
+    keys: Tensor, values: Tensor, length: Tensor, num_tokens: int, key_factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Round slots [0, length + num_tokens) of keys and values (B, K, capacity, H) to float8, in units of `float8_unit`.
+
+    The unit of keys is `key_factor` times as large.
 
     Returns keys (B, K, S, H) and values (B, K, S / 128, H, 128), where S is the capacity, rounded up to a multiple of
     256. Further slots are zero up to the next multiple of 256, and not written after it.
@@ -94,6 +110,7 @@ def round_cache(keys: Tensor, values: Tensor, length: Tensor, num_tokens: int) -
         HEAD_DIM=head_dim,
         BLOCK=_BLOCK,
         INVERSE=1.0 / float8_unit(head_dim),
+        KEY_INVERSE=1.0 / (float8_unit(head_dim) * key_factor),
         num_warps=8,
     )
     return narrow_keys, narrow_values
@@ -115,6 +132,7 @@ def _round_cache_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     INVERSE: tl.constexpr,
+    KEY_INVERSE: tl.constexpr,
 ) -> None:
     batch = (tl.program_id(2) // KV_HEADS).to(tl.int64)
     head = (tl.program_id(2) % KV_HEADS).to(tl.int64)
@@ -130,7 +148,7 @@ def _round_cache_kernel(
     narrow = narrow_key_ptr.dtype.element_ty
     first = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * (BLOCK * HEAD_DIM)
     own = tl.arange(0, BLOCK)
-    tl.store(narrow_key_ptr + first + own[:, None] * HEAD_DIM + column, (keys.to(tl.float32) * INVERSE).to(narrow))
+    tl.store(narrow_key_ptr + first + own[:, None] * HEAD_DIM + column, (keys.to(tl.float32) * KEY_INVERSE).to(narrow))
     values = tl.trans((values.to(tl.float32) * INVERSE).to(narrow))  # (columns, slots)
     rows = tl.program_id(1) * BLOCK + own[:, None]
     tl.store(narrow_value_ptr + first + rows * BLOCK + own[None, :], values)

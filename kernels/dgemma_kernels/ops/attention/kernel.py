@@ -107,7 +107,7 @@ def attention(
 
     Example: `attention(queries, cache.keys, cache.values, cache.length)`.
     """
-    _check(queries, keys, values, length, causal, window, canvas_len, keep)
+    check_arguments(queries, keys, values, length, causal=causal, window=window, canvas_len=canvas_len, keep=keep)
     batch, num_tokens, num_heads, head_dim = queries.shape
     kv_heads, capacity = keys.shape[1], keys.shape[2]
     num_rows = num_tokens * num_heads // kv_heads
@@ -410,16 +410,18 @@ def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def _check(
+def check_arguments(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
     length: Tensor,
+    *,
     causal: bool,
     window: int | None,
     canvas_len: int,
     keep: int,
 ) -> None:
+    """Raise ValueError for arguments of `attention` with wrong shapes, strides or dtypes."""
     if queries.dim() != 4 or not queries.is_contiguous():
         raise ValueError(
             f"attention queries must be contiguous (B, T, N, H), got shape {tuple(queries.shape)} with strides "

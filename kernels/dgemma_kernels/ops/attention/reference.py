@@ -43,12 +43,12 @@ def attention(
 
 
 def attention_float8(
-    queries: Tensor, keys: Tensor, values: Tensor, length: Tensor, *, float8: bool = False
+    queries: Tensor, keys: Tensor, values: Tensor, length: Tensor, *, float8: bool = False, key_factor: float = 1.0
 ) -> Tensor | Quantized:
     """Attend causally with the operands of both products in float8. Shapes are those of `attention`.
 
-    Queries have a scale per token and head; keys and values are in units of `float8_unit`. The weights of 128 keys are
-    relative to their maximum, as multiples of 2^-8.
+    Queries have a scale per token and head. Values are in units of `float8_unit`, keys in units of `key_factor` times
+    as much. The weights of 128 keys are relative to their maximum, as multiples of 2^-8.
     """
     num_tokens, group, unit = queries.shape[1], queries.shape[2] // keys.shape[1], float8_unit(queries.shape[3])
     num_slots = -(-keys.shape[2] // _TILE) * _TILE
@@ -56,17 +56,19 @@ def attention_float8(
     own = length[:, None] + torch.arange(num_tokens, device=keys.device)  # (B, T): each query's slot
     used = (slot < length[:, None] + num_tokens)[:, None, :, None]  # slots beyond may be NaN
 
-    def narrow(cache: Tensor) -> Tensor:
+    def narrow(cache: Tensor, unit: float) -> Tensor:
         padded = torch.nn.functional.pad(cache, (0, 0, 0, num_slots - cache.shape[2])).masked_fill(~used, 0.0)
         return ((padded.float() / unit).to(torch.float8_e4m3fn).double() * unit).repeat_interleave(group, 1)
 
-    scores = quantize(queries).decode().transpose(1, 2) @ narrow(keys).transpose(2, 3)
+    scores = quantize(queries).decode().transpose(1, 2) @ narrow(keys, key_factor * unit).transpose(2, 3)
     scores = scores.masked_fill((slot > own[..., None])[:, None], -torch.inf).unflatten(-1, (-1, _TILE))
     top = scores.amax(-1, keepdim=True)  # (B, N, T, tiles, 1)
     weights = (scores - top.clamp(min=torch.finfo(top.dtype).min)).exp()
     share = (top - top.amax(-2, keepdim=True)).exp()
     rounded = (weights * 256).float().to(torch.float8_e4m3fn).double() / 256
-    out = (rounded * share).flatten(-2) @ narrow(values) / (weights * share).sum((-2, -1), keepdim=True).squeeze(-1)
+    out = (
+        (rounded * share).flatten(-2) @ narrow(values, unit) / (weights * share).sum((-2, -1), keepdim=True).squeeze(-1)
+    )
     out = out.to(queries.dtype).transpose(1, 2).contiguous()
     return _rounded(out) if float8 else out
 

@@ -222,7 +222,9 @@ def multiply_experts(
         _check_down(hidden, down_proj, weights, tiles)
         return _many().multiply_experts(x, gate_up_proj, down_proj, weights, tiles)
     rows = expert_gate_up(x, gate_up_proj, tiles, config=config)
-    return expert_down(rows, down_proj, weights, tiles, overlap=True, config=config)
+    # `hopper_many` does not count finished parts, for which an overlapping `expert_down` would wait forever.
+    counts = not (config.persistent and _fits_many(values_and_scale(x)[0], gate_up_proj, tiles, width, hidden_width))
+    return expert_down(rows, down_proj, weights, tiles, overlap=counts, config=config)
 
 
 def float8_obstacle(gate_up_proj: ExpertWeights, down_proj: ExpertWeights) -> str | None:
