@@ -23,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -31,6 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dgemma_kernels.ops.configs import num_multiprocessors
 from dgemma_kernels.ops.grouped.tiles import SMALL_TILE, rows_per_tile
+from dgemma_kernels.ops.hopper import async_load, copy_by_threads
 
 # Rows of a tile's first block, and of its second block.
 _FEW, _ALL, _MORE = gl.constexpr(128), gl.constexpr(256), gl.constexpr(32)
@@ -44,11 +44,6 @@ _ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 _HALF_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
 _NUMBERS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 _PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-# Triton 3.9 renamed these.
-_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_load_by_threads = (
-    async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-)
 
 
 class _HopperSizes(NamedTuple):
@@ -324,27 +319,27 @@ def _copy_step(
         _load_weights(weights, tile, start, bar, smem[0], slot, SIZE)
         column = start + gl.expand_dims(gl.arange(0, _DEPTH, gl.SliceLayout(0, _ROWS)), 0)
         token = gl.expand_dims(source[0], 1)
-        _load_by_threads(target, rows + (token * SIZE.WIDTH + column), mask=token >= 0)
+        copy_by_threads(target, rows + (token * SIZE.WIDTH + column), mask=token >= 0)
         if has_more:
             more_token = gl.expand_dims(source[1], 1)
-            _load_by_threads(more, rows + (more_token * SIZE.WIDTH + column), mask=more_token >= 0)
+            copy_by_threads(more, rows + (more_token * SIZE.WIDTH + column), mask=more_token >= 0)
     else:
         if SIZE.GATHERED:
             fence_async_shared()  # threads wrote the slot's rows before
         if is_few:
             if has_more:
                 mbarrier.expect(bar, BYTES + (_FEW + _MORE) * _LINE)
-                _load(more_rows, [first + _FEW, start], bar, more)
+                async_load(more_rows, [first + _FEW, start], bar, more)
             else:
                 mbarrier.expect(bar, BYTES + _FEW * _LINE)
-            _load(few_rows, [first, start], bar, target.slice(0, _FEW))
+            async_load(few_rows, [first, start], bar, target.slice(0, _FEW))
         elif SIZE.PARTS == 1:
             if has_more:
                 mbarrier.expect(bar, BYTES + (_ALL + _MORE) * _LINE)
-                _load(more_rows, [first + _ALL, start], bar, more)
+                async_load(more_rows, [first + _ALL, start], bar, more)
             else:
                 mbarrier.expect(bar, BYTES + _ALL * _LINE)
-            _load(rows, [first, start], bar, target)
+            async_load(rows, [first, start], bar, target)
         _load_weights(weights, tile, start, bar, smem[0], slot, SIZE)
     if SIZE.GATHERED:
         async_copy.mbarrier_arrive(bar, increment_count=False)
@@ -366,12 +361,12 @@ def _load_weights(
         unit = block * SIZE.PARTS + i
         place = slot * SIZE.PARTS + i
         if SIZE.GATED:
-            _load(weights, [unit * (_UNIT // 16), expert * 2, 0, start], bar, w_smem.index(place))
+            async_load(weights, [unit * (_UNIT // 16), expert * 2, 0, start], bar, w_smem.index(place))
         elif SIZE.FLIPPED:
             for part in gl.static_range(2):
-                _load(weights, [expert, start, unit * _UNIT + part * _PART], bar, w_smem.index(place * 2 + part))
+                async_load(weights, [expert, start, unit * _UNIT + part * _PART], bar, w_smem.index(place * 2 + part))
         else:
-            _load(weights, [expert, unit * _UNIT, start], bar, w_smem.index(place))
+            async_load(weights, [expert, unit * _UNIT, start], bar, w_smem.index(place))
 
 
 @gluon.jit

@@ -64,8 +64,10 @@ class AdaptedExperts(Experts):
         return mixed
 
     def compile_kernels(self, x: Tensor, top_k: int, num_again: int) -> None:
-        """Compile the kernels of a step, if it uses them: a forward pass of x (M, D), one of `num_again` tokens, and a
-        backward pass of x."""
+        """Compile the kernels of a step, if it uses them.
+
+        A step has a forward pass of x (M, D), another forward pass of `num_again` tokens, and a backward pass of x.
+        """
         if self.keeps_output and uses_kernel(self.gate_up_proj, x):
             shape, rank = self.down_proj.shape, self.lora.rank
             compile_products(shape, rank, top_k, x.shape[0], num_again, x.dtype, x.device)
