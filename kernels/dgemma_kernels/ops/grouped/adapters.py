@@ -15,10 +15,12 @@ _LEAST = 16  # depth of a product on tensor cores
 def contract_and_outer(
     rows: Tensor, narrow: Tensor, weights: Tensor, ends: Tensor, *, scale: float, by_row: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return scale · by_row · rows W, (R, rank), and rowsᵀ narrow of each expert, (E, N, rank), as the weights.
+    """Return two products of the rows: with their experts' weights, (R, rank), and with `narrow`, (E, N, rank).
 
-    rows: (R, N), and narrow: (R, rank), grouped by expert. weights: (E, N, rank), contiguous or transposed. ends: (E,)
-    int32, where the group of each expert ends. by_row: (R,). Sums are in float32, in a fixed order.
+    The first is scale · by_row · row @ W_e, with the expert e of each row. The second is rowsᵀ @ narrow over the rows
+    of each expert; if the weights are transposed in memory, so is this product. rows: (R, N), and narrow: (R, rank),
+    grouped by expert. weights: (E, N, rank), contiguous or transposed. ends: (E,) int32, where the group of each expert
+    ends. by_row: (R,). Sums are in float32, in a fixed order.
 
     Example: `of_narrow, of_b = contract_and_outer(of_out, narrow, experts.gate_up_lora_b, groups.ends, scale=2.0)`.
     """

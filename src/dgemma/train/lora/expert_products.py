@@ -37,8 +37,8 @@ def compile_products(
 ) -> None:
     """Compile the products of `AdaptedExperts` at the same time. Otherwise the first step compiles one after the other.
 
-    shape: (E, D, F), that of the down weights. num_tokens: in the first forward pass and in the backward pass.
-    num_again: in the second forward pass.
+    shape: (E, D, F), that of the down weights. num_tokens: the number of tokens in the first forward pass and in the
+    backward pass. num_again: the number of tokens in the second forward pass.
     """
     from dgemma_kernels.ops.choices import fits
     from dgemma_kernels.ops.grouped import ExpertProduct
@@ -80,10 +80,11 @@ def thin_product(rows: Tensor, weights: Tensor, ends: Tensor, scale: float, by_r
 def contract_and_outer(
     rows: Tensor, narrow: Tensor, weights: Tensor, groups: Groups, scale: float, by_row: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return scale · by_row · rows W of each row's expert, (R, rank), and rowsᵀ narrow of each expert, (E, N, rank).
+    """Return two products of the rows: with their experts' weights, (R, rank), and with `narrow`, (E, N, rank).
 
-    rows (R, N) and narrow (R, rank) are grouped by expert; weights (E, N, rank). If the weights are transposed in
-    memory, so is the second result.
+    The first is scale · by_row · row @ W_e, with the expert e of each row. The second is rowsᵀ @ narrow over the rows
+    of each expert; if the weights are transposed in memory, so is this product. rows (R, N) and narrow (R, rank) are
+    grouped by expert; weights (E, N, rank).
     """
     if uses_kernel(weights, rows) and weights.shape[-1] <= _FEW_OUTPUTS:
         from dgemma_kernels.ops import grouped
@@ -146,7 +147,10 @@ def take(x: Tensor, groups: Groups) -> Tensor:
 
 
 def put(rows: Tensor, groups: Groups) -> Tensor:
-    """Invert `take`: write each row (R, rank) to the columns of its token and expert; others of (M, E · rank) are 0."""
+    """Return (M, E · rank): each of the rows (R, rank) is copied to its token and the columns of its expert.
+
+    All other values are 0. The rows are grouped by expert.
+    """
     return _put_rows(rows, groups.experts, groups.order, groups.ends.shape[0]).flatten(1)
 
 
@@ -162,7 +166,7 @@ def _put_rows(rows: Tensor, experts: Tensor, order: Tensor, num_experts: int) ->
 
 
 class Take(torch.autograd.Function):
-    """`take`, whose gradient is a copy without additions, because it reads no position twice."""
+    """`take`, whose gradient is a copy without additions, because `take` reads no position twice."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, groups: Groups) -> Tensor:
@@ -175,7 +179,7 @@ class Take(torch.autograd.Function):
 
 
 class Put(torch.autograd.Function):
-    """`put`, the transpose of `take`."""
+    """`put`, whose gradient is `take`, in the order of the rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, groups: Groups) -> Tensor:

@@ -76,7 +76,7 @@ class AdaptedExperts(Experts):
         return self.hidden_after(self.narrow(x, groups), x, groups)
 
     def narrow(self, x: Tensor, groups: Groups) -> Tensor:
-        """Return scale · A x for A of each chosen expert's gate_up: x (M, D) → (M, A, rank)."""
+        """Return scale · A_e x of gate_up's adapter, for each expert e that a token chose: x (M, D) → (M, A, rank)."""
         # For small ranks, one product of all tokens with all experts' A is faster than thin products by expert.
         a = _all_experts(self.gate_up_lora_a.to(x.dtype))
         taken: Tensor = Take.apply(scaled_product(x, a.T, self.lora.scale), groups)
@@ -120,16 +120,17 @@ class AdaptedExperts(Experts):
         up_a, up_b, down_a, down_b = (getattr(self, name).to(dtype) for name in _EXPERT_ADAPTERS)
         # A name with `of_` is the gradient of what it names. Narrow values are between A and B of an adapter. Each of
         # the R rows is a choice; they are grouped by expert.
-        # Through down. These gradients lack the factor of the routing weights, except `weighted`, (R, rank).
+        # The backward pass of the `down` product. These gradients lack the factor of the routing weights, except
+        # `weighted`, (R, rank).
         of_choices = take(scaled_product(grad, _all_experts(down_b.mT).T, scale), groups)  # (M, A, rank)
         by_choice = weights, narrow.flatten(0, 1).to(dtype), of_choices.flatten(0, 1)
         by_row, up_narrow, of_down_narrow, weighted = narrow_by_row(*by_choice, groups.order)
         of_hidden = product_of_tokens(grad, down.mT, of_down_narrow, down_a.mT, groups)  # (R, F)
-        # Through GeGLU. Its inputs, gate and up, are computed again. Its gradients have the factor.
+        # The backward pass of GeGLU. Its inputs, gate and up, are computed again. Its gradients have the factor.
         gate_and_up = product_of_tokens(x, gate_up, up_narrow, up_b, groups)  # (R, 2F)
         hidden, of_gate_and_up, of_weights = grad_of_gates(gate_and_up, of_hidden, weights, groups.order)
         del gate_and_up, of_hidden
-        # Through gate_up.
+        # The backward pass of the `gate_up` product.
         of_up_narrow, of_up_b = contract_and_outer(of_gate_and_up, up_narrow, up_b, groups, scale)
         spread = put(of_up_narrow, groups)  # (M, E · rank)
         if uses_kernel(gate_up, of_gate_and_up):

@@ -51,7 +51,10 @@ class AdaptedLinear(nn.Module):
 
 
 def new_pair(weight: Weight, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
-    """Return A (…, rank, in) and B (…, out, rank), both zeros, in float32 or wider because updates are small."""
+    """Return A (…, rank, in) and B (…, out, rank), both zeros; `add_lora` then draws A.
+
+    Both are in float32 or wider, because updates are small.
+    """
     *experts, num_out, num_in = weight.shape
     dtype = torch.promote_types(weight.dtype, torch.float32) if isinstance(weight, Tensor) else torch.float32
     a, b = (
@@ -173,8 +176,8 @@ def _grad_of_expand(
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """Return scale · the gradient of `narrow`, and the unscaled gradient of each B.
 
-    grads: the gradients of each layer's output, (M, N_l). at_once: the same as one tensor (M, N), if they are
-    neighbours in memory.
+    grads: the gradients of each layer's output, (M, N_l). at_once: all these gradients as one tensor (M, N), if they
+    are neighbours in memory; otherwise None.
     """
     if at_once is not None and at_once.stride(1) == 1 and _uses_kernels(narrow, len(b), b[0].shape[1]):
         from dgemma_kernels.ops.adapters import expand_gradient
