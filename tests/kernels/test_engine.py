@@ -643,6 +643,8 @@ def test_unsupported_arguments_raise_with_a_reason(models, monkeypatch):
         accelerate(dgemma.DiffusionGemma(plain.config.replace(head_dim=24), device=plain.device))
     with pytest.raises(ValueError, match="cache must come from this model"):
         fast.denoise(prompt[:, :CANVAS], plain.encode(prompt))
+    with pytest.raises(ValueError, match="cache must come from encode of this model"):
+        plain.denoise(prompt[:, :CANVAS], fast.encode(prompt))
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     with pytest.raises(ValueError, match="needs the model on a CUDA GPU"):
         accelerate(dgemma.DiffusionGemma(plain.config, device="cpu"))

@@ -215,3 +215,24 @@ def test_a_cache_shows_how_much_it_holds():
         torch.full((2, 3), 5), attention_mask=torch.tensor([[1, 1, 1], [0, 1, 1]])
     )
     assert repr(cache) == f"PrefixCache(lengths=[3, 2], num_layers={config.num_hidden_layers})"
+
+
+@pytest.mark.parametrize("name", ["a number", "another kind", "another model"])
+def test_a_cache_that_the_model_did_not_make_is_refused(model, name):
+    tokens = torch.randint(5, 512, (1, 8))
+    other = DiffusionGemma(model.config.replace(num_hidden_layers=1, layer_types=("full_attention",)))
+    caches = {"a number": 3, "another kind": dgemma.TokenCache(tokens, torch.tensor([8]), 8)}
+    cache = other.encode(tokens) if name == "another model" else caches[name]
+    for read in (model.encode, model.causal_logits, model.denoise):
+        with pytest.raises(ValueError, match="cache must come from encode of this model"):
+            read(tokens, cache)
+
+
+def test_every_cache_has_the_members_of_the_protocol(model):
+    prompt = torch.randint(5, 512, (1, 8))
+    guided = dgemma.Guided(model, strength=1.0, unconditional=4)
+    for cache in (model.encode(prompt), guided.encode(prompt), dgemma.TokenCache(prompt, torch.tensor([8]), 8)):
+        cache_module.require_cache("generate", cache)
+    for value in (None, prompt, model):
+        with pytest.raises(ValueError, match="generate cache must come from encode"):
+            cache_module.require_cache("generate", value)

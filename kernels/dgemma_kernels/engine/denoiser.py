@@ -371,8 +371,9 @@ class FusedDenoiser(Denoiser[FusedCache]):
         cache.trim()
 
     def _check_canvas(self, canvas: Tensor, cache: FusedCache) -> FusedCache:
-        self._model.check_tokens(canvas, cache, "canvas")
-        return self._own(cache)
+        own = self._own(cache)
+        self._model.check_tokens(canvas, own, "canvas")
+        return own
 
     def _check_prefix(
         self, tokens: Tensor, cache: FusedCache | None, attention_mask: Tensor | None

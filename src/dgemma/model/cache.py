@@ -7,7 +7,7 @@ long prefix needs memory in the full layers alone: 262,144 tokens of the 26B mod
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from dgemma.model.config import Conventions, ModelConfig
 _GROWTH = 1.25  # growth of a full buffer, so that appending takes linear time
 
 
+@runtime_checkable
 class Cache(Protocol):
     """The protocol of prefix caches, which `PrefixCache`, the fused engine, `Guided` and wrapped models implement.
 
@@ -61,11 +62,11 @@ class Cache(Protocol):
 
 
 def require_cache(owner: str, cache: Any) -> None:
-    """Raise for a value that no denoiser has made.
+    """Raise for a value without the members of `Cache`.
 
     Example: `require_cache("generate", model.encode(prompt_tokens))`.
     """
-    require(hasattr(cache, "num_slots"), f"{owner} cache", "come from encode", cache)
+    require(isinstance(cache, Cache), f"{owner} cache", "come from encode, with the members of Cache", cache)
 
 
 @dataclass(frozen=True)

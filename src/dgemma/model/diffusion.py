@@ -16,7 +16,7 @@ from dgemma.checks import read_device, read_dtype, require, require_tensor, type
 from dgemma.diffusion.prediction import Prediction, SoftCap
 from dgemma.model.attention import Mask
 from dgemma.model.backbone import KeysValues, Layer, run_layers
-from dgemma.model.cache import Cache, LayerCache, PrefixCache, require_cache
+from dgemma.model.cache import Cache, LayerCache, PrefixCache
 from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig
 from dgemma.model.experts import Experts, ReleasedExperts
 from dgemma.model.layers import GatedMLP, RMSNorm, rms_norm, wide_dtype
@@ -231,7 +231,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
 
         Example: `model.denoise(canvas, cache, self_cond=prediction.shaped(temperature=0.8)).entropy`.
         """
-        self.check_tokens(canvas, cache, "canvas")
+        self.check_tokens(canvas, self._own(cache), "canvas")
         self._check_condition(canvas, self_cond, self_cond_mask)
         signal = None if self_cond is None else self.soft_embedding(self_cond, self_cond_mask)
         x = self.embed_canvas(canvas, signal, noise_level)
@@ -370,7 +370,13 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
     def _cache_for(self, tokens: Tensor, cache: PrefixCache | None) -> PrefixCache:
         """Return the cache that `tokens` extend; a new one for None."""
         _check_ids(tokens, "tokens")
-        return self.new_cache(tokens.shape[0]) if cache is None else cache
+        return self.new_cache(tokens.shape[0]) if cache is None else self._own(cache)
+
+    def _own(self, cache: Any) -> PrefixCache:
+        """Return the cache; raise unless a model with these layers made it."""
+        fits = isinstance(cache, PrefixCache) and len(cache.layers) == len(self.layers)
+        require(fits, "DiffusionGemma cache", "come from encode of this model", cache)
+        return cache
 
     def check_prefix(self, tokens: Tensor, cache: Cache, attention_mask: Tensor | None) -> Tensor | None:
         """Check the arguments of `encode`; return which of tokens (B, T) are real, None if all are."""
@@ -401,7 +407,6 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
     def check_tokens(self, tokens: Tensor, cache: Cache, name: str) -> None:
         """Check tokens (B, T), the prefix's or a canvas's, against the cache they are read with."""
         _check_ids(tokens, name)
-        require_cache("DiffusionGemma", cache)
         if tokens.device != self.device:
             raise ValueError(
                 f"DiffusionGemma {name} must be on the model's device {self.device}, got {tokens.device}. Move it."
