@@ -44,9 +44,10 @@ def require_tensor(
     *,
     shape: Sequence[int | None],
     dtypes: Collection[torch.dtype] | None = None,
+    contiguous: bool = False,
     fix: str = "",
 ) -> None:
-    """Raise unless `value` is a tensor of this shape and dtype.
+    """Raise unless `value` is a tensor of this shape and dtype, and contiguous if that is required.
 
     None in `shape` allows any size, and without `dtypes` any dtype is allowed.
 
@@ -55,7 +56,7 @@ def require_tensor(
     fits = isinstance(value, Tensor) and value.layout is torch.strided and value.dim() == len(shape)
     fits = fits and (dtypes is None or value.dtype in dtypes)
     fits = fits and all(size is None or size == given for size, given in zip(shape, value.shape, strict=True))
-    if not fits:
+    if not fits or (contiguous and not value.is_contiguous()):
         require(False, name, rule, value, fix)
 
 

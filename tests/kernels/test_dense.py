@@ -121,7 +121,7 @@ def test_weights_of_other_widths_are_refused(device):
 
 
 def test_counters_of_another_shape_are_refused(device):
-    with pytest.raises(ValueError, match=r"dense_mlp.progress must be \(2,\) int32, got \(1,\) torch.int32"):
+    with pytest.raises(ValueError, match=r"dense_mlp.progress must be \(2,\) int32, got torch.int32 of shape \(1,\)"):
         dense.dense_mlp(*draw(4, 16, 8, torch.float32, device), count(device)[:1])
 
 

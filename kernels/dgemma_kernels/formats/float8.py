@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dgemma.checks import require_field, require_tensor
+
 LARGEST = 448.0  # of e4m3
 _LEAST = 2.0**-80  # a row whose values are all smaller becomes zeros, not NaN
 _CHUNK = 1 << 25  # values at a time; the float32 quotients of all would take twice the memory of bfloat16 weights
@@ -23,15 +25,11 @@ class Quantized:
     block: int | None = None
 
     def __post_init__(self) -> None:
-        if self.block is not None and self.block < 1:
-            raise ValueError(f"Quantized.block must be at least 1 column, got {self.block}.")
+        require_field(self.block is None or self.block >= 1, self, "block", "be at least 1 column")
         *rows, width = self.values.shape
         shape = rows if self.block is None else [*rows, -(-width // self.block)]
-        if list(self.scale.shape) != shape or self.scale.dtype != torch.float32 or not self.scale.is_contiguous():
-            raise ValueError(
-                f"Quantized.scale must be contiguous {tuple(shape)} float32 for values {tuple(self.values.shape)}, "
-                f"got {tuple(self.scale.shape)} {self.scale.dtype}."
-            )
+        rule = f"be contiguous {tuple(shape)} float32 for values {tuple(self.values.shape)}"
+        require_tensor(self.scale, "Quantized.scale", rule, shape=shape, dtypes=(torch.float32,), contiguous=True)
 
     @property
     def shape(self) -> torch.Size:

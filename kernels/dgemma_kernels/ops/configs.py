@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
+from dgemma.checks import check_count, require_field
+
 
 @dataclass(frozen=True, kw_only=True)
 class TileShape:
@@ -23,10 +25,8 @@ class TileShape:
     def __post_init__(self) -> None:
         for field in ("cols", "depth", "warps"):
             value = getattr(self, field)
-            if value < 1 or value & (value - 1):
-                raise ValueError(f"TileShape.{field} must be a power of two, got {value}.")
-        if self.stages < 1:
-            raise ValueError(f"TileShape.stages must be >= 1, got {self.stages}.")
+            require_field(value >= 1 and not value & (value - 1), self, field, "be a power of two")
+        check_count(self, "stages")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,8 @@ class ExpertConfig:
     persistent: bool = False
 
     def __post_init__(self) -> None:
-        if self.rows < 16 or self.rows % 16 or self.rows.bit_count() > 2:
-            raise ValueError(f"ExpertConfig.rows must be a power of two >= 16 or the sum of two, got {self.rows}.")
+        fits = self.rows >= 16 and self.rows % 16 == 0 and self.rows.bit_count() <= 2
+        require_field(fits, self, "rows", "be a power of two >= 16 or the sum of two")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,14 +73,11 @@ class DenseConfig:
     def __post_init__(self) -> None:
         for field in ("rows", "gate_up_cols", "down_cols", "depth", "warps"):
             value, least = getattr(self, field), 1 if field == "warps" else 16  # tensor cores need 16
-            if value < least or value & (value - 1):
-                raise ValueError(f"DenseConfig.{field} must be a power of two >= {least}, got {value}.")
-        if self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"DenseConfig.min_tokens must be at most max_tokens = {self.max_tokens}, got {self.min_tokens}."
-            )
-        if self.programs < 1 or self.stages < 1:
-            raise ValueError(f"DenseConfig.programs and stages must be >= 1, got {self.programs} and {self.stages}.")
+            require_field(value >= least and not value & (value - 1), self, field, f"be a power of two >= {least}")
+        rule = f"be at most max_tokens = {self.max_tokens}"
+        require_field(self.min_tokens <= self.max_tokens, self, "min_tokens", rule)
+        check_count(self, "programs")
+        check_count(self, "stages")
 
 
 _ANY = 1 << 62

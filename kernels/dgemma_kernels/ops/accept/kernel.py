@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dgemma.checks import require, require_tensor
 from dgemma.diffusion import draws
 
 MAX_CANVAS = 1024
@@ -91,8 +92,7 @@ def accept(
     bound=0.1, vocab_size=262144, confidence=0.005).canvas`.
     """
     batch, canvas_len = entropy.shape
-    if canvas_len > MAX_CANVAS:
-        raise ValueError(f"accept canvas must have at most {MAX_CANVAS} positions, got {canvas_len}.")
+    require(canvas_len <= MAX_CANVAS, "accept canvas", f"have at most {MAX_CANVAS} positions", canvas_len)
     before = _Before(
         entropy, tokens, argmax, canvas, open, frozen, draft, done, seeds, block, step, num_steps, recent, ended
     )
@@ -138,10 +138,8 @@ def _check(before: _Before) -> None:
             shape = (batch,)
         elif name == "recent":
             shape = (batch, tensor.shape[1], canvas_len)
-        if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
-            raise ValueError(
-                f"accept {name} must be contiguous {dtype} {shape}, got {tensor.dtype} {tuple(tensor.shape)}."
-            )
+        rule = f"be contiguous {dtype} {shape}"
+        require_tensor(tensor, f"accept {name}", rule, shape=shape, dtypes=(dtype,), contiguous=True)
 
 
 @triton.jit

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dgemma.checks import require_tensor
+
 
 def embed(
     tokens: Tensor, table: Tensor, next_weight: Tensor, update: Tensor | None, *, scale: float, norm: bool, eps: float
@@ -20,15 +22,13 @@ def embed(
     Example: `x, normed = embed(canvas.flatten(), table, weight, update, scale=53.0, norm=True, eps=1e-6)`.
     """
     num_tokens, width = tokens.shape[0], table.shape[1]
-    if tokens.dim() != 1 or tokens.dtype != torch.int64 or not tokens.is_contiguous():
-        raise ValueError(f"embed tokens must be contiguous (M,) int64, got {tuple(tokens.shape)} {tokens.dtype}.")
-    if table.dim() != 2 or not table.is_contiguous() or next_weight.shape != (width,):
-        raise ValueError(
-            f"embed table must be contiguous (V, D) and next_weight (D,), got {tuple(table.shape)} and "
-            f"{tuple(next_weight.shape)}."
-        )
-    if update is not None and (update.shape != (num_tokens, width) or not update.is_contiguous()):
-        raise ValueError(f"embed update must be contiguous ({num_tokens}, {width}), got {tuple(update.shape)}.")
+    rule = "be contiguous (M,) int64"
+    require_tensor(tokens, "embed tokens", rule, shape=(None,), dtypes=(torch.int64,), contiguous=True)
+    require_tensor(table, "embed table", "be contiguous (V, D)", shape=(None, None), contiguous=True)
+    require_tensor(next_weight, "embed next_weight", f"be ({width},)", shape=(width,))
+    if update is not None:
+        shape = (num_tokens, width)
+        require_tensor(update, "embed update", f"be contiguous {shape}", shape=shape, contiguous=True)
     x = torch.empty(num_tokens, width, dtype=table.dtype, device=table.device)
     normed = torch.empty_like(x)
     block = triton.next_power_of_2(width)

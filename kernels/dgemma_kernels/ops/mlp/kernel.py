@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dgemma.checks import require, require_tensor
 from dgemma_kernels.formats import format_of
 from dgemma_kernels.formats.float8 import Quantized
 from dgemma_kernels.ops.blocks import gelu_tanh_times, inside, load_rows, rows_of, store_rows_rounded
@@ -23,8 +24,8 @@ def geglu(gate_up: Tensor) -> Tensor:
 
     Example: `geglu(torch.mm(x, gate_up_weight.T))`.
     """
-    if gate_up.ndim != 2 or gate_up.shape[1] % 2 or not gate_up.is_contiguous():
-        raise ValueError(f"geglu.gate_up must be contiguous (M, 2F), got {tuple(gate_up.shape)}.")
+    fits = gate_up.ndim == 2 and gate_up.shape[1] % 2 == 0 and gate_up.is_contiguous()
+    require(fits, "geglu.gate_up", "be contiguous (M, 2F)", gate_up)
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_rows, width, dtype=gate_up.dtype, device=gate_up.device)
     _geglu_kernel[(triton.cdiv(num_rows, 4), triton.cdiv(width, 256))](
@@ -97,8 +98,7 @@ def dense_mlp(
         )
     if not all(tensor.is_contiguous() for tensor in (x, gate_up_weight, down_weight, progress)):
         raise ValueError("dense_mlp must get contiguous tensors. Call .contiguous() on them first.")
-    if progress.shape != (2,) or progress.dtype != torch.int32:
-        raise ValueError(f"dense_mlp.progress must be (2,) int32, got {tuple(progress.shape)} {progress.dtype}.")
+    require_tensor(progress, "dense_mlp.progress", "be (2,) int32", shape=(2,), dtypes=(torch.int32,))
     config = config or dense_config(num_rows, x.device, format_of(x))
     if config is None:
         return torch.mm(gate_up_geglu(x, gate_up_weight), down_weight.T)

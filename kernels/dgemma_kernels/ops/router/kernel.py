@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dgemma.checks import require_tensor
 from dgemma_kernels.ops.blocks import MANY_ROWS, inside, wait_for_launches_before
 from dgemma_kernels.ops.configs import dependent_launch
 
@@ -61,10 +62,9 @@ def route(
     """
     num_tokens, width = router_input.shape
     num_experts = proj.shape[0]
-    if proj.shape != (num_experts, width) or proj.dtype != router_input.dtype:
-        raise ValueError(f"route.proj must be (E, {width}) {router_input.dtype}, got {tuple(proj.shape)} {proj.dtype}.")
-    if per_expert_scale.shape != (num_experts,):
-        raise ValueError(f"route.per_expert_scale must be ({num_experts},), got {tuple(per_expert_scale.shape)}.")
+    rule = f"be (E, {width}) {router_input.dtype}"
+    require_tensor(proj, "route.proj", rule, shape=(None, width), dtypes=(router_input.dtype,))
+    require_tensor(per_expert_scale, "route.per_expert_scale", f"be ({num_experts},)", shape=(num_experts,))
     if not 1 <= num_active <= num_experts <= 256:
         raise ValueError(f"route.num_active must be in 1..E with E <= 256, got {num_active} of {num_experts} experts.")
     if not (router_input.is_contiguous() and proj.is_contiguous() and per_expert_scale.is_contiguous()):
@@ -125,18 +125,20 @@ def sort_by_expert(index: Tensor, counts: Tensor, rows_per_tile: int) -> ExpertT
 
     Example: `tiles = sort_by_expert(index, counts, expert_config(256, index.device).rows)`.
     """
-    if index.ndim != 2 or index.dtype != torch.int32 or not index.is_contiguous():
-        raise ValueError(
-            f"sort_by_expert.index must be contiguous (M, A) int32, got {tuple(index.shape)} {index.dtype}."
-        )
+    rule = "be contiguous (M, A) int32"
+    require_tensor(index, "sort_by_expert.index", rule, shape=(None, None), dtypes=(torch.int32,), contiguous=True)
     num_tokens, num_active = index.shape
     num_pairs, chunk, num_experts = index.numel(), tokens_per_count(num_tokens), counts.shape[-1]
     num_chunks = triton.cdiv(num_tokens, chunk)
-    if counts.shape != (num_chunks, num_experts) or counts.dtype != torch.int32 or not counts.is_contiguous():
-        raise ValueError(
-            f"sort_by_expert.counts must be contiguous ({num_chunks}, E) int32, got {tuple(counts.shape)} "
-            f"{counts.dtype}. Use those of route or reference.count_pairs."
-        )
+    require_tensor(
+        counts,
+        "sort_by_expert.counts",
+        f"be contiguous ({num_chunks}, E) int32",
+        shape=(num_chunks, None),
+        dtypes=(torch.int32,),
+        contiguous=True,
+        fix="Use those of route or reference.count_pairs.",
+    )
     # Every expert with rows has at most one partly filled tile.
     max_tiles = num_pairs // rows_per_tile + min(num_experts, num_pairs)
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=index.device)

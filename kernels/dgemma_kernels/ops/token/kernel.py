@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dgemma.checks import require_tensor
 from dgemma_kernels.formats.float8 import Quantized
 from dgemma_kernels.ops.blocks import blocks_of, inside, load_row, store_block, store_rounded, wait_for_launches_before
 from dgemma_kernels.ops.configs import dependent_launch
@@ -41,16 +42,12 @@ def score_token(
     """
     num_experts, width = proj.shape
     for name, row in (("attention", attention), ("residual", residual)):
-        if row.shape != (1, width) or row.dtype != proj.dtype or not row.is_contiguous():
-            raise ValueError(
-                f"score_token.{name} must be contiguous (1, {width}) {proj.dtype}, got {tuple(row.shape)} {row.dtype}."
-            )
+        rule = f"be contiguous (1, {width}) {proj.dtype}"
+        require_tensor(row, f"score_token.{name}", rule, shape=(1, width), dtypes=(proj.dtype,), contiguous=True)
     weights = {"post_weight": post_weight, "dense_weight": dense_weight, "expert_weight": expert_weight}
     for name, weight in {**weights, "router_scale": router_scale}.items():
-        if weight.shape != (width,) or not weight.is_contiguous():
-            raise ValueError(f"score_token.{name} must be contiguous ({width},), got {tuple(weight.shape)}.")
-    if not proj.is_contiguous():
-        raise ValueError("score_token.proj must be contiguous. Call .contiguous() on it first.")
+        require_tensor(weight, f"score_token.{name}", f"be contiguous ({width},)", shape=(width,), contiguous=True)
+    require_tensor(proj, "score_token.proj", "be contiguous (E, D)", shape=(None, None), contiguous=True)
     x, dense = torch.empty_like(residual), torch.empty_like(residual)
     expert, expert_scale = empty_rows(residual, float8)
     scores = torch.empty(num_experts, dtype=proj.dtype, device=proj.device)

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dgemma.checks import require, require_tensor
+
 CHUNK = 4096
 
 
@@ -63,8 +65,7 @@ def pack_allowed(allowed: Tensor) -> Tensor:
 
     Example: `pack_allowed(torch.ones(1, 64, dtype=torch.bool))` is `[[-1, -1]]`.
     """
-    if allowed.dim() != 2 or allowed.dtype != torch.bool:
-        raise ValueError(f"pack_allowed allowed must be (A, V) bool, got {tuple(allowed.shape)} {allowed.dtype}.")
+    require_tensor(allowed, "pack_allowed allowed", "be (A, V) bool", shape=(None, None), dtypes=(torch.bool,))
     bits = torch.nn.functional.pad(allowed, (0, -allowed.shape[1] % 32)).unflatten(1, (-1, 32))
     words = (bits.long() << torch.arange(32, device=allowed.device)).sum(-1)
     return words.to(torch.int32)  # the top bit wraps to the sign
@@ -127,8 +128,8 @@ def sample(
     """
     shaping = shape_logits("sample", logits, temperature, softcap, allowed, bias)
     num_rows, vocab_size = logits.shape
-    if u.shape != (num_rows,) or u.dtype != torch.float64 or not u.is_contiguous():
-        raise ValueError(f"sample u must be contiguous ({num_rows},) float64, got {tuple(u.shape)} {u.dtype}.")
+    rule = f"be contiguous ({num_rows},) float64"
+    require_tensor(u, "sample u", rule, shape=(num_rows,), dtypes=(torch.float64,), contiguous=True)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     num_chunks = statistics.chunk_best.shape[1]
     _sample_kernel[(num_rows,)](
@@ -428,18 +429,19 @@ def shape_logits(
     bias: Bias | None,
 ) -> LogitShaping:
     """Return these arguments of `owner` as one argument of its kernels, after a check of their shapes and dtypes."""
-    if logits.dim() != 2 or not logits.is_contiguous():
-        raise ValueError(
-            f"{owner} logits must be contiguous (R, V), got {tuple(logits.shape)}. Flatten the canvas first."
-        )
-    if logits.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"{owner} logits must be bfloat16, float16 or float32, got {logits.dtype}.")
+    require_tensor(
+        logits,
+        f"{owner} logits",
+        "be contiguous (R, V) of bfloat16, float16 or float32",
+        shape=(None, None),
+        dtypes=(torch.bfloat16, torch.float16, torch.float32),
+        contiguous=True,
+        fix="Flatten the canvas first.",
+    )
     num_rows, vocab_size = logits.shape
     if temperature.dim() != 1 or temperature.dtype != torch.float32 or num_rows % temperature.shape[0]:
-        raise ValueError(
-            f"{owner} temperature must be (B,) float32 with B dividing the {num_rows} rows, got "
-            f"{tuple(temperature.shape)} {temperature.dtype}."
-        )
+        rule = f"be (B,) float32 with B dividing the {num_rows} rows"
+        require(False, f"{owner} temperature", rule, temperature)
     if allowed is not None and (
         allowed.dim() != 2
         or allowed.dtype != torch.int32
@@ -447,10 +449,8 @@ def shape_logits(
         or num_rows % allowed.shape[0]
         or not allowed.is_contiguous()
     ):
-        raise ValueError(
-            f"{owner} allowed must be contiguous int32 (A, {triton.cdiv(vocab_size, 32)}) with A dividing the "
-            f"{num_rows} rows, got {tuple(allowed.shape)} {allowed.dtype}. Use pack_allowed."
-        )
+        rule = f"be contiguous int32 (A, {triton.cdiv(vocab_size, 32)}) with A dividing the {num_rows} rows"
+        require(False, f"{owner} allowed", rule, allowed, "Use pack_allowed.")
     return LogitShaping(
         temperature=temperature,
         allowed=allowed,
