@@ -16,7 +16,7 @@ from dgemma.model.fused import fusible, fusible_with, is_fusing
 from dgemma.model.layers import RMSNorm, project, rms_norm
 from dgemma.model.rotary import rotate
 
-_FLASH_DIM = 256  # the largest heads of torch's fastest kernels
+_FLASH_DIM = 256  # the largest head size that torch's fastest kernels support
 _ALIGNED = 8  # products of 16-bit matrices are fast if rows have a multiple of 8 values
 
 _BY_KEY_HEAD, _BY_TOKEN = "b t (k g) h -> (b k) (g t) h", "(b k) (g t) h -> b t (k g) h"
@@ -126,7 +126,7 @@ class _AttendByProducts(torch.autograd.Function):
     def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, causal: bool) -> Tensor:
         num_tokens, num_keys = queries.shape[1], keys.shape[2]
         q = in_words(partial(rearrange, pattern=_BY_KEY_HEAD, k=keys.shape[1]), queries)
-        # If the number of keys is no multiple of 8, the library has only slow products.
+        # These products are slow if the number of keys is not a multiple of 8.
         pad = partial(F.pad, pad=(0, 0, 0, -num_keys % _ALIGNED))
         k, v = (in_words(pad, x).flatten(0, 1) for x in (keys, values))
         scores = _wide_product(q, k.mT)  # (B K, G T, S)

@@ -42,7 +42,7 @@ class Cache(Protocol):
         """The number of tokens read so far, including padding: the width of their attention mask."""
 
     def clone(self) -> Self:
-        """An independent copy: extending one leaves the other unchanged. Marks stay with the original."""
+        """An independent copy: extending one leaves the other unchanged. Marks (see `mark`) stay with the original."""
 
     def select(self, rows: Tensor) -> Self:
         """The cache of some rows: rows (R,) int64 → batch size R."""
@@ -224,7 +224,7 @@ class PrefixCache:
                 layer.keys, layer.values = window
 
     def clone(self) -> Self:
-        """An independent copy: extending one leaves the other unchanged. Marks stay with the original."""
+        """An independent copy: extending one leaves the other unchanged. Marks (see `mark`) stay with the original."""
         return self._rebuild(lambda tensor: tensor.clone())
 
     def select(self, rows: Tensor) -> Self:

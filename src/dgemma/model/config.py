@@ -286,7 +286,9 @@ class GenerationDefaults:
             require_field(named, self, name, f'be a dictionary with a "{key}", such as {{"{key}": "{example}"}}')
 
     def after_learning(self, noise: Mapping[str, Any]) -> Self:
-        """Return these defaults after training under `noise`. Another kind of noise resets bound and sampler.
+        """Return these defaults after training under `noise`.
+
+        If this is another kind of noise than before, `entropy_bound` and `sampler` get their default values.
 
         Example: `model.generation.after_learning(describe_noise(MaskNoise(512, mask_token_id=4)))`.
         """

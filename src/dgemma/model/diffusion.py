@@ -225,9 +225,9 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
     ) -> Prediction:
         """Predict every position of canvas (B, C) at once, each seeing the prefix and the whole canvas.
 
-        self_cond: last step's (shaped) Prediction or logits (B, C, V). Rows with self_cond_mask (B,) False get a zero
-        signal. noise_level, (B,) or (B, C), is for models with `config.noise_conditioning`; others, including the
-        published one, ignore it. The cache is read, never changed.
+        self_cond: the previous step's prediction, after temperature and truncation, or its logits (B, C, V). Rows with
+        self_cond_mask (B,) False get a zero signal. noise_level, (B,) or (B, C), is for models with
+        `config.noise_conditioning`; others, including the published one, ignore it. The cache is read, never changed.
 
         Example: `model.denoise(canvas, cache, self_cond=prediction.shaped(temperature=0.8)).entropy`.
         """

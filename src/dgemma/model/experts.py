@@ -32,12 +32,12 @@ class Groups(NamedTuple):
     order: Tensor  # (R,): the choice of each row, counted as token · A + a
     back: Tensor  # (M, A): the row of each choice
     ends: Tensor  # (E,) int32: where the rows of each expert end
-    tiles: Tensor | None = None  # of kernels: few rows of one expert each
+    tiles: Tensor | None = None  # for kernels: each tile is some rows of one expert, see `group_choices`
 
 
 @dataclass
 class Kept:
-    """A layer's choices, and what it keeps from the first pass for the pass that recomputes it.
+    """The experts that a layer's tokens chose, and results of the first pass that the recomputation uses.
 
     All are None until the first pass has set them. `mixed` and `attended` stay None unless the experts have
     `keeps_output`.
@@ -139,7 +139,7 @@ class _Choices(torch.autograd.Function):
 
 
 def _choose_among_few(probabilities: Tensor, scales: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the largest probabilities, the scales there, and the experts, (M, A) each, from (M, E) each.
+    """Return each token's A largest probabilities, their scales and their experts, (M, A) each; inputs are (M, E).
 
     torch.compile fuses these comparisons and sums into one kernel, and those of the gradient into another. `topk` takes
     five kernels.

@@ -26,7 +26,8 @@ _package: ModuleType | None = None
 def fusing(package: ModuleType | None = None) -> Iterator[None]:
     """Compile `fusible` functions of tensors on a GPU within the context. The first call takes seconds.
 
-    package: `dgemma_kernels.ops.residual`. Its kernels replace the compiled functions that name `Kernels`.
+    package: `dgemma_kernels.ops.residual`. Its kernels replace compiled functions that are marked by
+    `fusible_with(kernels=...)`.
 
     Example: `with fusing(): objective.reduce(objective(model, batch, seeds=seeds)).backward()`.
     """
@@ -93,9 +94,9 @@ class Kernels(NamedTuple):
 def fusible_with(*, num_joined: int = 0, kernels: Kernels | None = None) -> Callable[[Function], Function]:
     """Return `fusible` with options.
 
-    num_joined: the gradients of the first `num_joined` arguments are slices of one tensor, which `joined` returns. So
-    one product, with weights joined in the same way, reads all these gradients. kernels: replace the compiled function
-    on a GPU.
+    num_joined: the gradients of the first `num_joined` arguments are slices of one tensor, which `joined` returns. If
+    the weights that made these arguments are joined too, one product gives the gradient of their common input. kernels:
+    replace the compiled function on a GPU.
 
     Example: `gated_gelu = fusible_with(num_joined=2)(gated_gelu)`.
     """
@@ -194,9 +195,10 @@ def _in_one(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def fused(function: Function, device: torch.device) -> Function:
-    """Return the function, compiled if `device` is a GPU. Otherwise each operation would read and write all values.
+    """Return the function, compiled if `device` is a GPU.
 
-    It computes without gradients. One compilation serves any size of the arguments' first dimension.
+    Without compilation, each operation reads and writes all values. The compiled function computes without gradients.
+    One compilation serves any size of the arguments' first dimension.
 
     Example: `fused(softmax_of_slice, logits.device)(logits)`.
     """

@@ -147,7 +147,7 @@ def _observed(layer: nn.Module, names: Collection[str]) -> Iterator[dict[str, Te
     undo: list[Callable[[], object]] = []
 
     def add(name: str, groups: Sequence[Tensor]) -> None:
-        """Add the rows of every expert, or of a linear layer as the only group."""
+        """Add x xᵀ of the rows x of every group: one group per expert, or a single group for a linear layer."""
         width = groups[0].shape[-1]
         if name not in sums:
             sums[name] = torch.zeros(len(groups), width, width, device=groups[0].device)

@@ -33,7 +33,7 @@ class CausalRule:
         """Draw the next token (B, 1) of each row by uniforms (B, 1). Also return the entropies (B,)."""
         if self.top_k == 1:
             shaped = prediction.shaped(temperature=self.temperature)
-            # The same token without a sort; the entropy is only tested for NaN.
+            # Sampling gives the same token, but needs a sort. The entropy ignores `top_k`; it is only tested for NaN.
             return shaped.argmax, shaped.entropy[:, 0]
         shaped = prediction.shaped(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
         return shaped.sample(uniform), shaped.entropy[:, 0]

@@ -135,9 +135,9 @@ def denoise_canvas(
 ) -> Generator[StepRecord, Changes, Denoised]:
     """Step a canvas until every row is done or out of steps. Finished rows are removed from the batch.
 
-    It yields each `StepRecord`, and takes changes like `stream`. If `num_steps` is above 1, the second step is prepared
-    while the host waits for the first; results do not depend on it. `meanwhile` is called while the device takes the
-    first step.
+    It yields each `StepRecord`, and takes changes like `stream`. `num_steps` is a hint that does not change results. If
+    it is above 1 and there is no stop rule, the second step is prepared while the host waits for the first. `meanwhile`
+    is called while the device takes the first step.
 
     Example: `for record in denoise_canvas(model, state, cache, knobs): print(record.state.draft)`.
     """

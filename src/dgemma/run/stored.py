@@ -71,7 +71,7 @@ def check_content(content: Mapping[str, Any]) -> None:
     for change in changes or ():
         fits = isinstance(change, Change) and isinstance(change.values, dict) and change.values.keys() <= _CHANGED
         fits = fits and _is_int(change.block, 0, plan.num_blocks - 1) and _is_int(change.index, 0, plan.num_steps)
-        require(fits, "changes", "be values of the state or knobs before a step of the run", change)
+        require(fits, "changes", "set fields of the state or knobs before a step of the run", change)
 
 
 def _check_plan(plan: Plan) -> None:

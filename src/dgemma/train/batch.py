@@ -19,10 +19,10 @@ _DEPTH = 2  # steps that the feed prepares ahead
 class TrainBatch:
     """B rows of tokens, right-padded to one length T: a prompt of `prompt_len` tokens, then the answer.
 
-    Canvases cover the answer, starting where the prompt ends. The objective fills the last canvas with end-of-text.
-    A `truncated` answer was cut to fit, so its end does not mean end-of-text. `frozen` tokens, such
-    as the clues of a Sudoku, are never noised and never scored. `documents` numbers the texts packed into a row; tokens
-    of different documents do not see each other. `fill` marks end-of-text tokens that packing appended to a text.
+    Canvases cover the answer, starting where the prompt ends. The objective fills the rest of the last canvas with
+    end-of-text. A `truncated` answer was cut to fit, so its end does not mean end-of-text. `frozen` tokens, such as the
+    clues of a Sudoku, are never noised and never scored. `documents` numbers the texts packed into a row; tokens of
+    different documents do not see each other. `fill` marks end-of-text tokens that packing appended to a text.
 
     Example: `TrainBatch(tokens=tokens, prompt_len=torch.tensor([4]), length=torch.tensor([20]))`.
     """

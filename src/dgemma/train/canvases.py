@@ -194,9 +194,9 @@ def _find_answers(batch: TrainBatch, canvas_len: int, truncated: str) -> _Answer
 def _score_successors(
     text: _Text, num_tokens: int, starts: Tensor | None, ends: Tensor, *, causal_fill: bool
 ) -> Tensor:
-    """Return whether the causal term scores the successor of each of the first tokens, (B, num_tokens - 1) bool.
+    """Return a mask (B, num_tokens - 1): True where the causal term scores the successor of a token.
 
-    Successors lie in [starts, ends), (B,) each, and in the document of the token.
+    Scored successors lie in [starts, ends), (B,) each, and in the token's document.
     """
     successor = slice(1, max(num_tokens, 1))
     position = torch.arange(text.tokens.shape[1], device=text.tokens.device)[successor]

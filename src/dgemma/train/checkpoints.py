@@ -241,7 +241,10 @@ def describe_run(
 
 
 def refuse_changes(now: Mapping[str, Any], then: Mapping[str, Any], folder: Path) -> None:
-    """Raise ValueError if a run that began as `then` would continue as `now`; the message names the first change."""
+    """Raise ValueError if `now`, the description of a resumed run, differs from `then`, with which the run began.
+
+    The message names the first difference. Some settings, such as `log_every`, may differ.
+    """
     fix = "Choose another folder, or pass allow_changes=True (--allow-changes)."
     config = then.get("config")
     if not isinstance(config, dict):

@@ -337,7 +337,7 @@ class _SpreadExperts(Experts):
 def _own_weights(module: nn.Module) -> Iterator[None]:
     """Replace the module's weights by this process's part of them within the context."""
     whole = dict(module._parameters)
-    # `setattr` refuses a part, because it is computed from a Parameter, with a gradient, but is not one itself.
+    # `setattr` refuses a part, because the part is not a Parameter. It is computed from a Parameter, with a gradient.
     module._parameters.update({name: cast(DTensor, weight).to_local() for name, weight in whole.items()})  # type: ignore[misc]
     try:
         yield

@@ -57,7 +57,8 @@ class Likelihood:
     divided by `num_tokens`, which does not include the `num_fill_tokens`. `by_level` is the part of the bound per noise
     level. It adds up to `nelbo` minus `reconstruction`, the part below the lowest level. `by_position` and
     `causal_by_position` are means per canvas position over all scored tokens, fill included. All numbers are computed
-    from `rows`. Intervals come from the spread between texts, or between rows if there is one text or one row per text.
+    from `rows`. Intervals come from the spread between texts. If there is only one text, or rows name no text, they
+    come from the spread between rows.
     """
 
     nelbo: Estimate

@@ -69,7 +69,7 @@ def evaluate(
     equally likely intervals, or "independent". The noise's schedule is ignored, because the bound does not depend on
     it. `parametrisation` is the meaning of the logits, see `nelbo.integrand`. `self_cond` adds a first pass per canvas,
     for self-conditioning. `num_bytes`, the size of all scored text, adds bits per byte. The same seed gives the same
-    number for any `batch_size`; a tensor (R,) has one seed per row.
+    number for any `batch_size`. `seed` can also be a tensor (R,), with one seed per row.
 
     Any `Denoiser` works. A `DiffusionGemma` predicts all canvases of a row in one pass, others one at a time. Without
     `causal_logits` a model's causal likelihood is NaN.

@@ -53,7 +53,7 @@ _SHORT = 5  # minutes; in a shorter run compiling takes more time than it saves
 _WARMUP_PART = 10  # in a run limited by minutes, at most one step in ten warms up
 _LONGEST_UNREAD = 10  # seconds; then steps are read and logged, even if they are fewer than `log_every`
 _LONGEST_UNSAVED = 300  # seconds; then a checkpoint is written, even after fewer than `checkpoint_every` steps
-_SAVING_PART = 20  # checkpoints for this reason take at most one second in twenty
+_SAVING_PART = 20  # checkpoints because of `_LONGEST_UNSAVED` take at most one second in twenty
 
 Evaluate = Callable[[Any, int], Mapping[str, Any] | None]
 
@@ -491,7 +491,8 @@ def _ready_to_train(model: DiffusionGemma, config: TrainConfig) -> Iterator[None
             # For adapters, small functions compile faster than whole layers. They give more kernels, but a CUDA graph
             # launches all of them at once.
             if config.compile and not is_adapted(model):
-                # All layers share one code object, compiled per kind, per mode, with and without gradients.
+                # All layers share one code object, and so one limit on recompilations. The code is compiled for each
+                # kind of layer, in causal and in bidirectional mode, with and without gradients.
                 stack.enter_context(torch._dynamo.config.patch(recompile_limit=64))
                 for layer in layers:
                     layer.compile(dynamic=False)

@@ -122,7 +122,9 @@ class Objective:
     causal_fill: bool = True  # whether the causal term scores the fill
 
     truncated: str = "scored"  # the fill after a truncated answer: "scored", "unscored", or the whole row "rejected"
-    reduction: str = "global"  # "global", "process", "micro_batch": a mean of tokens; "example": of rows' means
+    # "global": the mean over all tokens of a step. "process", "micro_batch", "example" (a row): the mean of their
+    # token means.
+    reduction: str = "global"
     attention: str = "dense"  # or "blocks", which skips masked keys, for long rows on a GPU
 
     def __post_init__(self) -> None:

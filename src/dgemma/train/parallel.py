@@ -109,7 +109,7 @@ class Parallel:
         return run()
 
     def before_backward(self, model: nn.Module, *, last: bool) -> None:
-        """Prepare the backward of a micro-batch; only after the `last` one must gradients be complete."""
+        """Prepare the backward pass of a micro-batch. Gradients need to be complete only after the `last` one."""
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         """Scale the gradients to a joint norm of at most `max_norm`; return the norm before scaling, shape ()."""

@@ -1,7 +1,7 @@
 """Objectives of public fine-tuning recipes and of papers, and models prepared for training.
 
 Each objective is a function of the model's config. Recipes also differ in the weights that they train. `prepare` adds
-the adapter of a recipe, or freezes the routers. `balanced_routers` makes the experts' loads equal while a model is
+the adapter of a recipe, or freezes the routers. `balanced_routers` balances the load of the experts while a model is
 trained from random weights (Switch Transformers, arXiv:2101.03961). Without it, a router soon prefers the experts that
 happened to learn first, and the others are never trained.
 """
@@ -96,7 +96,10 @@ def block_diffusion(
 
 @typed
 def duo(config: ModelConfig, *, schedule: Schedule | None = None, **changes: Any) -> Objective:
-    """Duo (arXiv:2506.10892): the exact bound of uniform noise, on the network's softmax without conversion."""
+    """Duo (arXiv:2506.10892): the exact bound of uniform noise.
+
+    The network's softmax is the leave-one-out prediction itself; it is not converted.
+    """
     noise = UniformNoise(config.vocab_size, schedule=schedule or Linear())
     return _bound(config, {"noise": noise, "parametrisation": "loo"}, changes)
 
@@ -181,7 +184,7 @@ def _bound(config: ModelConfig, defaults: dict[str, Any], changes: dict[str, Any
 
 @contextmanager
 def balanced_routers(model: nn.Module, weight: float) -> Iterator[None]:
-    """In every backward pass, add weight · E · Σ_e (share of e) · (mean probability of e) of each router to the loss.
+    """In every backward pass, add a loss per router: weight · E · Σ_e (share of e) · (mean probability of e).
 
     The share counts the choices of a forward pass and has no gradient. The sum is smallest when all E experts are
     chosen equally often. The reported losses do not contain it.

@@ -37,7 +37,10 @@ class Tokens(NamedTuple):
 
 
 class _FromText(NamedTuple):
-    """A layer's results of the pass with the text. The canvas's part of each is replaced when it is denoised again."""
+    """A layer's results of the pass with the text.
+
+    When canvases are denoised again, only their part of these results is replaced.
+    """
 
     keys: Tensor  # (B, K, S, H): the canvases, then the text that they see
     values: Tensor
@@ -281,7 +284,10 @@ class _Split(torch.autograd.Function):
 
 
 class _JoinTokens(torch.autograd.Function):
-    """Join the tokens of two tensors. Defines its own gradient, because attention copies gradients that are slices."""
+    """Join the tokens of two tensors.
+
+    Defines its own gradient: autograd would return slices, and attention would copy them more slowly than `in_words`.
+    """
 
     @staticmethod
     def forward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Products of shapes for which cuBLAS is slow: one row, or a very long inner dimension. Reference: `reference.py`.
+"""Matrix products whose shapes are slow in cuBLAS: one row, or a very long inner dimension. Reference: `reference.py`.
 
 The product of one row is limited by reading the weight. A program loads its rows of the weight at once, into registers.
 On Hopper it does so before it waits for the previous kernel (programmatic dependent launch), so memory is busy while
