@@ -18,8 +18,9 @@ With --start, training goes on from a checkpoint with a lower learning rate. Uni
 more of the canvases, and low noise levels are drawn more often. The saved weights are a mean: 0.3 of the checkpoint
 plus 0.7 of the trained weights. So the model learns the new text and keeps most of the old one.
 
-With --holes, this share of the canvases is frozen except for holes. Both noises then get half of the canvases, at all
-noise levels alike, because a hole starts as pure noise. The saved weights have 0.6 of the trained ones.
+--holes is the share of canvases that are frozen except for holes. With it, each noise gets half of the canvases. All
+noise levels are equally likely, because a hole starts as pure noise. Together with --start, the saved weights are 0.4
+of the checkpoint plus 0.6 of the trained weights.
 
 The --out folder will contain `checkpoint` (bfloat16, for `from_pretrained` and transformers), `results.json` and `run`,
 with the log of the losses. Run the same command again to resume. The likelihood is measured under both noises, on

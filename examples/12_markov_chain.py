@@ -56,11 +56,12 @@ class Run:
     levels: Schedule = field(default=Linear())  # for training; the bound does not depend on it
     loss: dict[str, Any]
     momentum: float = 0.95  # Muon's
-    full: dict[str, int] = field(default_factory=dict)  # changes to the full size
+    full: dict[str, int] = field(default_factory=dict)  # fields of `Size` that this run replaces at the full size
 
 
 RUNS = {
-    # The mean over a text's masked positions has about the bound's weight of 1/t, with less variance.
+    # The bound weights the sum over a text's masked positions by 1/t. The mean over them has about the same weight
+    # and less variance.
     "mask": Run(loss={"scored": "noised", "reduction": "example"}),
     # Most of the gap is at middle levels, so these are drawn most often.
     "uniform-with-level": Run(

@@ -19,7 +19,7 @@ PROMPTS = [
     "",
     '"My dear Emma," said Mr. Knightley,',
 ]
-# Arguments of `generate` by the noise that the model has learnt; the others are the checkpoint's.
+# Arguments of `generate`, by the noise that the model has learnt. The checkpoint sets all other arguments.
 OWN: dict[str, dict[str, Any]] = {"the checkpoint's defaults": {}}
 SAMPLERS: dict[str, dict[str, dict[str, Any]]] = {
     "uniform": OWN

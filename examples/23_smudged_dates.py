@@ -51,7 +51,7 @@ def num_readings(text: str) -> int:
 
 
 def calendar() -> dgemma.Regex:
-    """The calendar as a regular expression. Days with the same weekday and the same years share one alternative."""
+    """The calendar as a regular expression. Days that have the same weekday in the same years share an alternative."""
     years: dict[tuple[str, str], list[str]] = defaultdict(list)
     for date in DATES:
         years[f"{date:%a}", f"{date:%d %b}"].append(str(date.year))

@@ -47,7 +47,7 @@ class Package:
     file: str
     sha256: str
     licence: str
-    copies: int  # in the training text, for one of each story
+    copies: int  # of each document in the training text, which has each story once
     shortest: int = 600  # characters of a document; shorter ones are title pages
     held_out: bool = True  # whether some documents are for validation and test
 
@@ -101,7 +101,7 @@ NOVELS = (
     *("chesterton-thursday", "edgeworth-parents", "melville-moby_dick"),
 )
 LONGEST_SENTENCES = 200  # characters of a document of single sentences, about one canvas
-PASSAGES = (40, 1200)  # a passage has at least so many characters, drawn from this range
+PASSAGES = (40, 1200)  # range of the random minimum length of a passage, in characters
 HELD_OUT = {7: "test", 27: "validation"}  # of every 40 documents
 TRAIN_STORIES = {1: range(80_000), 2: range(80_000, 100_000), 3: range(100_000, 120_000)}  # their numbers, by stage
 OTHER_STORIES = {"validation": range(50), "stories_test": range(200)}
@@ -168,7 +168,7 @@ def write_corpus(
 
 
 def passages(text: str, copy: int) -> list[str]:
-    """Cut a text after sentences into passages of random length, at other places in each copy."""
+    """Cut a text into passages of random length, between sentences and at different places in each copy."""
     rng = random.Random(f"{copy} {text}")
     found, start, least = [], 0, rng.randint(*PASSAGES)
     for end in (match.end() for match in _SENTENCE.finditer(text)):

@@ -288,7 +288,7 @@ def _rebuild(description: Any, tensors: Mapping[str, Tensor], classes: _Classes)
         return value
     except ValueError:
         raise
-    except Exception as error:  # values of any type reach the checks of any class
+    except Exception as error:  # a class may raise any error for a value of a wrong type
         raise ValueError(f"{cls.__name__} cannot have these fields ({type(error).__name__}).") from error
 
 

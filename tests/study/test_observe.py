@@ -142,7 +142,8 @@ def test_observing_changes_no_result_and_removes_its_hooks(model, canvas, cache)
 
 
 def test_requests_that_do_not_fit_are_refused(model):
-    with pytest.raises(ValueError, match=r"attention must name layers of 3, got \[3\]"), observe(model, attention=[3]):
+    message = r"attention must be True, False or layers from -3 to 2, got \[3\]"
+    with pytest.raises(ValueError, match=message), observe(model, attention=[3]):
         pass
     with pytest.raises(ValueError, match="must record"), observe(model):
         pass

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dgemma")
 
 _ASSETS = Path(__file__).parents[1] / "assets"
-# Shipped checkpoints that store only defaults for `generate`, each with the one that has its weights. No file can add
-# to this table, so that a checkpoint folder never points outside itself.
+# Shipped checkpoints that store only defaults for `generate`, each mapped to the checkpoint that has its weights. No
+# file can add to this table, so that a checkpoint folder never points outside itself.
 _SHARED = {"text-mask": "text"}
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"

@@ -19,7 +19,7 @@ _MOST_ROWS = 128  # rows of calibration text
 
 
 def _calibration(arguments: argparse.Namespace) -> Callable[[DiffusionGemma], None]:
-    """Return a function that runs a model on the text, in rows of a prefix and a canvas of the same length."""
+    """Return a function that runs a model on the text. Each row is a prefix and a canvas of equal length."""
     tokens = Tokenizer.from_pretrained(arguments.checkpoint).encode(read_text(arguments.calibration), bos=False)
 
     def run(model: DiffusionGemma) -> None:

@@ -38,7 +38,7 @@ from dgemma.train.parallel import ADAPTERS_FILE
 
 _NUM_AVERAGED = 50  # reported losses are means over this many last steps, because single batches vary
 _SAMPLE_SECONDS = 30  # between two samples of a run
-_SAMPLE_PART = 10  # a sample takes at most one second in ten
+_SAMPLE_PART = 10  # sampling takes at most one tenth of the time
 _SHORT_WARMUP = 10  # steps; a run of a few minutes on a CPU may have only 20 in all
 _STOP_MARKERS = ("<turn|>", "<|tool_response>")  # tokens that end a turn, in vocabularies that have them
 

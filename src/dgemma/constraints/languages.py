@@ -39,8 +39,8 @@ class Regex:
     """Texts that match a regular expression from beginning to end.
 
     The syntax is that of Rust's regex crate: no look-around and no back-references; `.` excludes newlines. The
-    tokenizer comes from dgemma, from transformers (a fast one), or from the tokenizers library. Building takes up to
-    seconds, so build once and use the value in many runs. Pass it as `constraint=` to `generate`, `stream`,
+    tokenizer comes from dgemma, from transformers (a fast one), or from the tokenizers library. Building a constraint
+    can take seconds, so build it once and use it in many runs. Pass it as `constraint=` to `generate`, `stream`,
     `infill` or `edit`.
 
     Example: `dgemma.generate(model, prompt, constraint=dgemma.Regex(r"[0-9]{4}-[0-9]{2}", tokenizer))`.
@@ -160,7 +160,7 @@ class ToolCalls(Regex):
             quote=quote,
             special=((ord("<"), ord("<")), (ord(marker(0)), 0x10FFFF)),
             escapes=(),
-            text=rf"(?:[^<{markers}]|<+[^<|{markers}])*",  # without "<|", which begins a marker when it is parsed
+            text=rf"(?:[^<{markers}]|<+[^<|{markers}])*",  # without "<|", which a parser reads as the start of a marker
             escape=re.escape,
             key=_bare_key,
             null="(?:null|None)",

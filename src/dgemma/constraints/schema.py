@@ -549,8 +549,8 @@ def _naturals(low: int, high: int | None) -> str | None:
         return _either([_naturals(low, 10**digits - 1) if low > 0 else "0", longer])
     parts = []
     while low <= high:
-        # The largest size 10^n such that low is a multiple of it and low + 10^n - 1 is at most high. A part is then a
-        # range of one digit, followed by n arbitrary digits.
+        # Each iteration adds one part: fixed digits, a range of one digit, n arbitrary digits, as in 4[2-7][0-9]{2}.
+        # `size` is 10^n. It is the largest power of 10 that divides low, with low + 10^n - 1 at most high; 1 for low 0.
         size = 1
         while low > 0 and low % (size * 10) == 0 and low + size * 10 - 1 <= high:
             size *= 10

@@ -1,8 +1,8 @@
 """Automata over tokens, built from an automaton over bytes and the bytes of each token.
 
 Each token is a function from states to states of the byte automaton. Few functions exist: inside a JSON string,
-thousands of tokens have the same one. The function of a token is built byte by byte. A function followed by a byte is
-computed only once for all tokens.
+thousands of tokens have the same one. The function of a token is built byte by byte. Tokens that have the same function
+so far and the same next byte share one computation.
 """
 
 from typing import NamedTuple, Self
@@ -41,8 +41,8 @@ def _equivalent(next_state: np.ndarray, is_final: np.ndarray) -> np.ndarray:
 
     Blocks of states are split until all states of a block have successors in the same blocks. Before the first split,
     two states are in different blocks if the longest texts after them differ in length. This way, long repetitions take
-    few rounds. To compare states, the blocks of their successors are hashed. After a split, only predecessors of the
-    states that left their block are compared again. The code calls them suspects.
+    few rounds. To compare states, the blocks of their successors are hashed. After a split, only the suspects are
+    compared again: the predecessors of states that left their block.
     """
     distinct = dict.fromkeys(column.tobytes() for column in next_state.T)  # bytes such as "a" to "z" often agree
     columns = np.stack([np.frombuffer(column, next_state.dtype) for column in distinct])  # (K, S)
@@ -189,7 +189,7 @@ class _Functions:
         return np.stack(self._rows)
 
     def followed_by(self, functions: np.ndarray, byte: np.ndarray) -> np.ndarray:
-        """The functions (n,) followed by the transition of a byte (n,) each."""
+        """Return each function (n,) followed by the transition of its byte (n,)."""
         keys, inverse = np.unique(functions.astype(np.int64) * 256 + byte, return_inverse=True)
         for key in keys.tolist():
             if key not in self._known:
@@ -266,7 +266,7 @@ def plain_bytes(text: bytes) -> bytes | None:
 
 
 def _merge_columns(token_class: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Merge classes with equal columns of table (Q, K). They are numbered by their first token, after class 0."""
+    """Merge classes with equal columns of table (Q, K). Class 0 leads nowhere; the others are sorted by first token."""
     used, inverse = np.unique(token_class, return_inverse=True)
     columns = np.ascontiguousarray(table[:, used].T.astype(np.int32))  # (K', Q)
     empty = np.full((1, columns.shape[1]), NO_STATE, np.int32)

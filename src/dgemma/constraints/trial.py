@@ -82,6 +82,6 @@ def try_pattern(pattern: str, owner: str) -> None:
         raise ValueError(
             f"{owner} must have at most {MOST_BYTE_STATES} states over bytes, got more than can be built in {_SECONDS} "
             f"s and {_GIBIBYTES} GiB: {show(pattern)}. A repetition such as .* before a counted one such as .{{30}} "
-            "doubles the states with each character. Shorten the counted one, or separate them by a character that the "
-            "first one excludes."
+            "can double the states with each character. Shorten the counted one, or separate them by a character that "
+            "the first one excludes."
         )

@@ -266,7 +266,7 @@ def _stack(pieces: list[np.ndarray], prompt_len: list[int], cut: list[bool], fil
 
 
 def permute(index: Tensor, size: int, *, seed: int, epoch: Tensor) -> Tensor:
-    """Permute indices (B,) below `size` by the epochs (B,), without storing the permutation.
+    """Permute indices (B,) below `size`, each by the permutation of its epoch (B,). No permutation is stored.
 
     A Feistel network over the next power of 4, repeated until the result is below `size` (Black and Rogaway, 2002).
 

@@ -141,7 +141,7 @@ def follow(language: Language, chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def class_bias(language: Language, passes: Passes) -> Tensor:
-    """Return `Joint.bias`: for each position and class, the log-sum of paths with it there, without its weight."""
+    """Return `Joint.bias`: the log-sum over paths with each class at each position, without that position's weight."""
     automaton = language.automaton
     arc = automaton.link_arc
     source, target = automaton.arc_source[arc], automaton.arc_target[arc]

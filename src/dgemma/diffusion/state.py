@@ -46,7 +46,7 @@ class DenoiseState:
     seeds: Tensor  # (B,) int64
     rows: Tensor  # (B,) int64: row numbers in the whole batch
     noise: Noise
-    awaited: Tensor | None = None  # (B, C) bool: positions that decide when the canvas ends; None means all
+    awaited: Tensor | None = None  # (B, C) bool: the canvas may end once these positions are finished; None means all
     allowed: Tensor | None = None  # (B or 1, C or 1, V) bool; None allows everything
     language: Language | None = None  # the texts that the canvas may become; None means all
     self_cond: Prediction | Tensor | None = None  # condition of the next forward

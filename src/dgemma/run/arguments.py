@@ -28,7 +28,7 @@ _NO_TOKEN = "generate prompt_tokens must hold at least one token per row. Start 
 class Span:
     """Constraints over all blocks: canvas (B, N) with -1 for noise, frozen (B, N), allowed (B or 1, N or 1, V).
 
-    awaited (B, N) marks the positions that decide when a canvas ends; None means all.
+    A canvas may end once its positions in awaited (B, N) are finished; None means all positions.
     """
 
     canvas: Tensor | None = None

@@ -329,8 +329,8 @@ def start_state(
 ) -> DenoiseState:
     """Return the state before the first step: pure noise, or your `canvas` (B, C) with noise where it is -1.
 
-    frozen (B, C) bool marks positions that never change. allowed is boolean and broadcasts to (B, C, V). awaited (B, C)
-    bool marks the positions that decide when the canvas ends. The committed tokens are a text of `language`. With a
+    frozen (B, C) bool marks positions that never change. allowed is boolean and broadcasts to (B, C, V). The canvas may
+    end once the positions in awaited (B, C) bool are finished. The committed tokens are a text of `language`. With a
     noise_level below 1, the run starts at the nearest step, to edit a canvas that is only partly noise. `uniform` draws
     like `draws.uniform`.
 

@@ -17,9 +17,9 @@ from dgemma.sampling.base import Sampler
 class Ancestral(Sampler):
     """Draw x0, then the next canvas from q(z_s | z_t, x0). It is exact for an exact network in the limit of many steps.
 
-    parametrisation: what the network predicts. "mean" is p(x0 | z), which cross-entropy learns (DiffusionGemma).
-    "loo" is p(x0 | z without this position), which the plug-in bounds of UDLM, Duo and GIDD learn. Under mask noise the
-    two agree. The conversion uses the state's noise level.
+    parametrisation: what the network predicts. "mean" is p(x0 | z), which a network learns with cross-entropy
+    (DiffusionGemma). "loo" is p(x0 | z without this position), which a network learns with the bounds of UDLM, Duo and
+    GIDD. Under mask noise the two agree. The conversion uses the state's noise level.
 
     Example: `Ancestral()(prediction, state).write` marks positions that become their drawn x0.
     """

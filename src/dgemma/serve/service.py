@@ -83,7 +83,7 @@ class Service:
         return JSONResponse(await answer.whole(request))
 
     async def infill(self, body: InfillRequest) -> dict[str, Any]:
-        """Fill the holes of a text. Other requests wait, so all holes must lie within one canvas, which is quick."""
+        """Fill the holes of a text. All holes must lie within one canvas, so that other requests wait only briefly."""
         if body.model is not None:
             self.check_model(body.model)
         limit = self.model.config.canvas_length
@@ -209,7 +209,7 @@ def _json_schema(schema: str, tokenizer: Tokenizer) -> JsonSchema:
 
 @lru_cache(maxsize=32)
 def _tool_calls(tools: str, tokenizer: Tokenizer) -> ToolCalls:
-    """Return the constraint of required tools, kept like that of a schema."""
+    """Return the constraint of required tools. The most recent ones are kept."""
     return _tried(ToolCalls(json.loads(tools), tokenizer))
 
 

@@ -160,5 +160,5 @@ def _read_layers(name: str, layers: Layers, num_layers: int) -> frozenset[int]:
         return frozenset(range(num_layers)) if layers else frozenset()
     is_list = isinstance(layers, Sequence) and not isinstance(layers, str)
     if not is_list or not all((n := as_int(layer)) is not None and -num_layers <= n < num_layers for layer in layers):
-        require(False, f"observe {name}", f"name layers of {num_layers}", layers)
+        require(False, f"observe {name}", f"be True, False or layers from {-num_layers} to {num_layers - 1}", layers)
     return frozenset(layer % num_layers for layer in layers)

@@ -88,7 +88,7 @@ class Sweep:
 
     @property
     def frontier(self) -> tuple[SweepRow, ...]:
-        """The rows that no other row beats in both quality and tokens per forward, fastest last."""
+        """The Pareto frontier of quality and tokens per forward, fastest last."""
         best: list[SweepRow] = []
         for row in sorted(self.rows, key=lambda row: (-row.tokens_per_forward, -row.quality)):
             if not best or row.quality > best[-1].quality:

@@ -291,8 +291,9 @@ class _Writer:
             begins = start_block(self.model, plan, 0, torch.arange(len(rows), device=device), knobs)
             canvas = _corrupt(text, allowed, begins, plan)
         canvas = torch.where(frozen, text, canvas)
-        # Masks after the text tell the network that the text may go on. The sampler spends all its steps on the holes.
-        # A network that takes the level of each position would read level 0 at frozen masks.
+        # Under mask noise, positions after the text are frozen masks by default. The sampler spends all its steps on
+        # the holes, and the masks tell the network that the text may go on. A network that takes the level of each
+        # position is an exception, because it would read level 0 at frozen masks.
         tail = self.tail_token_id
         if tail is None and plan.noise.kind == "mask" and not self.model.takes_position_levels:
             tail = plan.noise.mask_token

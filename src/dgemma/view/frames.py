@@ -152,7 +152,7 @@ def _frozen(trajectory: Trajectory, step: RecordedStep, row: int) -> Array:
     frozen = torch.zeros(plan.canvas_len, dtype=torch.bool) if frozen is None else frozen[0]
     for change in trajectory.changes:
         if change.block == step.block and change.index <= step.index and "frozen" in change.values:
-            # A change refers to the rows of the step before it, or to the rows at the start of the block.
+            # The rows of a change are those of the step before it. A change before step 0 has the rows of step 0.
             rows = trajectory.at(block=step.block, step=max(change.index - 1, 0)).rows.tolist()
             frozen = change.values["frozen"][rows.index(row)]
     return frozen.numpy()

@@ -2,8 +2,9 @@
 
 The page is `page.html`, `page.css` and `page.js` in this folder; this module inserts the run. Numbers are compressed
 arrays per row, texts are JSON. A model can write anything, so its text must never be parsed as markup. JSON escapes
-every character that could end a script. The page inserts model output only as text. Its content policy allows only its
-own script, and requests only to the server that it came from, so that `dgemma.serve` can fill holes.
+every character that could end a script. The page inserts model output only as text. The content policy allows only the
+page's own script and style. Requests may go only to the server that sent the page: `dgemma.serve` uses them to fill
+holes.
 """
 
 import base64

@@ -249,7 +249,7 @@ class LiveView(View):
         return tokens[: ends[0] + 1] if ends else tokens
 
     def _num_shown(self) -> int:
-        """The number of positions up to the first decided and likely stop token. Tokens after it will be padding."""
+        """The number of positions up to the first decided, probable stop token. Later tokens will be padding."""
         assert self._canvas is not None
         ends = (
             at
@@ -270,9 +270,9 @@ class LiveView(View):
 class BoardView(View):
     """Live Sudoku board: clues bold, digits coloured by confidence, · for cells without a confident guess.
 
-    The first 81 positions of the canvas are the cells. `digits` turns canvas tokens (81,) into digits, 0 for none
-    (None: the tokens of `dgemma.data.sudoku`). Clues are the frozen cells, or `givens` (81,) if only the prompt
-    has them.
+    The first 81 positions of the canvas are the cells. `digits` turns canvas tokens (81,) into digits, with 0 for a
+    blank cell. By default it reads the tokens of `dgemma.data.sudoku`. Clues are the frozen cells, or `givens` (81,) if
+    only the prompt has them.
 
     Example: `with BoardView() as view: generate(model, prompt, on_step=view, ...)`.
     """

@@ -100,7 +100,7 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Stored], Contents]:
 
 @contextmanager
 def open_gguf(file: Path, device: str) -> Iterator[Callable[[str], Tensor]]:
-    """Open a GGUF file; yield a function from the name of a tensor to its floats or bytes (..., bytes per row).
+    """Open a GGUF file; yield a function that returns a named tensor: its floats, or its bytes (..., bytes per row).
 
     Example: `with open_gguf(file, "cpu") as read: read("output_norm.weight")`.
     """
