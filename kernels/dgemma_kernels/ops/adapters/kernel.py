@@ -1,10 +1,10 @@
 """Products of the adapters of linear layers that have the same input, and their gradients.
 
-The layers' A (rank, K) and B (N_l, rank) are the rows of two matrices. Each layer has its own `rank` columns of
-`narrow`, which is A of all layers times the input. Memory bandwidth limits these products; a library reaches a third to
-a half of it, with one to three launches per layer. `expand_gradient` reads the gradient of the outputs once, and
-returns the gradients of `narrow` and of B. `contract_gradient` and
-`expand_gradient` split their sums, and a second launch adds the parts in a fixed order. Reference: `reference.py`.
+The A (rank, K) of all layers are stacked in one matrix, and their B (N_l, rank) in another. Each layer has its own
+`rank` columns of `narrow`, which is A of all layers times the input. Memory bandwidth limits these products. Library
+products reach a third to a half of it, and need one to three launches per layer. `expand_gradient` reads the gradient
+of the outputs once, and returns the gradients of `narrow` and of B. `contract_gradient` and `expand_gradient` split
+their sums, and a second launch adds the parts in a fixed order. Reference: `reference.py`.
 """
 
 from collections.abc import Sequence
@@ -124,7 +124,7 @@ def expand_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Return scale · the gradient of `narrow` (M, layers · rank), and the gradient of b (N, rank).
 
-    grad: (M, N), that of `expand(narrow, b, widths)`, whose rows may have gaps between them.
+    grad: (M, N), the gradient of `expand(narrow, b, widths)`. Its rows may have gaps between them.
 
     Example: `of_narrow, of_b = expand_gradient(grad, narrow, b, [4096, 2048, 2048], scale=2.0)`.
     """
@@ -400,7 +400,7 @@ def _add_parts_kernel(
     PARTS: tl.constexpr,
     VALUES: tl.constexpr,
 ) -> None:
-    """Add the parts of b's gradient over the blocks of rows, and those of narrow's over the splits of its layer.
+    """Add the parts of both gradients: of b over the blocks of rows, of narrow over the splits of each layer.
 
     first, second: the numbers of splits of the first two layers.
     """

@@ -59,7 +59,7 @@ def attend(
     keep: int,
     part: int,
 ) -> None:
-    """Write attention by parts of the keys to `partial` (splits, B, T, N, H) and `log_weight` (splits, B, T, N).
+    """Write attention over each part of the keys to `partial` (splits, B, T, N, H) and `log_weight` (splits, B, T, N).
 
     With one split `partial` is the whole result, and the float32 `log_weight` is not written. With `scale` (B·T,),
     `partial` is float8 in units of `float8_unit`, and that unit is written to `scale`. The other arguments are those of
@@ -276,8 +276,8 @@ def _attend(
         mbarrier.arrive(k_free.index(j % BUFFERS * K_CHUNKS + K_CHUNKS - 1))
         weight, decay, top, total = add_softmax(mask_scores(s, j, token, span, MODE), top, total)
         next_p = gl.convert_layout(weight.to(dtype), WEIGHTS)
-        # This barrier is always complete; only its branch matters. The assembler moves the next wait up to the last
-        # branch. Without this branch, the wait would come before the softmax.
+        # This barrier is always complete; only its branch matters. The assembler moves the next wait to right after the
+        # previous branch. Without this branch, the wait would come before the softmax.
         mbarrier.wait(q_full.index(0), 0)
         acc0, acc1, p, next_p = warpgroup_mma_wait(0, deps=(acc0, acc1, p, next_p))
         mbarrier.arrive(v_free.index(at))

@@ -4,9 +4,9 @@ A program computes 64 packed query rows with two warpgroups. Each warpgroup comp
 128 keys. Both multiply all weights, each by its own half of the value columns. Values are stored transposed, because
 the tensor cores read both operands of a float8 product along the dimension that they sum over.
 
-Sums inside the tensor cores have about 13 bits in float8, so no sum there spans more than one tile. The weights of a
-tile are relative to the maximum of that tile, so that a large weight elsewhere does not round them to zero. The sums
-over tiles are in float32, in units of the newest tile.
+In float8 products, tensor cores add in about 14 bits, so no sum there spans more than one tile. The weights of a tile
+are relative to the maximum of that tile, so that a large weight elsewhere does not round them to zero. The sums over
+tiles are in float32, relative to the maximum of the newest tile.
 
 Barriers: a part of a tile is `full` when its copy is complete, and `free` when its last reader is done. The weights of
 a tile are `ready` when both warpgroups may read them, and `read` when the other warpgroup is done with them.
@@ -33,8 +33,8 @@ _BYTES = gl.constexpr(128 * 128)  # per copy of keys or values
 _K_BUFFERS = gl.constexpr(4)
 _V_BUFFERS = gl.constexpr(3)  # per warpgroup
 _GAIN = gl.constexpr(8.0)  # in bits: weights are at most 2**8, and those below 2**-10 are zero
-# Bits by which the unit of the sums may be smaller than the largest weight so far, so that sums stay finite. A tile
-# whose weights are smaller is added as if they were this small. Even 2**18 such keys change the result by 2**-22.
+# The unit of the sums is at most this many bits below the largest weight so far, so that sums stay finite. A tile whose
+# maximum is lower is added as if its maximum were at this limit. Even 2**18 such keys change the result by only 2**-22.
 _SPAN = gl.constexpr(40.0)
 
 
@@ -253,7 +253,7 @@ def _store(
     KV_HEADS: gl.constexpr,
     UNIT: gl.constexpr,
 ) -> None:
-    """Store 128 columns of the output, through a quarter of the queries' shared memory per 128 bytes of columns."""
+    """Store 128 columns of the output through the queries' shared memory, a quarter of it per 128 bytes of a row."""
     row_tile, batch, head = _place(KV_HEADS)
     GROUP: gl.constexpr = q_smem.shape[2]
     dtype: gl.constexpr = out_desc.dtype

@@ -61,7 +61,7 @@ def attend(
     causal: bool,
     canvas_len: int,
 ) -> None:
-    """Write attention by parts of the keys, as `hopper.attend` does without a window and without fixed parts.
+    """Write attention over each part of the keys, as `hopper.attend` does without a window and without fixed parts.
 
     Keys must equal values in columns [64, 256) and [320, 512).
 
@@ -348,8 +348,10 @@ def _weights(
     WG: gl.constexpr,
     MODE: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
-    """Store the weights and the maximum of pair i for the other warpgroup. Return the weights, the decay of earlier
-    sums, maximum and sum."""
+    """Store the weights and the maximum of pair i for the other warpgroup.
+
+    Return the weights, the decay of earlier sums, the new maximum and the new sum of weights.
+    """
     _, k_smem, v_smem, top_smem, _ = smem
     _, _, _, _, ready, _ = barriers
     _, _, begin, end, _, _, _ = span

@@ -18,7 +18,7 @@ from dgemma_kernels.ops.configs import dependent_launch
 _MAX_SPLITS = 128
 _FEW_PARTS = 8
 _ROWS = 4  # rows per program, one per warp, if there are few parts
-_ONE_WARP = 16  # parts, up to which one warp adds 32 columns and exchanges nothing with other warps
+_ONE_WARP = 16  # up to this many parts, one warp adds 32 columns and exchanges nothing with other warps
 _COMBINE_ELEMENTS = 8192  # float32 values of partial results in the registers of a program that adds many parts
 
 

@@ -48,7 +48,7 @@ def attention_float8(
     """Attend causally with the operands of both products in float8. Shapes are those of `attention`.
 
     Queries have a scale per token and head. Values are in units of `float8_unit`, keys in units of `key_factor` times
-    as much. The weights of 128 keys are relative to their maximum, as multiples of 2^-8.
+    as much. The weights of 128 keys are relative to their maximum, in units of 2^-8.
     """
     num_tokens, group, unit = queries.shape[1], queries.shape[2] // keys.shape[1], float8_unit(queries.shape[3])
     num_slots = -(-keys.shape[2] // _TILE) * _TILE

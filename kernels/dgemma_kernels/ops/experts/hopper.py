@@ -1,16 +1,16 @@
 """Both products of int4 experts in one launch on Hopper, in Gluon, with float8 inputs in gate_up.
 
 Four programs per multiprocessor take blocks of columns from a queue, first all blocks of gate_up, then those of down. A
-program copies planes of weights (128 rows by 64 columns) into a ring buffer in shared memory, and the 64 columns of its
-tokens that multiply each plane into another. While it multiplies the last planes of a block, it already copies the
-first ones of its next block. A block of down waits for the hidden values of its tile. Blocks are taken in order, and
-only by running programs. So the blocks that a block of down waits for are complete or being computed. A tile with few
-rows has smaller products, which take less time and energy.
+program copies planes of weights (128 rows by 64 columns) into ring buffers in shared memory. With each plane, it copies
+the 64 columns of its tokens that multiply the plane. While it multiplies the last planes of a block, it already copies
+the first ones of its next block. A block of down waits for the hidden values of its tile. Blocks are taken in order,
+and only by running programs. So the blocks that a block of down waits for are complete or being computed. A tile with
+few rows has smaller products, which take less time and energy.
 
 A byte with a code of four bits, read as float8, is code * 2**-9. So the codes themselves are the left operand of
-gate_up. The scale of a group multiplies its sums. Codes have an offset of 8. To remove it, a product after every 16
-groups adds, for each group, -8 times its scale times the sum of the row in this group. down decodes to bfloat16, as
-`kernel` does.
+gate_up. The scale of a group multiplies its sums. Codes have an offset of 8. To remove it, one more product follows
+every 16 groups. For each group, it adds -8 times the group's scale times the sum of the token's values in this group.
+down decodes to bfloat16, as `kernel` does.
 """
 
 from typing import NamedTuple
@@ -248,7 +248,7 @@ def _multiply_block(
 ) -> gl.tuple:
     """Compute a block and start the copies of the next one. Return the next tile, its pairs, its source and its slot.
 
-    Products have the rows of a tile, divided by DIVISOR. Planes with even and odd numbers are in two rings. So Triton
+    A product has 1 / DIVISOR of the rows of a full tile. Planes with even and odd numbers are in two rings. So Triton
     knows that a step reads and writes different memory, and inserts no barrier between the two. Loads for the next
     block depend on each other. They are spread over the steps, so each has arrived before the next needs it.
     """
@@ -316,8 +316,8 @@ def _multiply_block(
 def _allocate(x: gl.tensor, PLANES: gl.constexpr, ROWS: gl.constexpr) -> gl.tuple:
     """Return shared memory: two rings, whose planes have codes, rows of tokens and, for down, scales.
 
-    For gate_up also the scales of all groups in two views, by 16 groups and by one, and the rows' sums with their
-    rounding errors, by 16 groups.
+    For gate_up, it also has the scales of all groups, and the sums of the rows with their rounding errors. Both are in
+    parts of 16 groups. A second view has the scales of single groups.
     """
     PARTS: gl.constexpr = triton.cdiv(PLANES, 16)
     if x.dtype.element_ty == gl.float8e4nv:

@@ -65,7 +65,7 @@ class _ProductSizes(NamedTuple):
     TALL: bool
     UNITS: int  # of a weight matrix
     BLOCKS: int  # items per tile
-    HALVES_BEFORE: int  # of the items of a tile in the product before, in the same launch; 0 if there is none
+    HALVES_BEFORE: int  # half items per tile in the previous product of this launch; 0 if this is the first
     COUNTED: bool  # its finished halves are counted, for the product after it
 
 
@@ -114,7 +114,7 @@ class _Ring(NamedTuple):
 
 
 class _Handover(NamedTuple):
-    """The next two items in shared memory: their fields, the rows of their results and what multiplies them."""
+    """The next two items in shared memory: their fields, the rows of their results, and a factor for each row."""
 
     fields: gl.tensor
     targets: gl.tensor
@@ -328,7 +328,7 @@ def _find(tables: _Tables, number: gl.tensor, num_before: gl.tensor, SIZE: gl.co
 
 @gluon.jit
 def _num_finished(tables: _Tables, item: _Item, SIZE: gl.constexpr) -> gl.tensor:
-    """Return the number of finished half items of this tile in the product before."""
+    """Return the number of finished half items of this tile in the previous product."""
     if SIZE.HALVES_BEFORE > 0:
         return gl.load(tables.finished + item.tile, volatile=True)
     else:  # noqa: RET505 (Triton compiles both returns of a branch without else)
@@ -422,7 +422,7 @@ def _copy(
     place = _Place(zero, zero + 1, zero)
     num_up = tables.num_tiles * (UP.BLOCKS if HAS_UP else 0)
     total = num_up + tables.num_tiles * (DOWN.BLOCKS if HAS_DOWN else 0)
-    if HAS_UP and HAS_DOWN:  # items wait for others, so no program may have one before it runs
+    if HAS_UP and HAS_DOWN:  # items wait for others, so only a running program may take one
         num_given = zero
         number = gl.atomic_add(tables.queue, 1, sem="relaxed")
         _end_queue(tables, number, total, num_given)
@@ -461,9 +461,9 @@ def _copy_items(
 ) -> gl.tuple:
     """Copy the item of that number, and further ones from the queue, until this product has none left.
 
-    `num_before` items of the other product are before its items, `total` is the number of all items, and the first
-    `num_given` are not in the queue. Return the number of the next item, which is of the other product, and the next
-    place.
+    In the queue, `num_before` items of the other product come before the items of this product. `total` is the number
+    of all items. The first `num_given` items are not in the queue: each program begins with the item of its own number.
+    Return the number of the next item, which is of the other product, and the next place.
     """
     DEPTH: gl.constexpr = ring.rows.shape[2]
     LAYOUT: gl.constexpr = _ROWS16 if DEPTH == 64 else _ROWS8
@@ -772,7 +772,7 @@ def _store(
     FIRST: gl.constexpr,
     SIZE: gl.constexpr,
 ) -> None:
-    """Store the sums of 64 rows of weights and of rows of the tile from FIRST on, in gate_up after GeGLU."""
+    """Store sums of 64 rows of weights by the tile's rows from FIRST on. In gate_up, apply GeGLU first."""
     dtype: gl.constexpr = operands.out.dtype.element_ty
     NUM: gl.constexpr = sums.shape[1]
     MMA: gl.constexpr = sums.type.layout

@@ -314,9 +314,10 @@ def _in_blocks(values: Tensor, rows: int, depth: int, format: str) -> Tensor | T
 
 
 def _grid_tiles(tiles: ExpertTiles) -> int:
-    # The grid has as many tiles as even routing needs, and each program takes every `_grid_tiles`-th tile. A grid for
-    # the bound on tiles would be up to twice as large. Its idle programs would cost more time than the second tiles of
-    # some programs do. An expert's tiles are neighbours, so they run together and share its weights in the cache.
+    # The grid has as many tiles as an even spread of tokens over experts needs. Each program takes every
+    # `_grid_tiles`-th tile. A grid for the bound on tiles would be up to twice as large. Its idle programs would cost
+    # more time than the second tiles of some programs do. An expert's tiles are neighbours, so they run together and
+    # share its weights in the cache.
     num_pairs, num_experts = tiles.pairs.numel(), tiles.num_experts
     return min(num_experts, num_pairs) * triton.cdiv(num_pairs, num_experts * tiles.rows_per_tile)
 

@@ -1,15 +1,15 @@
 """The products of `kernel` on Hopper, in Gluon: copies and products run at the same time.
 
 One program per multiprocessor takes items from a queue, each a tile of rows times a block of weights. Four warps copy
-both into a ring in shared memory, the next item's while this one is stored. Two warpgroups multiply. The weights are
-the left operand, so rows need not be rounded up to 64. The adapter's product is one more step of the depth. The copy
-engine fills the columns after its rank with zeros.
+both into a ring in shared memory. While an item is stored, they already copy the next one. Two warpgroups multiply. The
+weights are the left operand, so rows need not be rounded up to 64. The adapter's product is one more step of the depth.
+The copy engine fills the columns after the adapter's rank with zeros.
 
 The limits are the bandwidths of L2 and of shared memory. So items are as large as the registers for their sums allow:
 128 rows of weights by up to 288 rows ("wide"), or 256 by up to 160 ("tall", for experts with few rows). Products of 256
 rows are the fastest. Another product multiplies up to 32 more rows, where that saves a tile. A unit is 128 rows of
-weights, one copy: in GeGLU, 64 of gate and 64 of up, 8 by 8, so that a thread has both values. A part is half a unit.
-`experts.hopper_many` has this structure for inference.
+weights, one copy. For GeGLU, 8 rows of gate alternate with the same 8 of up, so that a thread has both values. A part
+is half a unit. `experts.hopper_many` has this structure for inference.
 """
 
 from functools import partial
@@ -118,7 +118,7 @@ def _descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:
 
 @gluon.jit
 def _multiply_tokens_hopper_kernel(
-    rows: gl.tensor,  # descriptors of blocks of 256, 128 and 32; if gathered, three times the tokens
+    rows: gl.tensor,  # descriptors of blocks of 256, 128 and 32; if gathered, all three are the tokens
     few_rows: gl.tensor,
     more_rows: gl.tensor,
     narrow: gl.tensor,  # descriptors of the same blocks
@@ -225,7 +225,7 @@ def _receive(queued: gl.tuple, turn: gl.tensor) -> gl.tuple:
 def _source(tables: gl.tuple, tile: gl.tuple, SIZE: gl.constexpr) -> gl.tuple:
     """Return the tokens of both blocks of a tile, and -1 for other rows.
 
-    The second block begins after 128 rows if these two blocks are enough.
+    The second block begins after 128 rows in tiles of at most 160 rows, and after 256 rows in larger ones.
     """
     if SIZE.GATHERED:
         ROWS: gl.constexpr = _FEW if SIZE.PARTS == 2 else _ALL
@@ -526,7 +526,7 @@ def _store(
     FIRST: gl.constexpr,
     SIZE: gl.constexpr,
 ) -> None:
-    """Store the sums of a part of the weights and of rows of the tile from FIRST on, in GeGLU its result."""
+    """Store sums of a part of the weights by the tile's rows from FIRST on. With GeGLU, store its result instead."""
     dtype: gl.constexpr = out.dtype.element_ty
     NUM: gl.constexpr = sums.shape[1]
     if SIZE.GATED:

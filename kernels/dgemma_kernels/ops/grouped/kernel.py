@@ -95,7 +95,7 @@ def multiply_rows(
 
 
 class ExpertProduct(NamedTuple):
-    """Arguments of `multiply_tokens`, or without order of `multiply_rows`."""
+    """Arguments of `multiply_tokens`; if `order` is None, those of `multiply_rows`."""
 
     x: Tensor
     weights: Tensor

@@ -33,9 +33,10 @@ def list_tiles(
 ) -> None:
     """Write tiles from number `begin` on. size, end: (E,), the number of each expert's rows and where they end.
 
-    tiles: (1 + num_tiles, 3) int32. First the number of tiles that there are, and a zero: the next item in the queue of
-    `hopper`, which sets it to zero again. Then (expert, first row, rows) of each tile. A group has as few tiles of at
-    most ROWS + MORE rows as possible. As many as possible have only ROWS; the last has the rest.
+    tiles: (1 + num_tiles, 3) int32. The first row begins with the number of tiles that exist, and a zero. `hopper`
+    counts the items of its queue there, and sets the counter to zero again. Every other row is (expert, first row,
+    rows) of a tile. A group has as few tiles of at most ROWS + MORE rows as possible. As many as possible have only
+    ROWS; the last has the rest.
     """
     count = tl.cdiv(size, ROWS + MORE)
     num_larger = tl.cdiv(tl.maximum(size - ROWS * count - MORE, 0), MORE)
