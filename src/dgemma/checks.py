@@ -15,6 +15,7 @@ from torch import Tensor
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _FIELD_HINTS: dict[type, dict[str, Any]] = {}
+_MOST_SHOWN = 8  # elements of a tensor in `short_repr`
 _WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -357,6 +358,34 @@ def show(value: Any) -> str:
         return f"the class {value.__name__}"
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def short_repr(owner: Any) -> str:
+    """Return a dataclass on one line: tensors of over 8 elements by dtype and shape, and no empty field.
+
+    Write `__repr__ = short_repr` in a class of tensors.
+
+    Example: `repr(decision)` is "Decision(tokens=int64 (1, 16), write=bool (1, 16), renoise=bool (1, 16))".
+    """
+    values = {field.name: getattr(owner, field.name) for field in fields(owner) if field.repr}
+    empty = {name for name, value in values.items() if value is None or (isinstance(value, Mapping) and not value)}
+    shown = [f"{name}={_shorten(value)}" for name, value in values.items() if name not in empty]
+    return f"{type(owner).__name__}({', '.join(shown)})"
+
+
+def _shorten(value: Any) -> str:
+    if isinstance(value, Tensor):
+        if value.numel() > _MOST_SHOWN or value.dim() > 1 or not has_values(value):
+            return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        return _shorten(value.tolist())
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_shorten(item)}' for key, item in value.items())}}}"
+    if type(value) in (list, tuple):
+        return f"[{', '.join(map(_shorten, value))}]"
+    text = repr(value)
+    return f"{type(value).__name__}(...)" if "\n" in text else text
 
 
 def _as_python(value: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dgemma.checks import short_repr
 from dgemma.diffusion.state import DenoiseState
 
 
@@ -20,6 +21,8 @@ class Decision:
     write: Tensor
     renoise: Tensor
     memory: Any = None
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         if self.tokens.dtype != torch.int64 or self.write.dtype != torch.bool or self.renoise.dtype != torch.bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dgemma.checks import short_repr
 from dgemma.diffusion import draws
 from dgemma.diffusion.language import Language, splice_languages
 from dgemma.diffusion.noise import Noise
@@ -53,6 +54,8 @@ class DenoiseState:
     memory: Any = None  # of the sampler
     stop_memory: Any = None  # of the stop rule
     injected: Mapping[str, Tensor] = field(default_factory=dict)  # purpose → (B, C) uniforms that replace draws
+
+    __repr__ = short_repr
 
     draw = staticmethod(draws.uniform)  # an engine may use another function that returns the same bits
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.checks import as_int, as_lists, check_flags, require, show
+from dgemma.checks import as_int, as_lists, check_flags, require, short_repr, show
 from dgemma.files import open_file
 from dgemma.progress import progress_bar
 from dgemma.run.batch import Batch, Row
@@ -37,6 +37,8 @@ class Completion:
     tokens_per_forward: float
     text: str | None  # None without a tokenizer
     id: Any = None  # copied from a prompt that is a dictionary
+
+    __repr__ = short_repr
 
 
 class ManyOptions(TextOptions, total=False):

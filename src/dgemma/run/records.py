@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from dgemma.checks import short_repr
 from dgemma.diffusion.prediction import Prediction, Top
 from dgemma.diffusion.state import DenoiseState
 from dgemma.model.cache import Cache
@@ -36,6 +37,8 @@ class StepRecord:
     cache: Cache  # the cache that the step used
     knobs: Knobs
 
+    __repr__ = short_repr
+
     def top(self, k: int) -> Top:
         """The k best candidates of every position, computed on demand."""
         return self.prediction.top(k)
@@ -65,6 +68,8 @@ class RecordedStep:
     top_tokens: Tensor  # (R, C, k) int, best first
     top_probabilities: Tensor  # (R, C, k) float16
 
+    __repr__ = short_repr
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Change:
@@ -83,6 +88,8 @@ class BlockCommit:
     tokens: Tensor
     finished: Tensor
     steps: Tensor  # (B,) steps each row needed
+
+    __repr__ = short_repr
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

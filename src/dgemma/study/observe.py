@@ -15,7 +15,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from dgemma.checks import as_int, read_device, require
+from dgemma.checks import as_int, read_device, require, short_repr
 from dgemma.model.attention import Attention
 from dgemma.model.backbone import Layer
 from dgemma.model.diffusion import DiffusionGemma
@@ -37,6 +37,8 @@ class Pass:
     attention: dict[int, Tensor] = field(default_factory=dict)  # (B, N, T, S) float32, rows sum to 1
     router: dict[int, Routing] = field(default_factory=dict)  # (B, T, E) probabilities, (B, T, A) weights and experts
 
+    __repr__ = short_repr
+
 
 class Observation:
     """The recorded passes in order. `steps` has only those of canvases: `steps[i]` belongs to the i-th `StepRecord`."""
@@ -46,6 +48,9 @@ class Observation:
         self._prefix, self._device = prefix, device
         self._current: Pass | None = None  # the current pass, if it is recorded
         self._thread = threading.get_ident()  # passes of other threads are not recorded
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self.passes)} passes, {len(self.steps)} of canvases)"
 
     @property
     def steps(self) -> list[Pass]:

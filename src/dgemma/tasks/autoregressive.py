@@ -3,13 +3,14 @@
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Annotated, Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from dgemma.diffusion.prediction import refuse_nan
 from dgemma.run.causal import CausalRule, CausalState
+from dgemma.run.options import Default, fill_in, takes_options
 from dgemma.run.plan import read_plan
 from dgemma.run.step import Denoiser
 from dgemma.sampling.temperature import ConstantTemperature
@@ -19,14 +20,15 @@ class CausalOptions(TypedDict, total=False):
     """Options of `generate_causal` and `stream_causal`. Defaults are those of `generate`, except temperature 1."""
 
     max_new_tokens: int | None
-    temperature: float
+    temperature: Annotated[float, Default(1.0)]
     top_k: int | None
     top_p: float | None
-    seed: int | Sequence[int] | Tensor
+    seed: Annotated[int | Sequence[int] | Tensor, Default(0)]
     attention_mask: Tensor | None
     eos_token_ids: int | Iterable[int] | None
 
 
+@takes_options(CausalOptions)
 def generate_causal(model: Denoiser, prompt_tokens: Tensor, **options: Unpack[CausalOptions]) -> Tensor:
     """Generate autoregressively after prompt_tokens (B, P), up to `max_new_tokens`; return the new tokens (B, N).
 
@@ -39,36 +41,18 @@ def generate_causal(model: Denoiser, prompt_tokens: Tensor, **options: Unpack[Ca
     return torch.cat(list(stream_causal(model, prompt_tokens, **options)), dim=1)
 
 
+@takes_options(CausalOptions)
 @torch.no_grad()
-def stream_causal(
-    model: Denoiser,
-    prompt_tokens: Tensor,
-    *,
-    max_new_tokens: int | None = None,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int | Sequence[int] | Tensor = 0,
-    attention_mask: Tensor | None = None,
-    eos_token_ids: int | Iterable[int] | None = None,
-) -> Iterator[Tensor]:
+def stream_causal(model: Denoiser, prompt_tokens: Tensor, **options: Unpack[CausalOptions]) -> Iterator[Tensor]:
     """Run `generate_causal` as a generator: yield the next token (B, 1) of every row after each forward.
 
     Example: `for token in stream_causal(model, prompt): print(tokenizer.decode(token[0]), end="")`.
     """
     if not isinstance(model, Denoiser) or not model.has_causal_mode:
         raise TypeError(f"generate_causal model must have a causal mode, got {type(model).__name__}. Use generate.")
-    plan = read_plan(
-        model,
-        prompt_tokens,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        attention_mask=attention_mask,
-        eos_token_ids=eos_token_ids,
-    )
+    given = fill_in(options, CausalOptions)
+    temperature, max_new_tokens = given["temperature"], given["max_new_tokens"]
+    plan = read_plan(model, prompt_tokens, **given)
     if temperature is None or not isinstance(plan.knobs.temperature, ConstantTemperature):
         raise ValueError(
             f"generate_causal.temperature must be one number, got {temperature!r}. Use generate for a schedule: "
@@ -82,7 +66,7 @@ def stream_causal(
         pad_token_id=plan.pad_token_id,
     )
     num_tokens = model.generation.max_new_tokens if max_new_tokens is None else max_new_tokens
-    cache, last = _read_prompt(model, prompt_tokens, attention_mask)
+    cache, last = _read_prompt(model, prompt_tokens, given["attention_mask"])
     seeds = plan.seeds[0]
     none = torch.zeros_like(seeds, dtype=torch.bool)
     state = CausalState(token=last, number=torch.zeros_like(seeds), done=none, broken=none, seeds=seeds)

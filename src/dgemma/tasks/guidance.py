@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from dgemma.checks import check_types, has_values, require_field
+from dgemma.checks import check_types, has_values, require_field, short_repr
 from dgemma.diffusion.prediction import Prediction
 from dgemma.model.cache import Cache
 from dgemma.model.config import DenoiserConfig, GenerationDefaults
@@ -103,6 +103,8 @@ class Guided(Denoiser[GuidedCache]):
     denoiser: Denoiser
     strength: float = field(kw_only=True)
     unconditional: int | Tensor = field(kw_only=True)
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         check_denoiser("Guided", self.denoiser)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from dgemma.checks import as_int, check_flags, require, require_tensor
+from dgemma.checks import as_int, check_flags, require, require_tensor, short_repr
 from dgemma.diffusion.state import DenoiseState
 from dgemma.model.cache import Cache
 from dgemma.progress import progress_bar
@@ -47,6 +47,8 @@ class Infilling:
     steps: Tensor  # (B,) forwards, over all canvases
     tokens_per_forward: Tensor  # (B,): tokens written / forwards
     trajectories: tuple[Trajectory, ...] | None
+
+    __repr__ = short_repr
 
 
 class Placement(NamedTuple):

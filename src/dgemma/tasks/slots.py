@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.checks import as_int, as_lists, check_flags, require, show, typed
+from dgemma.checks import as_int, as_lists, check_flags, require, short_repr, show, typed
 from dgemma.diffusion import draws
 from dgemma.diffusion.noise import Noise
 from dgemma.model.cache import Cache
@@ -67,6 +67,8 @@ class SlotAnswer:
     probabilities: Tensor
     abstains: bool = False  # the chosen option is less probable than the threshold
 
+    __repr__ = short_repr
+
     @property
     def option(self) -> Sequence[int] | str | None:
         """The chosen option, None if the answer abstains."""
@@ -83,6 +85,8 @@ class FilledTemplate:
     tokens: Tensor
     answers: tuple[SlotAnswer, ...]
     joint: Tensor | None = None
+
+    __repr__ = short_repr
 
     @property
     def log_prob(self) -> float:

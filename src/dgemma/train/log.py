@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dgemma.checks import short_repr
 from dgemma.files import new_file, open_file, write_text, writing
 from dgemma.model.experts import Router, Routing
 from dgemma.train.batch import MicroBatch
@@ -36,6 +37,8 @@ class TrainStep:
     counts: Mapping[str, Tensor]  # per term, the number of scored positions of each row (B,)
     parts: list[MicroBatch]  # the micro-batches
     num_tokens: int
+
+    __repr__ = short_repr
 
 
 OnTrainStep = Callable[[TrainStep], bool | None]  # returning True stops the run
