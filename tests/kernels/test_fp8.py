@@ -420,7 +420,7 @@ def test_a_gpu_without_float8_raises_and_names_the_fix(models, monkeypatch):
     monkeypatch.setattr(dgemma.DiffusionGemma, "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     with pytest.raises(
-        ValueError, match=r'float8 products need a GPU of .* 8\.9 or higher, got 8\.6\. Use weights="bf16"'
+        ValueError, match=r'need a GPU of .* 8\.9 or higher, got 8\.6\. Use weights="bf16" and float8=\(\)\.'
     ):
         accelerate(model, weights="fp8")
     with pytest.raises(ValueError, match=r"float8 products need a GPU of .* 8\.9 or higher"):

@@ -57,7 +57,7 @@ class CacheBuffers:
         self._times_read = 0
 
     def count_read(self, shape: Any) -> int:
-        """Note a forward over tokens of this shape. Return how many consecutive forwards, with this one, had it."""
+        """Note a forward over tokens of this shape. Return how many forwards in a row had it, this one included."""
         self._times_read = self._times_read + 1 if shape == self._last_read else 1
         self._last_read = shape
         return self._times_read

@@ -57,5 +57,5 @@ def require_gpu(model: DiffusionGemma, *, float8: bool) -> None:
         if capability < (8, 9):
             raise ValueError(
                 "accelerate float8 products need a GPU of compute capability 8.9 or higher, got "
-                f'{capability[0]}.{capability[1]}. Use weights="bf16".'
+                f'{capability[0]}.{capability[1]}. Use weights="bf16" and float8=().'
             )

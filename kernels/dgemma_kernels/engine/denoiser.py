@@ -245,7 +245,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
             return fused
         fused.catch_up()
         self._reader.read(tokens, fused, real, last=False)
-        fused.trim()  # now, while the device is busy, and not before the next canvas
+        fused.trim()  # now, while the device is busy, so that the next canvas does not wait for it
         return fused
 
     @torch.no_grad()

@@ -101,7 +101,7 @@ class Forward:
         # turn, so one of two new streams may be the current one; the MLP runs on the other.
         self.sides = [torch.cuda.Stream(table.device) for _ in range(2)] if table.device.type == "cuda" else []
         self._dense_progress = torch.zeros(2, dtype=torch.int32, device=table.device)
-        self._one = torch.ones((), device=table.device)  # scale of float8 products that a kernel scales later
+        self._one = torch.ones((), device=table.device)  # passed instead of float8 scales that a kernel applies later
 
     def canvas(self, tokens: Tensor, signal: Tensor, buffers: CacheBuffers) -> Tensor:
         """Run the canvas (B, C), which sees prefix and canvas → (B·C, D). A signal (B·C, D) of zeros means none."""
@@ -245,7 +245,7 @@ class Forward:
         return x.shape[0] == 1 and not self.batch_invariant
 
     def _shared_pairs(self, shape: LayerShape) -> int | None:
-        """Return the number of rotated pairs if keys and values can share the columns without rotation, else None.
+        """Return the number of rotated pairs if keys and values can share the columns that are not rotated, else None.
 
         A full layer has no v_proj. So in these columns, keys would differ from values only by the weight of the keys'
         norm. The queries are multiplied by this weight instead. The result is None with `batch_invariant`, because
@@ -272,7 +272,7 @@ class Forward:
         scalar: Tensor,
         float8: bool,
     ) -> tuple[Tensor, Tensor | Quantized]:
-        """Return the residual stream and the next layer's input, in float8 if its product is."""
+        """Return the residual stream and the next layer's input, which is in float8 if `float8`."""
         config, eps = self.config, self.config.rms_norm_eps
         gate_up, down = layer.expert_gate_up, layer.expert_down
         tile = expert_config(x.shape[0], x.device, format_of(gate_up), one_order=self.batch_invariant)

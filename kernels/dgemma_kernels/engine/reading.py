@@ -31,8 +31,8 @@ class ReadLimits:
 
 
 LIMITS = ReadLimits(most=8192, captured_soon=2048, captured_later=8192)
-# Activations and the tail of sliding layers take 330 kB per token of the published model. Weights of four bits are
-# chosen for their size, so their limits are lower.
+# Activations and the tail of sliding layers take 330 kB per token of the published model. Users choose weights of four
+# bits to save memory, so their limits are lower.
 FOUR_BIT_LIMITS = ReadLimits(most=1024, captured_soon=256, captured_later=256)
 
 

@@ -95,8 +95,8 @@ def multiply_unscaled(
 ) -> Tensor:
     """Return the product of the values of two float8 operands, for a kernel that applies both scales itself.
 
-    For rows of few thousand columns it is faster than `multiply`. x: (M, K), weight: (N, K), one: () float32, a one on
-    their device → (M, N) in the dtype of x, or in that of `out`.
+    For rows of few thousand columns it is faster than `multiply`. x: (M, K), weight: (N, K), one: () float32, the
+    number 1 on their device → (M, N) in the dtype of x, or in that of `out`.
 
     Example: `multiply_unscaled(round_rows(seen), layer.o, one)`.
     """

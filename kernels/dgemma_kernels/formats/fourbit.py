@@ -30,8 +30,9 @@ ROWS, COLS = 128, 64  # of a plane; with `gated`, the first 64 rows are gate and
 _CHUNK = 1 << 25  # weights arranged at a time
 _INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
-# The bits of each pair of codes in its halfwords, lowest bit first. Pairs 0 and 1 are columns c, c + 1 and c + 8, c + 9
-# of row r; pairs 2 and 3 are the same columns of row r + 64. The first of a pair is in the lower halfword.
+# Each halfword of a word holds one code of every pair. Per pair, these are the bits of a code in its halfword, lowest
+# first. Pairs 0 and 1 are columns c, c + 1 and c + 8, c + 9 of row r; pairs 2 and 3 are the same columns of row r + 64.
+# The first of a pair is in the lower halfword.
 #
 # As a bfloat16, an integer n < 256 in the lower byte is n * 2**-133, also where the byte reaches into the exponent. So
 # a code of row r is code * 2**-133 and a code of row r + 64 is code * 2**-129. An fma multiplies it by scale * 2**117
@@ -118,7 +119,7 @@ class OrderedRows:
     last eight at odd ones. `sums` corrects for the offset of 8 in all codes. For each group of 64 values it has
     their sum times -8 * 2**-49, rounded to bfloat16. The rounding errors of these sums follow, also in bfloat16.
 
-    Example: `order_rows(x).decode()` differs from x by at most |x| / 16 or scale / 512, the larger.
+    Example: `order_rows(x).decode()` differs from x by at most |x| / 16 or scale / 1024, the larger.
     """
 
     values: Tensor  # (M, D) float8_e4m3fn
@@ -294,7 +295,8 @@ _FMA = """
     fma.rn.bf16x2 w1, w1, low, add_low;
     fma.rn.bf16x2 w2, w2, high, add_high;
     fma.rn.bf16x2 w3, w3, high, add_high;"""
-# The addends are -8 * scale: -8 * 2**-133 and -8 * 2**-129 times the scaled scales.
+# The addends are -8 * scale * 2**-16. The scales already have the factors `_SCALED`, so the other factor is
+# -8 * 2**-133 for rows r and -8 * 2**-129 for rows r + 64.
 _SYMMETRIC: tl.constexpr = tl.constexpr(
     _INTEGERS
     + """
@@ -470,7 +472,7 @@ def multiply_four_bit(
     DEPTH: tl.constexpr,
     GROUPS: tl.constexpr,
 ) -> tl.tensor:
-    """Multiply rows r and rows r + 64 of an expert's block, one of BLOCKS, by M rows of inputs: two (64, M) float32.
+    """Multiply rows r and rows r + 64 of one of an expert's BLOCKS blocks by M rows of inputs: two (64, M) float32.
 
     inputs: (M, 1) pointers to the rows. GROUPS is the number of scales per row of a plane. WIDTH, rounded
     up to a multiple of 64, is a multiple of DEPTH.

@@ -29,7 +29,7 @@ HALF, DEPTH = 64, 128  # columns per plane of lower bytes, and per plane of code
 ROWS = 128  # per block; with `gated`, 64 of gate and 64 of up
 _TOP = 0x3F  # upper byte, without the sign, of a row's largest weights divided by its scale: values from 1/2 to 2
 _CHUNK = 1 << 26  # weights packed at a time
-_MOST_OUTLIERS = 0.01  # share of all weights, because lists are slow; normally distributed weights have about 0.0001
+_MOST_OUTLIERS = 0.01  # largest allowed share, because lists are slow; normally distributed weights have about 0.0001
 _INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
@@ -275,7 +275,7 @@ def multiply_packed(
     M: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ) -> tl.tensor:
-    """Multiply the 128 rows of an expert's block, one of BLOCKS, by M rows of inputs: (128, M) float32.
+    """Multiply the 128 rows of one of an expert's BLOCKS blocks by M rows of inputs: (128, M) float32.
 
     inputs: (M, 1) pointers to the rows. `weights.data` is a tensor descriptor if DESCRIBED, else a pointer.
     """
@@ -294,7 +294,7 @@ def multiply_packed(
         left = inside(depth, WIDTH - start, WIDTH % 128 == 0)
         rows = tl.load(inputs + start + depth[None, :], mask=input_inside[:, None] & left[None, :], other=0.0).T
         sums = tl.dot(block_weights.to(rows.dtype), rows, sums, input_precision="ieee")
-        if rows.dtype != tl.float32:  # float32 products do not run on; waiting for them would spill registers
+        if rows.dtype != tl.float32:  # float32 products are synchronous; waiting for them would spill registers
             sums = finish_products(sums)
     sums = _add_outliers(sums, inputs, input_inside, place, value, block * 128)
     for more in tl.range(begin + LIST, end, LIST, num_stages=1):

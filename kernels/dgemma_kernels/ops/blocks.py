@@ -136,7 +136,7 @@ def store_rows_rounded(
 def finish_products(sums: tl.tensor) -> tl.tensor:
     """Return `sums` once its products are complete.
 
-    Without it, products of Triton 3.6 run on while the next iteration overwrites the registers of their left operand.
+    Without it, products of Triton 3.6 still run when the next iteration overwrites their left operand's registers.
     """
     if not _INTERPRETED:
         sums = tl.inline_asm_elementwise("// complete", "=f,0", [sums], tl.float32, True, 1)
