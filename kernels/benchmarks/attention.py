@@ -24,7 +24,7 @@ from dgemma_kernels.ops.qkv import reference as qkv_reference
 
 HEADS = 16
 LAYERS = {"sliding": (8, 256), "full": (2, 512)}  # key heads, head_dim
-ROTARY_PAIRS = {"sliding": None, "full": 64}  # in full layers, keys equal values in the other columns
+ROTARY_PAIRS = {"sliding": None, "full": 64}  # in the other columns of full layers, keys are the same as values
 LIMIT = 8e-3  # bfloat16 rounds softmax weights and output by up to 2**-8 each; keys and values have unit size
 MATRIX_RATE = 816e12  # bf16 FLOP/s measured on one H200
 COLD_BYTES = 512 << 20

@@ -1,6 +1,6 @@
 """The mixture-of-experts half of a layer at the published sizes: parity first, then time against read bandwidth.
 
-python kernels/benchmarks/experts.py                  every kernel of the half, the experts from 1 to 4,096 tokens
+python kernels/benchmarks/experts.py                  every kernel of the half; the experts at 1 to 4,096 tokens
 python kernels/benchmarks/experts.py --weights int4   with the experts in another format
 
 Weights are random and differ in every layer (30 layers are 45 GB, so that no cache helps). Routing is random as well,
@@ -88,7 +88,7 @@ def draw_hidden(pairs: int, format: str, block: int | None = 64) -> Tensor | Qua
 
 
 def draw_index(tokens: int, distinct: int = E) -> Tensor:
-    """Draw (tokens, A) experts, different within a token, uniform over a random `distinct` of them."""
+    """Draw (tokens, A) experts, different within a token, uniformly from a random subset of `distinct` experts."""
     allowed = torch.randperm(E, device=GPU)[:distinct]
     return allowed[torch.rand(tokens, distinct, device=GPU).topk(A, dim=-1).indices].int().contiguous()
 

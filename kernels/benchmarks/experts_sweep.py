@@ -185,9 +185,10 @@ def sweep(report: Report, layers: list[Layer], tokens: int, distinct: int) -> No
 
 
 def rows_worth_trying(tokens: int, format: str) -> list[int]:
-    """Return the numbers of rows between an expert's average and twice that; for an average above 128, from 128 on.
+    """Return the rows per tile to try: from an expert's average number of rows to twice that.
 
-    With fewer rows, weights are read repeatedly. With more rows, arithmetic is wasted.
+    For an average of 128 or more, they are 128 to 288. With fewer rows, weights are read repeatedly. With more rows,
+    arithmetic is wasted.
     """
     average = min(max(tokens * A // E, 16), 128)
     limit = 2 * average if average < 128 else 288

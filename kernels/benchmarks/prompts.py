@@ -6,9 +6,9 @@ python kernels/benchmarks/prompts.py --parts steps --batches 8 16       two deno
 python kernels/benchmarks/prompts.py --parts tokens --weights fp8 --float8 attention dense head
 python kernels/benchmarks/prompts.py --parts first                      the first call only
 
-Weights are random and route nearly evenly over all experts. The floor is the larger of two times. One is that of all
-FLOP, at 750 TFLOP/s for products and 816 for attention (twice that in float8). The other is that of reading the used
-weights and the prefix once. `--profile` adds the time of each kernel, and `--transformers` the same work in
+Weights are random and route nearly evenly over all experts. The floor is the larger of two durations. One is the time
+of all FLOP, at 750 TFLOP/s for products and 816 for attention (twice that in float8). The other is the time to read the
+used weights and the prefix once. `--profile` adds the time of each kernel, and `--transformers` the same work in
 transformers, eager, after our model is gone. At the end, a table compares the times with our goals.
 """
 
@@ -50,7 +50,7 @@ from dgemma_kernels.formats import ENCODERS
 PARTS = ("first", "parity", "read", "rows", "steps", "tokens")
 LENGTHS = (256, 1024, 4096, 8192, 16_384, 65_536, 261_632)
 ROWS = ((4, 256), (4, 1024), (16, 1024))  # batches of prompts
-MANY = 1024  # tokens of a forward, from which "prompt_attention" is in float8
+MANY = 1024  # with at least this many tokens in a forward, "prompt_attention" is in float8
 LONG = 65_536  # tokens of a prompt; a longer one takes seconds
 MOST_THEIRS = 16_384  # tokens that transformers reads: a mask of all pairs makes longer prompts slow
 NUM_TOKENS = 64
@@ -81,7 +81,7 @@ GOALS = {
 
 
 def check_parity(results: Results, weights: str) -> None:
-    """Compare two layers of full size with float32: the engine and plain PyTorch, both in bfloat16.
+    """Compare the engine and plain PyTorch in bfloat16 with plain PyTorch in float32, on two layers of full size.
 
     The three have the same weights, rounded to the format. Prompts are long, or rows of a ragged batch.
     """
@@ -171,7 +171,7 @@ def profile_token(results: Results, model: FusedDenoiser, prompt: int) -> None:
 
 
 def time_tokens(results: Results, model: Any, prompt: int) -> None:
-    """Time a token of `generate_causal`, greedy and sampled: how much longer a text of more tokens takes, per token."""
+    """Time a token of `generate_causal`, greedy and sampled: the extra time of a longer text per extra token."""
     tokens, ways = draw_tokens(1, prompt), {"greedy": {"top_k": 1}, "sampled": {}}
 
     def seen(window: int | None) -> float:

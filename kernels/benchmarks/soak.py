@@ -8,8 +8,8 @@ First, a single run repeats its steps. Then generations with random batch sizes,
 temperatures and stop rules follow, with single tokens in between. Most of them need new graphs. Every line has the mean
 time of a step, the memory on GPU and host, and the unused buffers and graphs that the model keeps. One generation is
 repeated at the end and must give the same tokens. The last line has the growth of the memory during the second half of
-the random shapes, when the caches are already full. `text` is `dgemma/text`, `small` has two random layers of its
-sizes, and `full` has the published size with random weights; all in bfloat16.
+the random shapes, when the caches are already full. `text` is `dgemma/text`, and `small` has two layers of its width
+with random weights. `full` has the published size with random weights. All are in bfloat16.
 """
 
 import argparse

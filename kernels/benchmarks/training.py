@@ -161,8 +161,8 @@ def print_kernels(watched: torch.profiler.profile, milliseconds: float, num_step
 def floors(config: dgemma.ModelConfig, num_rows: int, prompt_len: int) -> dict[str, float]:
     """Return the least milliseconds of a step that trains adapters, by operation, on an H200.
 
-    Products run at 750 TFLOP/s. Those of adapters are not counted, except those of the experts with D columns.
-    Functions between products read their inputs and write their outputs once, at 4.3 TB/s.
+    Products run at 750 TFLOP/s. Products of adapters are not counted, except those of experts' matrices that have the
+    hidden size as a dimension. Functions between products read their inputs and write their outputs once, at 4.3 TB/s.
     """
     width, noisy = config.hidden_size, num_rows * config.canvas_length
     text_len, seen = prompt_len + config.canvas_length - 1, prompt_len + config.canvas_length

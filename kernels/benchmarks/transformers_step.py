@@ -35,9 +35,10 @@ def build(config: dgemma.ModelConfig, device: str) -> torch.nn.Module:
 
 
 def step(model: Any, batch: int, length: int, *, compiled: bool = False, few: int = 2, many: int = 8) -> float:
-    """Return the milliseconds of a denoising step: two generations of one canvas differ in time and in steps.
+    """Return the milliseconds of a denoising step, from two generations of one canvas with different numbers of steps.
 
-    The result is the quotient of these differences. It includes the sampler, but neither the prefill nor the commit.
+    The result is their difference in time divided by their difference in steps. It includes the sampler, but neither
+    the prefill nor the commit.
     """
     prompt = draw_prompt(batch, length)
     options = {"cache_implementation": "static"} if compiled else {}

@@ -78,7 +78,7 @@ def test_summed_rows_equal_transformers_experts(routing, device):
 
 @pytest.mark.parametrize(
     ("rows_of_experts", "num_tiles", "grid"),
-    # The grid has as many tiles as even routing fills: six for 38 rows, twelve for 97.
+    # The grid has as many tiles as an even spread over experts fills: six for 38 rows, twelve for 97.
     [([17, 17, 1, 1, 1, 1], 8, 6), ([97, 0, 0, 0, 0, 0], 7, 12)],
     ids=["more-tiles-than-programs", "more-programs-than-tiles"],
 )

@@ -1,4 +1,4 @@
-"""Products of one row and of a great depth against float64."""
+"""Products of one row, and products with a very long inner dimension, against float64."""
 
 import pytest
 import torch

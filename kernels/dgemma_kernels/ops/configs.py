@@ -342,9 +342,9 @@ _DENSE_H200 = DenseConfig(
     stages=4,
 )
 _ALL = 132  # one program per multiprocessor, for many tokens with `one_order`; without it, library products are used
-# The published model has 33 tiles of gate and up and 22 of down per 256 tokens. At 256 tokens, 33 programs
-# have 1 of the first and at most 1 of the second. At 512 tokens, 66 programs have as many. At 1,024 tokens, 44 programs
-# have 3 and at most 2.
+# The published model has 33 tiles of gate and up and 22 of down per 256 tokens. At 256 tokens, each of 33 programs has
+# 1 tile of gate and up, and at most 1 of down. At 512 tokens, the same holds for 66 programs. At 1,024 tokens, each of
+# 44 programs has 3 and 2.
 DENSE: dict[str, tuple[DenseConfig, ...]] = {
     "NVIDIA H200": (
         _DENSE_H200,

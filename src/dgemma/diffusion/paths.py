@@ -141,7 +141,10 @@ def follow(language: Language, chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def class_bias(language: Language, passes: Passes) -> Tensor:
-    """Return `Joint.bias`: the log-sum over paths with each class at each position, without that position's weight."""
+    """Return `Joint.bias`: for each position and class, the log-sum over the paths that have this class there.
+
+    The weight of the position itself is not included.
+    """
     automaton = language.automaton
     arc = automaton.link_arc
     source, target = automaton.arc_source[arc], automaton.arc_target[arc]

@@ -163,7 +163,10 @@ def sample_path(language: Language, weights: Tensor, backward: Tensor, u: Tensor
 
 
 def _trace(language: Language, weights: Tensor, values: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Choose the next state, and the uniform's place in its interval, for every state and position; follow them."""
+    """Choose the next state for every state and position, then follow the choices from the start.
+
+    With `u`, the second result is each uniform's place in the interval of its arc.
+    """
     automaton, (batch_size, canvas_len, _), device = language.automaton, weights.shape, weights.device
     num_states, sample = automaton.num_states, u is not None
     chosen = torch.empty((batch_size, canvas_len, num_states), dtype=torch.int32, device=device)
@@ -194,7 +197,9 @@ def _trace(language: Language, weights: Tensor, values: Tensor, u: Tensor | None
 
 
 def class_bias(language: Language, passes: Passes) -> Tensor:
-    """Return `Joint.bias`: the log-sum over paths with each class at each position, without that position's weight.
+    """Return `Joint.bias`: for each position and class, the log-sum over the paths that have this class there.
+
+    The weight of the position itself is not included.
 
     Example: `bias = class_bias(language, passed)`.
     """

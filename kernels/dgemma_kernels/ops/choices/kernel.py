@@ -94,9 +94,9 @@ def weigh_choices_gradient(
 def group_choices(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sort choices (M, A) by expert: return the choice of each row (R,), the row of each choice (M, A), ends and tiles.
 
-    The choices of an expert keep their order. ends: (E,) int32, where the rows of each expert end. tiles: the number of
-    tiles and a zero, then (expert, first row, rows) of each, for `grouped`: (1 + T, 3) int32. The host knows only a
-    bound T.
+    The choices of an expert keep their order. ends: (E,) int32, where the rows of each expert end. tiles: (1 + T, 3)
+    int32, for `grouped`. The first row begins with the number of tiles and a zero. Every other row is (expert, first
+    row, rows) of a tile. The host knows only a bound T.
 
     Example: `order, back, ends, tiles = group_choices(experts, 128)`.
     """
@@ -175,8 +175,8 @@ def _choose_experts_kernel(
     is_row = row < num_tokens
     likely = _load_probabilities(logits, row, is_row, E)
     tl.store(probabilities + row[:, None] * E + expert[None, :], likely, is_row[:, None])
-    # NaN equals nothing, so no expert would be found. As zeros, such a row gets the first experts, and 0 / 0 makes
-    # their weights NaN.
+    # NaN equals nothing, so in a row of NaN no expert would be found. With zeros instead, the row gets the first
+    # experts, and 0 / 0 makes their weights NaN.
     left, total = tl.where(likely == likely, likely, 0.0), tl.zeros((ROWS,), tl.float32)
     found = ()
     for choice in tl.static_range(A):

@@ -30,7 +30,10 @@ def weigh_choices_gradient(
 
 
 def group_choices(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sort by a stable sort, and count. List tiles by a loop, with more rows only where fewer tiles are then left."""
+    """Sort by a stable sort, and count. List tiles by a loop.
+
+    A tile has more than the usual rows only where its group would otherwise need one more tile.
+    """
     order = experts.flatten().sort(stable=True).indices
     back = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
     ends = experts.flatten().bincount(minlength=num_experts).cumsum(0).to(torch.int32)

@@ -1,4 +1,4 @@
-"""Products of one row with a weight, and of a great depth."""
+"""Products of one row with a weight, and products with a very long inner dimension."""
 
 from dgemma_kernels.ops.product.kernel import multiply_deep, multiply_row
 

@@ -57,7 +57,7 @@ def multiply_row(x: Tensor | Quantized, weight: Tensor | Quantized, *, early: bo
 
 
 def multiply_deep(x: Quantized, weight: Quantized, *, parts: int | None = None) -> Tensor:
-    """Return x @ weight.T of float8 operands, for few rows and columns and a great depth: (M, K), (N, K) → (M, N).
+    """Return x @ weight.T of float8 operands, for few rows and columns and a very large K: (M, K), (N, K) → (M, N).
 
     The depth is added in `parts`, by default as many as fill the GPU. Tensor cores add a part in about 14 bits, and the
     parts are added in float32.

@@ -1,4 +1,4 @@
-"""Kernels for a single token. Each replaces several launches that many tokens need."""
+"""Kernels for a single token. Each replaces several launches of the path for many tokens."""
 
 from dgemma_kernels.ops.token.kernel import choose_token, score_token, settle_token
 

@@ -1,4 +1,4 @@
-"""Kernels for a single token. Each replaces several launches that many tokens need. Reference: `reference.py`.
+"""Kernels for a single token. Each replaces several launches of the path for many tokens. Reference: `reference.py`.
 
 In a forward of one token nearly every launch waits for the previous one, so fewer launches are faster. Work on one row
 is cheap: every program that scores an expert computes the residual stream and its norm again, instead of waiting for a

@@ -1,10 +1,11 @@
 """The vocabulary pass: statistics of (R, V) logits for a sampler, without a float32 copy of them.
 
 One sweep reads the logits, caps them and divides by the temperature. Per row and chunk of the vocabulary it writes a
-maximum m, z = Σ e^(l - m) and s = Σ (l - m) e^(l - m). Chunks merge with Δ = m - M: z = Σ z e^Δ, s = Σ (s + Δ z) e^Δ,
-entropy = log z - s/z. The best token lies in the chunk with the largest maximum; the second best lies there too, or is
-the maximum of another chunk. A sample lies in the chunk that its uniform selects. So each of these rereads one chunk
-and adds no work to the sweep. The sweep is bound by its special functions, three per logit. Reference: `reference.py`.
+maximum m, z = Σ e^(l - m) and s = Σ (l - m) e^(l - m). Let M be the largest m of a row, and Δ = m - M. Then chunks
+merge as Z = Σ z e^Δ and S = Σ (s + Δ z) e^Δ. The entropy is log Z - S/Z. The best token lies in the chunk with the
+largest maximum; the second best lies there too, or is the maximum of another chunk. A sample lies in the chunk that its
+uniform selects. So each of these rereads one chunk and adds no work to the sweep. The sweep is bound by its special
+functions, three per logit. Reference: `reference.py`.
 """
 
 from typing import Any, NamedTuple
@@ -160,8 +161,9 @@ def soft_probabilities(
 ) -> SoftProbabilities:
     """Return the self-conditioning distribution (R, V), for the product with the embedding.
 
-    As in the published model, the processed logits are rounded to their dtype before a float32 softmax. Its largest
-    weight is 1, or 448 in float8 if `float8`, because its sum is known only at the end.
+    As in the published model, the processed logits are rounded to their dtype before a float32 softmax. Weights are not
+    divided by their sum, which is known only at the end; `scale` is its inverse. The largest weight is 1, or 448 with
+    `float8`.
 
     Example: `weights, scale = soft_probabilities(logits, statistics, temperature)`.
     """
