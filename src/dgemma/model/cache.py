@@ -191,7 +191,10 @@ class PrefixCache:
         self.num_seen += num_new
 
     def _order(self, layer: LayerCache, num_new: int, num_slots: int, real: Tensor | None) -> Tensor:
-        """The index of the old slot or new token that each new slot gets, per row: (B, S')."""
+        """Return which token each slot gets in `append`: (B, S').
+
+        An index counts the old slots first, then the new tokens.
+        """
         old = torch.arange(layer.num_filled(self.num_slots), device=self.lengths.device)
         if real is None:
             real = torch.ones(self.batch_size, num_new, dtype=torch.bool, device=self.lengths.device)

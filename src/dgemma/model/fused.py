@@ -94,9 +94,9 @@ class Kernels(NamedTuple):
 def fusible_with(*, num_joined: int = 0, kernels: Kernels | None = None) -> Callable[[Function], Function]:
     """Return `fusible` with options.
 
-    num_joined: the gradients of the first `num_joined` arguments are slices of one tensor, which `joined` returns. If
-    the weights that made these arguments are joined too, one product gives the gradient of their common input. kernels:
-    replace the compiled function on a GPU.
+    num_joined: the gradients of the first `num_joined` arguments are slices of one tensor, which `joined` returns.
+    These arguments may be the products of one input with several weights. If the weights are joined too, one product
+    gives the gradient of this input. kernels: replace the compiled function on a GPU.
 
     Example: `gated_gelu = fusible_with(num_joined=2)(gated_gelu)`.
     """

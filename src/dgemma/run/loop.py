@@ -135,17 +135,17 @@ def denoise_canvas(
 ) -> Generator[StepRecord, Changes, Denoised]:
     """Step a canvas until every row is done or out of steps. Finished rows are removed from the batch.
 
-    It yields each `StepRecord`, and takes changes like `stream`. `num_steps` is a hint that does not change results. If
-    it is above 1 and there is no stop rule, the second step is prepared while the host waits for the first. `meanwhile`
-    is called while the device takes the first step.
+    It yields each `StepRecord`, and accepts changes in the same way as `stream`. `num_steps` is a hint that does not
+    change results. If it is above 1 and there is no stop rule, the second step is prepared while the host waits for the
+    first. `meanwhile` is called while the device takes the first step.
 
     Example: `for record in denoise_canvas(model, state, cache, knobs): print(record.state.draft)`.
     """
     device = state.device
     here = list(range(state.batch_size))  # the rows that are still in the batch
     drafts, num_forwards = list(state.draft), [0] * state.batch_size
-    # True if another step is likely: there is no stop rule, and every row has at least two steps left. Rows may still
-    # finish early, when nothing is open.
+    # True if another step is likely: there is no stop rule, and every row has at least two steps left. A row may still
+    # finish early, when it has no undecided position left.
     goes_on = knobs.stop is None and num_steps > 1
     for num_taken in itertools.count(1):
         state, record = model.step(state, cache=cache, knobs=knobs)  # before any host work, because the device is idle

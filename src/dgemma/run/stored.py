@@ -93,7 +93,7 @@ def _check_plan(plan: Plan) -> None:
             _check_rows(f"plan.{name}", getattr(plan, name), batch_size, _INTS)
     mask = plan.attention_mask
     if mask is not None:
-        rule = f"have {batch_size} rows that cover the prompt, and not be complex"
+        rule = f"have {batch_size} rows that cover the prompt, and not have a complex dtype"
         require_tensor(mask, "plan.attention_mask", rule, shape=(batch_size, None))
         require(mask.shape[1] >= prompt.shape[1] and not mask.is_complex(), "plan.attention_mask", rule, mask)
     stops = plan.eos_token_ids

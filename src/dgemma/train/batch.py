@@ -92,7 +92,7 @@ class TrainBatch:
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def select(self, rows: Tensor | slice) -> "TrainBatch":
-        """Return some rows, in this order.
+        """Return the selected rows, in the order of `rows`.
 
         Example: `batch.select(slice(0, 8))`.
         """

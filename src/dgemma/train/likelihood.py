@@ -152,7 +152,7 @@ class _Estimator:
                 f"evaluate source must not have the mask token among its scored tokens, got {self.noise.mask_token}. "
                 "The bound of a mask is infinite. Remove it, or freeze it."
             )
-        # As in `generate`, a first pass proposes no mask.
+        # As in `generate`, the prediction for self-conditioning gives the mask token no probability.
         self_cond = SelfCond(self.noise.proposable(None, seeds.device)) if self.self_cond else None
         text = read_canvases(self.model, canvases, self_cond)
         causal, causal_scored = self._causal(canvases, text)

@@ -373,7 +373,7 @@ class _Run:
         cause = "" if seeds else _known_cause(self.device)
         raise FloatingPointError(
             f"train computed a number that is not finite at step {record.step}: {', '.join(terms)}, {rows}. The model "
-            f"is restored from {last.name}. Lower TrainConfig.lr or clip, or check those rows.{cause}"
+            f"is restored from {last.name}. Lower TrainConfig.lr or TrainConfig.clip, or check those rows.{cause}"
         )
 
     def evaluate(self, evaluate: Evaluate) -> None:

@@ -122,8 +122,8 @@ class Objective:
     causal_fill: bool = True  # whether the causal term scores the fill
 
     truncated: str = "scored"  # the fill after a truncated answer: "scored", "unscored", or the whole row "rejected"
-    # "global": the mean over all tokens of a step. "process", "micro_batch", "example" (a row): the mean of their
-    # token means.
+    # "global": the mean over all tokens of a step. "process", "micro_batch" or "example" (a row): the mean over the
+    # tokens of each one, then the mean of these means.
     reduction: str = "global"
     attention: str = "dense"  # or "blocks", which skips masked keys, for long rows on a GPU
 

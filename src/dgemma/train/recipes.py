@@ -106,7 +106,7 @@ def duo(config: ModelConfig, *, schedule: Schedule | None = None, **changes: Any
 
 @typed
 def gidd(config: ModelConfig, *, mask_token_id: int = 4, uniform_share: float = 0.2, **changes: Any) -> Objective:
-    """GIDD (arXiv:2503.04482): mask and uniform noise; the divergence of the bound with dynamic weights."""
+    """GIDD (arXiv:2503.04482): mask and uniform noise, and dynamic weights instead of the bound's exact ones."""
     noise = HybridNoise(config.vocab_size, mask_token_id=mask_token_id, uniform_share=uniform_share)
     defaults = {"noise": noise, "parametrisation": "loo", "weights": "dynamic", "t_range": (1e-4, 1 - 1e-4)}
     return _bound(config, defaults, changes)

@@ -3,9 +3,9 @@
 Reference: `read_clean`, then `predict_canvases` twice.
 
 A step reads the clean text, denoises the canvases without gradients for self-conditioning, and denoises them again. In
-a layer, a canvas needs only this layer's keys and values of the text. So the first denoising shares a pass with the
-text, and the second shares the recomputation and the backward pass with it. Weights are then read four times instead of
-seven times, and products have more rows.
+a layer, a canvas needs only this layer's keys and values of the text. So the text and the first denoising share one
+forward pass. The second denoising has its own forward pass. Then the text and the second denoising share one
+recomputation and one backward pass. Weights are read four times instead of seven times, and products have more rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -196,7 +196,8 @@ class _NormOf(torch.autograd.Function):
 def _uses_head_kernel(layer: Layer, x: Tensor) -> bool:
     """Return True if our kernels normalise and rotate heads: in compiled steps on a GPU, for frozen norms.
 
-    Under autocast, rotary tables are float32 and the results of their products are not rounded as in the kernel.
+    The forward kernel rounds each product of a rotation. In a float32 model under autocast, these products are float32
+    and are not rounded. So such a model does not use the kernels.
     """
     if not x.is_cuda or not compiles_on(x.device):
         return False

@@ -72,7 +72,7 @@ class Puzzles:
 
     @classmethod
     def join(cls, parts: "list[Puzzles]") -> "Puzzles":
-        """Return all puzzles of several sets, in this order."""
+        """Return the puzzles of all `parts`, in the order of the parts."""
         return cls(
             puzzles=np.concatenate([part.puzzles for part in parts]),
             solutions=np.concatenate([part.solutions for part in parts]),

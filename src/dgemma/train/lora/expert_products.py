@@ -133,9 +133,9 @@ def _gated_and_grad(wide: Tensor, pulled: Tensor, weights: Tensor, order: Tensor
 def narrow_by_row(
     weights: Tensor, narrow: Tensor, along: Tensor, order: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return routing weights (R,), `narrow`, `along` and weights · along (R, rank each), in the order of the rows.
+    """Reorder the inputs from the order of the choices to the order of the rows.
 
-    The inputs are in the order of the choices.
+    Return the routing weights (R,), then `narrow`, `along` and routing weights · `along`, each (R, rank).
     """
     by_row, along = weights.flatten()[order], along[order]
     return by_row, narrow[order], along, (along * by_row[:, None]).to(along.dtype)
