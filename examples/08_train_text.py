@@ -56,7 +56,7 @@ EXCERPT = Path(dgemma.__file__).parent / "assets" / "text" / "held_out.txt"
 
 
 def split_excerpt(folder: Path) -> Path:
-    """Split the excerpt that ships into a small corpus."""
+    """Split the excerpt that ships with dgemma into the three parts of a small corpus."""
     validation, test, *train = EXCERPT.read_text().split(SEPARATOR)
     for part, documents in (("train", train), ("validation", [validation]), ("test", [test])):
         (folder / f"{part}.txt").write_text(SEPARATOR.join(documents))

@@ -103,7 +103,7 @@ def tune(how: str, args: argparse.Namespace, text: sudoku.TextSudoku, out: Path)
 def main(args: argparse.Namespace, out: Path) -> None:
     if args.device == "cpu" and args.minutes is None:
         print("Without a GPU this only shows that the script runs: fine-tuning needs four minutes of an H200.")
-        print("`dgemma sudoku` solves puzzles with a solver that ships.", flush=True)
+        print("`dgemma sudoku` solves puzzles with a trained solver that ships with dgemma.", flush=True)
     make = partial(sudoku.generate_puzzles, seed=1, workers=args.workers, folder=args.puzzles)
     tests = {name: make(args.num_tests, givens=givens, split="test") for name, givens in TESTS.items()}
     pool = make(args.pool, givens=30)

@@ -141,7 +141,7 @@ def write_corpus(
 ) -> None:
     """Write the four texts and corpus.json, from the documents of each package and the story numbers of each part.
 
-    cut: makes training texts of a document, for each copy of it.
+    `cut(text, copy)` returns the training texts that one copy of a document becomes.
     """
     parts: dict[str, list[str]] = {"train": [], "validation": [], "test": [], "stories_test": []}
     record = []
@@ -179,7 +179,7 @@ def passages(text: str, copy: int) -> list[str]:
 
 
 def part_of(name: str) -> str:
-    """Return the part of a document by its name alone, so that adding texts does not move other documents."""
+    """Return "train", "validation" or "test". Only the document's name decides, so new documents do not move others."""
     return HELD_OUT.get(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) % 40, "train")
 
 
@@ -261,7 +261,7 @@ def read_austen(files: dict[str, bytes]) -> Iterator[Document]:
 
 
 def read_wordnet(files: dict[str, bytes]) -> Iterator[Document]:
-    """Yield the example sentences of five words or more, without quotations from authors, a few in each document."""
+    """Yield documents of a few example sentences of five words or more, without quotations from authors."""
     text, number = "", 0
     for kind in ("noun", "verb", "adj", "adv"):
         for line in files[f"package/dict/data.{kind}"].decode("utf-8").splitlines():

@@ -398,7 +398,7 @@ class _Compiler:
         return rf"\{{{space}(?:{pair}(?:,{space}{pair})*)?{space}\}}"
 
     def _anything(self) -> str:
-        """Any value, with arrays and objects of plain values."""
+        """Any value, but arrays and objects hold only plain values: strings, numbers, booleans and null."""
         plain = {"type": ["string", "number", "boolean", "null"]}
         nested = [{"type": "array", "items": plain}, {"type": "object", "additionalProperties": plain}]
         return str(_either([self.value(one, "#", ()) for one in (plain, *nested)]))
@@ -550,7 +550,8 @@ def _naturals(low: int, high: int | None) -> str | None:
     parts = []
     while low <= high:
         # Each iteration adds one part: fixed digits, a range of one digit, n arbitrary digits, as in 4[2-7][0-9]{2}.
-        # `size` is 10^n. It is the largest power of 10 that divides low, with low + 10^n - 1 at most high; 1 for low 0.
+        # `size` is 10^n. If low is 0, it is 1. Otherwise it is the largest power of 10 that divides low and for
+        # which low + size - 1 <= high.
         size = 1
         while low > 0 and low % (size * 10) == 0 and low + size * 10 - 1 <= high:
             size *= 10

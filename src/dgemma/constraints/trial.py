@@ -62,9 +62,10 @@ def framed(pattern: str) -> str:
 
 @lru_cache(maxsize=32)
 def try_pattern(pattern: str, owner: str) -> None:
-    """Build the automaton of a pattern in another process, and raise a ValueError if it needs over 5 s or 1 GiB.
+    """Build the automaton of a pattern in another process, and raise a ValueError if that exceeds a limit.
 
-    Other errors are ignored.
+    The limits are 5 s of CPU time, 1 GiB of memory and 60 s of wall-clock time. Windows has only the last one. Other
+    errors are ignored.
 
     Example: `try_pattern(".*a.{30}", "Regex")` raises.
     """

@@ -38,7 +38,10 @@ def class_sums(prediction: Prediction, automaton: Automaton) -> tuple[Tensor, Te
 
 
 def arc_weights(language: Language, classes: Tensor, *, total: bool) -> Tensor:
-    """Combine the weights (B, C, K) of the classes of each arc: (B, C, E), a log-sum (`total`) or a maximum."""
+    """Combine the weights (B, C, K) of each arc's classes into one weight per arc, (B, C, E).
+
+    With `total` it is the log-sum of their weights, otherwise the maximum.
+    """
     automaton = language.automaton
     combine = log_sum_by if total else max_by
     weights = combine(classes[..., automaton.link_class], automaton.link_arc, len(automaton.arc_source))

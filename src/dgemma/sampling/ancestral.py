@@ -19,7 +19,8 @@ class Ancestral(Sampler):
 
     parametrisation: what the network predicts. "mean" is p(x0 | z), which a network learns with cross-entropy
     (DiffusionGemma). "loo" is p(x0 | z without this position), which a network learns with the bounds of UDLM, Duo and
-    GIDD. Under mask noise the two agree. The conversion uses the state's noise level.
+    GIDD. Under mask noise the two agree. To convert a "loo" prediction to "mean", the sampler uses the state's noise
+    level.
 
     Example: `Ancestral()(prediction, state).write` marks positions that become their drawn x0.
     """

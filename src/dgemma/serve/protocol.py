@@ -147,7 +147,7 @@ class CompletionRequest(TextRequest):
 
 
 class Question(_Body):
-    """A typed question about a state; see `decisions`."""
+    """A question about a state, of one of three types; see `decisions`."""
 
     type: Literal["noul", "choice", "score"]
     instructions: str

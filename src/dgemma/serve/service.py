@@ -104,7 +104,7 @@ class Service:
         return {"tokens": written, "pieces": Pieces(self.tokenizer)(written), "steps": int(out.steps[0])}
 
     async def decide(self, body: DecisionRequest, request: Request) -> dict[str, Any]:
-        """Answer typed questions, a few at a time between the steps of other requests."""
+        """Answer the questions of a /v1/systemone request, a few at a time between the steps of other requests."""
         self.check_model(body.model)
         end, answers, num_tokens = time.monotonic() + self.limits.seconds, {}, 0
         found = await run_in_threadpool(answer_questions, self.model, self.tokenizer, body.state, body.questions)

@@ -23,7 +23,7 @@ from dgemma.run.run_file import RunFile
 from dgemma.sampling.base import Sampler
 from dgemma.values import label
 
-# (sampler, seed) → the quality, and the result of `generate`, `infill` or another run, or a list of results
+# (sampler, seed) → (quality, result); `sweep` describes both
 Task = Callable[[Any, int], tuple[float | Tensor, Any]]
 
 _COLUMNS = ("sampler", "quality", "± error", "tokens/forward", "forwards", "seconds", "runs")

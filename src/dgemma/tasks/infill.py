@@ -146,9 +146,9 @@ def edit(
 
     frozen (B, N) bool marks tokens that stay. A row's first token always stays, because a canvas needs a prefix. The
     other arguments are those of `infill`; under a `constraint` each run of tokens that are not frozen becomes a text of
-    the language. `steps` counts from level 1. The run starts at the step whose time is nearest to that of
-    `noise_level`, and the text is noised to that step's level. With few steps this level may differ much from
-    `noise_level`.
+    the language. `steps` counts all steps from pure noise (level 1), including those that this run skips. The run
+    starts at the step whose time is nearest to that of `noise_level`, and the text is noised to that step's level. With
+    few steps this level may differ much from `noise_level`.
 
     Example: `edit(model, tokens, noise_level=0.3, frozen=is_prompt)`.
     """
@@ -176,7 +176,7 @@ class _TextRow:
     place: Placement
 
     def under(self, values: Tensor, canvas_len: int, beyond: int) -> Tensor:
-        """The part of values (n,) under the canvas, and `beyond` after the end of the text, (C,)."""
+        """Return the part of values (n,) that the canvas covers, (C,). Positions after the text get `beyond`."""
         part = values[self.place.start : self.place.start + canvas_len]
         return F.pad(part, (0, canvas_len - len(part)), value=beyond)
 
@@ -267,7 +267,7 @@ class _Writer:
     def _plan_canvas(
         self, rows: list[_TextRow], number: int, knobs: Knobs, language: HoleLanguage | None, device: torch.device
     ) -> Plan:
-        """Plan the next canvas of every row as a separate run, like `generate` after the text to its left."""
+        """Plan the next canvas of every row as a separate run, whose prompt is the text left of the canvas."""
         canvas_len = self.plan.canvas_len
         text = torch.stack([row.under(row.text, canvas_len, -1) for row in rows]).to(device)
         frozen = torch.stack([row.under(~row.todo, canvas_len, False) for row in rows]).to(device)

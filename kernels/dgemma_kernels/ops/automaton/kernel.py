@@ -60,7 +60,9 @@ def class_sums(prediction: Any, automaton: Automaton) -> tuple[Tensor, Tensor]:
 
 
 def arc_weights(language: Language, classes: Tensor, *, total: bool) -> Tensor:
-    """Combine the classes (B, C, K) of each arc, as a log-sum (`total`) or a maximum, (B, C, E).
+    """Combine the weights (B, C, K) of each arc's classes into one weight per arc, (B, C, E).
+
+    With `total` it is the log-sum of their weights, otherwise the maximum.
 
     Example: `weights = arc_weights(language, sums, total=True)`.
     """
