@@ -87,7 +87,7 @@ def test_interpreted_products_match_float64(rows, width, hidden, kind, float8):
     [
         ("129 if HAS_UP else 1", "1", "without having waited for the write|expects no more arrivals"),
         ("            fence_async_shared()  # the rows", "            pass  # the rows", "without fence_async_shared"),
-        ("            mbarrier.arrive(ring.free.index(_before(slot)))", "            pass", "deadlock"),
+        ("            mbarrier.arrive(ring.free.index(slot_before(slot, _STAGES)))", "            pass", "deadlock"),
         (
             "        low, high, more_low, more_high = _wait(low, high, more_low, more_high, RUNNING, MORE, PARTS)\n",
             "",

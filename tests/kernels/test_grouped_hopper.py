@@ -105,7 +105,7 @@ def test_interpreted_products_match_float64(name, sizes, width, num_out, rank):
         ("129 if GATHERED else 1", "1", "without having waited for the write|expects no more arrivals"),
         ("        fence_async_shared()  # the rows", "        pass  # the rows", "without fence_async_shared"),
         ("            fence_async_shared()  # threads", "            pass  # threads", "without fence_async_shared"),
-        ("            mbarrier.arrive(free.index(_before(slot)))", "            pass", "deadlock"),
+        ("            mbarrier.arrive(free.index(slot_before(slot, _STAGES)))", "            pass", "deadlock"),
         ("    mbarrier.wait(full.index(at), turn // 2 & 1)\n", "", "without having waited for the write|never written"),
         (
             "    return _wait((low, high, more_low, more_high), RUNNING, MORE, SIZE)",

@@ -1,4 +1,6 @@
-"""Gluon code that kernels of several operations use on Hopper: barriers, and functions that Triton 3.9 renamed."""
+"""Gluon code that kernels of several operations use on Hopper: barriers, the slots of a ring, and functions that
+Triton 3.9 renamed.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,3 +18,16 @@ def make_barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr) -> gl.tensor:
     for i in gl.static_range(NUM):
         mbarrier.init(barriers.index(i), count=ARRIVALS)
     return barriers
+
+
+@gluon.jit
+def next_slot(slot: gl.tensor, phase: gl.tensor, STAGES: gl.constexpr) -> tuple[gl.tensor, gl.tensor]:
+    """Return the slot after this one in a ring of STAGES, and the phase of its barriers."""
+    last = slot == STAGES - 1
+    return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def slot_before(slot: gl.tensor, STAGES: gl.constexpr) -> gl.tensor:
+    # Not carried through the loop: Triton 3.6 loses a variable that equals another one before the loop.
+    return gl.where(slot == 0, STAGES - 1, slot - 1)

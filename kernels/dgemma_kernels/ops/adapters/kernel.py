@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dgemma.checks import require
+
 _ROWS, _COLS = 64, 128  # of a tile
 _GRAD_ROWS = 128  # of a tile of the gradient
 _SPLIT = 2048  # columns of a program of the gradient of `expand`
@@ -21,6 +23,7 @@ _ROW_SPLIT = 1024  # rows of a program of the gradient of `contract`
 _PARTS, _VALUES = 16, 256  # of a block that is summed at once
 _LEAST = 16  # depth of a product on tensor cores
 _MOST_LAYERS, _MOST_RANK = 3, 64
+_MOST_COLS = _MOST_LAYERS * _MOST_RANK  # of `narrow`
 
 
 def fits(num_layers: int, rank: int) -> bool:
@@ -36,10 +39,9 @@ def contract(x: Tensor, a: Tensor, scale: float) -> Tensor:
 
     Example: `contract(x, torch.cat((q_proj.lora_a, k_proj.lora_a)), 2.0)`.
     """
-    if a.shape[0] > _MOST_LAYERS * _MOST_RANK or not x.is_contiguous() or not a.is_contiguous():
-        raise ValueError(
-            f"contract must get contiguous tensors and at most {_MOST_LAYERS * _MOST_RANK} rows of A, got {a.shape[0]}."
-        )
+    require(x.is_contiguous(), "contract.x", "be contiguous", x)
+    fits_a = a.is_contiguous() and a.shape[0] <= _MOST_COLS
+    require(fits_a, "contract.a", f"be contiguous, with at most {_MOST_COLS} rows", a)
     (num_rows, depth), num_cols = x.shape, a.shape[0]
     out = x.new_empty(num_rows, num_cols)
     _contract_kernel[(triton.cdiv(num_rows, _ROWS),)](
@@ -64,11 +66,9 @@ def contract_gradient(grad: Tensor, x: Tensor) -> Tensor:
     Example: `of_a = contract_gradient(of_narrow, x)`.
     """
     (num_rows, width), num_cols = x.shape, grad.shape[1]
-    if num_cols > _MOST_LAYERS * _MOST_RANK or not x.is_contiguous() or not grad.is_contiguous():
-        raise ValueError(
-            f"contract_gradient must get contiguous tensors and at most {_MOST_LAYERS * _MOST_RANK} columns, got "
-            f"{num_cols}."
-        )
+    require(x.is_contiguous(), "contract_gradient.x", "be contiguous", x)
+    fits_grad = grad.is_contiguous() and num_cols <= _MOST_COLS
+    require(fits_grad, "contract_gradient.grad", f"be contiguous, with at most {_MOST_COLS} columns", grad)
     num_splits = triton.cdiv(num_rows, _ROW_SPLIT)
     parts = torch.empty(num_splits, num_cols, width, dtype=torch.float32, device=x.device)
     _contract_gradient_kernel[triton.cdiv(width, _COLS), num_splits](
@@ -99,7 +99,7 @@ def expand(narrow: Tensor, b: Tensor, widths: Sequence[int]) -> Tensor:
 
     Example: `expand(x @ a.T, b, [4096, 2048, 2048])`.
     """
-    rank = _require("expand", narrow, b, widths)
+    rank = _check("expand", narrow, b, widths)
     num_rows, num_cols = narrow.shape[0], b.shape[0]
     out = narrow.new_empty(num_rows, num_cols)
     grid = sum(triton.cdiv(width, _COLS) for width in widths), triton.cdiv(num_rows, _ROWS)
@@ -128,13 +128,10 @@ def expand_gradient(
 
     Example: `of_narrow, of_b = expand_gradient(grad, narrow, b, [4096, 2048, 2048], scale=2.0)`.
     """
-    rank = _require("expand_gradient", narrow, b, widths)
+    rank = _check("expand_gradient", narrow, b, widths)
     num_rows, num_cols = grad.shape
-    if grad.stride(1) != 1 or (num_rows, num_cols) != (narrow.shape[0], b.shape[0]):
-        raise ValueError(
-            f"expand_gradient.grad must be ({narrow.shape[0]}, {b.shape[0]}) with stride 1 in its columns, got "
-            f"{tuple(grad.shape)} with strides {grad.stride()}."
-        )
+    shape = narrow.shape[0], b.shape[0]
+    require((*shape, 1) == (*grad.shape, grad.stride(1)), "expand_gradient.grad", f"be {shape} with stride 1", grad)
     splits = [triton.cdiv(width, _SPLIT) for width in widths]
     num_blocks = triton.cdiv(num_rows, _GRAD_ROWS)
     of_narrow_parts = torch.empty(sum(splits), num_rows, rank, dtype=torch.float32, device=grad.device)
@@ -183,21 +180,15 @@ def _first_two(sizes: Sequence[int]) -> tuple[int, int]:
     return sizes[0], sizes[1] if len(sizes) > 1 else 0
 
 
-def _require(owner: str, narrow: Tensor, b: Tensor, widths: Sequence[int]) -> int:
+def _check(owner: str, narrow: Tensor, b: Tensor, widths: Sequence[int]) -> int:
     """Return the rank."""
-    rank = b.shape[1]
-    if not fits(len(widths), rank):
-        raise ValueError(
-            f"{owner} must get at most {_MOST_LAYERS} layers and a rank of at most {_MOST_RANK}, got {len(widths)} and "
-            f"{rank}."
-        )
-    if narrow.shape[1] != len(widths) * rank or sum(widths) != b.shape[0]:
-        raise ValueError(
-            f"{owner} must get {rank} columns of narrow per layer and the widths of all layers, got "
-            f"{tuple(narrow.shape)} and {tuple(widths)} for {b.shape[0]} rows of b."
-        )
-    if not narrow.is_contiguous() or not b.is_contiguous():
-        raise ValueError(f"{owner} must get contiguous narrow and b.")
+    (num_rows, rank), num_layers = b.shape, len(widths)
+    rule = f"have at most {_MOST_LAYERS} layers and a rank of at most {_MOST_RANK}"
+    require(fits(num_layers, rank), owner, rule, (num_layers, rank))
+    require(sum(widths) == num_rows, f"{owner}.widths", f"be the widths of all layers, {num_rows} in all", widths)
+    fits_narrow = narrow.is_contiguous() and narrow.shape[1] == num_layers * rank
+    require(fits_narrow, f"{owner}.narrow", f"be contiguous, with {num_layers * rank} columns", narrow)
+    require(b.is_contiguous(), f"{owner}.b", "be contiguous", b)
     return rank
 
 

@@ -35,7 +35,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from dgemma_kernels.formats import Quantized
 from dgemma_kernels.formats.float8 import values_and_scale
 from dgemma_kernels.ops.configs import dependent_launch, num_multiprocessors
-from dgemma_kernels.ops.hopper import async_load, copy_by_threads, make_barriers, thread_barrier
+from dgemma_kernels.ops.hopper import (
+    async_load,
+    copy_by_threads,
+    make_barriers,
+    next_slot,
+    slot_before,
+    thread_barrier,
+)
 from dgemma_kernels.ops.router.kernel import ExpertTiles
 
 TALL_ROWS, WIDE_ROWS = 160, 288  # of a tile
@@ -571,7 +578,7 @@ def _copy_step(
             async_load(operands.rows, [item.first, start], bar, target)
         for i in gl.static_range(UNITS):
             _load_unit(operands, item, block * UNITS + i, start, bar, ring.weights.index(slot * UNITS + i), SIZE)
-    return _next(slot, phase)
+    return next_slot(slot, phase, _STAGES)
 
 
 @gluon.jit
@@ -590,18 +597,6 @@ def _load_unit(
         async_load(proj, [unit * (_UNIT // 16), item.expert * 2, 0, start], bar, eights)
     else:
         async_load(operands.proj, [item.expert * SIZE.OUT + unit * _UNIT, start], bar, target)
-
-
-@gluon.jit
-def _next(slot: gl.tensor, phase: gl.tensor) -> tuple[gl.tensor, gl.tensor]:
-    last = slot == _STAGES - 1
-    return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
-
-
-@gluon.jit
-def _before(slot: gl.tensor) -> gl.tensor:
-    # Not carried through the loop: Triton 3.6 loses a variable that equals another one before the loop.
-    return gl.where(slot == 0, _STAGES - 1, slot - 1)
 
 
 @gluon.jit
@@ -724,10 +719,10 @@ def _multiply_item(
                 more_high = warpgroup_mma(w_high, more, more_high, use_acc=step > 0, is_async=True)
         low, high, more_low, more_high = _wait(low, high, more_low, more_high, RUNNING, MORE, PARTS)
         if step > 0:
-            mbarrier.arrive(ring.free.index(_before(slot)))
-        slot, phase = _next(slot, phase)
+            mbarrier.arrive(ring.free.index(slot_before(slot, _STAGES)))
+        slot, phase = next_slot(slot, phase, _STAGES)
     low, high, more_low, more_high = _wait(low, high, more_low, more_high, 0, MORE, PARTS)
-    mbarrier.arrive(ring.free.index(_before(slot)))
+    mbarrier.arrive(ring.free.index(slot_before(slot, _STAGES)))
     unit = item.block * (2 if SIZE.TALL else 1) + (WG if PARTS == 2 else 0)
     part = unit * 2 + PART
     if MORE > 0:  # first, because it frees registers

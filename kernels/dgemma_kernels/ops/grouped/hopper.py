@@ -30,7 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dgemma_kernels.ops.configs import num_multiprocessors
 from dgemma_kernels.ops.grouped.tiles import SMALL_TILE, rows_per_tile
-from dgemma_kernels.ops.hopper import async_load, copy_by_threads
+from dgemma_kernels.ops.hopper import async_load, copy_by_threads, make_barriers, next_slot, slot_before
 
 # Rows of a tile's first block, and of its second block.
 _FEW, _ALL, _MORE = gl.constexpr(128), gl.constexpr(256), gl.constexpr(32)
@@ -157,9 +157,9 @@ def _multiply_tokens_hopper_kernel(
         o_smem = gl.allocate_shared_memory(dtype, [2, 32, 64], LINES)
     r_smem = gl.allocate_shared_memory(dtype, [_STAGES, _FEW if TALL else _ALL, _DEPTH], LINES)
     m_smem = gl.allocate_shared_memory(dtype, [_STAGES, _MORE, _DEPTH], LINES)
-    full = _barriers(_STAGES, 129 if GATHERED else 1)  # 128 threads copy the tokens
-    free = _barriers(_STAGES, 2)
-    queued = (gl.allocate_shared_memory(gl.int32, [2 * _FIELDS, 1], _PLAIN), _barriers(2, 1), _barriers(2, 2))
+    full = make_barriers(_STAGES, 129 if GATHERED else 1)  # 128 threads copy the tokens
+    free = make_barriers(_STAGES, 2)
+    queued = (gl.allocate_shared_memory(gl.int32, [2 * _FIELDS, 1], _PLAIN), make_barriers(2, 1), make_barriers(2, 2))
     fence_async_shared()
     smem = (w_smem, r_smem, m_smem, o_smem)
     num_items = gl.load(tiles) * BLOCKS
@@ -177,14 +177,6 @@ def _multiply_tokens_hopper_kernel(
         [4, 4],
         [208, 208],  # registers per thread, which leaves 88 for the copying warps
     )
-
-
-@gluon.jit
-def _barriers(NUM: gl.constexpr, ARRIVALS: gl.constexpr) -> gl.tensor:
-    barriers = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUM):
-        mbarrier.init(barriers.index(i), count=ARRIVALS)
-    return barriers
 
 
 @gluon.jit
@@ -343,7 +335,7 @@ def _copy_step(
         _load_weights(weights, tile, start, bar, smem[0], slot, SIZE)
     if SIZE.GATHERED:
         async_copy.mbarrier_arrive(bar, increment_count=False)
-    return _next(slot, phase)
+    return next_slot(slot, phase, _STAGES)
 
 
 @gluon.jit
@@ -367,18 +359,6 @@ def _load_weights(
                 async_load(weights, [expert, start, unit * _UNIT + part * _PART], bar, w_smem.index(place * 2 + part))
         else:
             async_load(weights, [expert, unit * _UNIT, start], bar, w_smem.index(place))
-
-
-@gluon.jit
-def _next(slot: gl.tensor, phase: gl.tensor) -> tuple[gl.tensor, gl.tensor]:
-    last = slot == _STAGES - 1
-    return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
-
-
-@gluon.jit
-def _before(slot: gl.tensor) -> gl.tensor:
-    # Not carried through the loop: Triton 3.6 loses a variable that equals another one before the loop.
-    return gl.where(slot == 0, _STAGES - 1, slot - 1)
 
 
 @gluon.jit
@@ -435,13 +415,13 @@ def _multiply_item(
     for step in range(STEPS):
         sums = _multiply_step(rings, slot, phase, sums, step > 0, NUM, MORE, _DEPTH, WG, SIZE)
         if step > 0:
-            mbarrier.arrive(free.index(_before(slot)))
-        slot, phase = _next(slot, phase)
+            mbarrier.arrive(free.index(slot_before(slot, _STAGES)))
+        slot, phase = next_slot(slot, phase, _STAGES)
     sums = _multiply_step(rings, slot, phase, sums, True, NUM, MORE, DEPTH, WG, SIZE)
-    mbarrier.arrive(free.index(_before(slot)))
+    mbarrier.arrive(free.index(slot_before(slot, _STAGES)))
     low, high, more_low, more_high = _wait(sums, 0, MORE, SIZE)
     mbarrier.arrive(free.index(slot))
-    slot, phase = _next(slot, phase)
+    slot, phase = next_slot(slot, phase, _STAGES)
     part = (tile[4] * 2 + WG) * SIZE.PARTS
     buffer = smem[3].index(WG)
     if MORE > 0:  # first, because it frees registers
