@@ -58,7 +58,7 @@ def test_info_without_a_name_lists_the_shipped_checkpoints(command):
 
 def test_bench_times_are_consistent(command, checkpoint):
     ran = command(
-        "bench", "-m", checkpoint, *("--batch", "2", "--prefix", "8", "--steps", "2", "--repeats", "3"), "--json"
+        "bench", "-m", checkpoint, *("--batch-size", "2", "--prefix", "8", "--steps", "2", "--repeats", "3"), "--json"
     )
     found = json.loads(ran.out)
     times = found["milliseconds"]
@@ -66,7 +66,14 @@ def test_bench_times_are_consistent(command, checkpoint):
         assert 0 < timing["fastest"] <= timing["median"] <= timing["slowest"]
     assert times["canvas"]["fastest"] > times["forward"]["fastest"]  # two forwards, the prefix and the commit
     assert found["tokens_per_second"] == pytest.approx(2 * 32 / (times["canvas"]["median"] / 1000))
+    assert found["batch"] == 2
     assert "tokens per second" in command("bench", "-m", checkpoint, "--steps", "1", "--repeats", "1").out
+
+
+def test_bench_refuses_a_batch_that_no_memory_holds_before_it_allocates_one(command, checkpoint):
+    ran = command("bench", "-m", checkpoint, "--batch", str(10**9))  # the option's name in earlier versions
+    assert (ran.code, ran.out) == (2, "")
+    assert "bench canvas must fit into the" in ran.err
 
 
 @pytest.mark.parametrize(

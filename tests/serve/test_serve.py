@@ -121,8 +121,17 @@ def test_max_tokens_and_stop_strings_cut_the_text(client, model):
         ("/v1/chat/completions", {"model": "toy"}, 400, "messages is required."),
         ("/v1/chat/completions", {"model": "toy", "messages": []}, 400, "messages: "),
         ("/v1/chat/completions", {"model": "toy", "messages": [{"role": "king"}]}, 400, "messages.0.role: "),
+        (
+            "/v1/chat/completions",
+            {"model": "toy", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "messages.0.content.0.type: input should be 'text'.",
+        ),
         ("/v1/chat/completions", {"model": "gpt", "messages": MESSAGES}, 404, "The model 'gpt' does not exist."),
         ("/v1/completions", {"model": "toy", "prompt": {}}, 400, "prompt: input should be a valid string"),
+        ("/v1/completions", {"model": "toy", "prompt": {}}, 400, ", or input should be a valid list."),
+        ("/v1/completions", {"model": "toy", "prompt": ["a"]}, 400, "prompt.0: input should be a valid integer."),
+        ("/v1/completions", {"model": "toy", "prompt": "a", "stop": ["b"] * 17}, 400, "at most 16 items"),
         ("/v1/completions", {"model": "toy", "prompt": []}, 400, "at least one token"),
         ("/v1/completions", {"model": "toy", "prompt": [-1]}, 400, "ids below 384"),
         ("/v1/completions", {"model": "toy", "prompt": "a", "n": 2}, 400, "n: "),
@@ -153,8 +162,10 @@ def test_mistakes_are_named_in_the_form_of_openai(client, path, body, status, me
 
 def test_bodies_that_are_no_json_too_long_or_of_another_type_are_refused(client):
     headers = {"content-type": "application/json"}
-    for content in (b"", b"{", b"\xff\xfe", b"nope", b"[" * 100_000):
-        assert client.post("/v1/completions", content=content, headers=headers).status_code == 400
+    for content in (b"{", b"\xff\xfe", b"nope", b"[" * 100_000, b'{"max_tokens": ' + b"9" * 5000 + b"}"):
+        refused = client.post("/v1/completions", content=content, headers=headers)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_json")
+    assert client.post("/v1/completions", content=b"", headers=headers).status_code == 400
     surrogates = (rb'{"\ud800": 1}', rb'{"model": "\ud800", "prompt": "a"}')
     for content in (*surrogates, rb'{"model": "toy", "prompt": "a", "temperature": NaN}'):
         assert client.post("/v1/completions", content=content, headers=headers).status_code in (400, 404)
@@ -207,6 +218,21 @@ def test_a_required_tool_is_called_in_the_form_of_openai(model):
         history = [*MESSAGES, choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "yes"}]
         refused = chat(client, messages=history)  # the toy's template has no turns of tools
         assert (refused.status_code, "role" in refused.json()["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize("arguments", ["[", "[" * 100_000, "3", "[1]", "null", "\ud800"])
+def test_a_called_tool_needs_arguments_that_are_an_object(client, arguments):
+    call = {"function": {"name": "look", "arguments": arguments}}
+    body = {"model": "toy", "messages": [*MESSAGES, {"role": "assistant", "tool_calls": [call]}]}
+    headers = {"content-type": "application/json"}
+    refused = client.post("/v1/chat/completions", content=json.dumps(body), headers=headers)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "messages.1.tool_calls.function.arguments"
+
+
+def test_a_called_tool_may_have_no_arguments(client):
+    call = {"function": {"name": "look", "arguments": ""}}
+    assert chat(client, messages=[*MESSAGES, {"role": "assistant", "tool_calls": [call]}]).status_code == 200
 
 
 def test_typed_decisions_have_probabilities_of_all_options(client):
@@ -282,11 +308,25 @@ def test_a_key_is_needed_for_all_but_the_page_and_health(model):
         assert client.get("/health").status_code == client.get("/").status_code == 200
 
 
+def test_a_key_may_have_any_characters(model):
+    with TestClient(create_app(model, TOKENIZER, name="toy", api_key="schlüssel 鍵")) as client:
+        for key, status in (("schlüssel 鍵", 200), ("schlüssel", 401)):
+            headers = {b"authorization": f"Bearer {key}".encode()}  # clients send UTF-8
+            assert client.get("/v1/models", headers=headers).status_code == status
+
+
 def test_a_local_server_does_not_answer_for_other_hosts(model):
-    app = create_app(model, TOKENIZER, name="toy", hosts=("127.0.0.1", "localhost"))
+    app = create_app(model, TOKENIZER, name="toy", hosts=("127.0.0.1", "localhost", "[::1]"))
     with TestClient(app, base_url="http://localhost:8000") as client:
         assert client.get("/health").status_code == 200
         assert client.get("/health", headers={"Host": "evil.example:8000"}).status_code == 421
+        for host in ("localhost", "[::1]", "[::1]:8000", "LOCALHOST:8000"):
+            assert client.get("/health", headers={"Host": host}).status_code == 200
+
+
+def test_a_server_without_slots_is_refused(model):
+    with pytest.raises(ValueError, match="create_app slots must be >= 1, got 0"):
+        create_app(model, TOKENIZER, name="toy", slots=0)
 
 
 class Slow(RowwiseDenoiser):

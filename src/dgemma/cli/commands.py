@@ -199,9 +199,13 @@ def _add_bench(commands: Any) -> None:
         usage="dgemma bench [OPTION ...]",
         description="Time the encoding of the prefix, one forward over the canvas, and a whole canvas with all its "
         "steps. Each line shows the median, the fastest and the slowest of several runs.",
-        epilog="example:\n  dgemma bench --batch 4 --steps 16",
+        epilog="example:\n  dgemma bench --batch-size 4 --steps 16",
     )
-    parser.add_argument("--batch", type=types.count, default=1, metavar="B", help="rows per batch (%(default)s)")
+    parser.add_argument("--batch-size", type=types.count, default=1, metavar="B", help="rows per batch (%(default)s)")
+    # The name in earlier versions.
+    parser.add_argument(
+        "--batch", dest="batch_size", type=types.count, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+    )
     parser.add_argument(
         "--prefix", type=types.count, default=64, metavar="P", help="tokens in the prefix (%(default)s)"
     )

@@ -40,7 +40,8 @@ def run_serve(arguments: argparse.Namespace) -> None:
         hosts=(*_LOCAL, "[::1]") if is_local else None,
         replay=replay,
     )
-    address = f"http://{arguments.host}:{arguments.port}{'' if replay is None else '/replay'}"
+    host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host  # IPv6
+    address = f"http://{host}:{arguments.port}{'' if replay is None else '/replay'}"
     print(f"Serving {arguments.model} at {address}", file=sys.stderr)
     import uvicorn  # not earlier: without the extra, dgemma.serve says how to install it
 

@@ -17,6 +17,7 @@ from dgemma.checkpoint.weights import read_checkpoint
 from dgemma.cli import loading, output
 from dgemma.model.config import GenerationDefaults, ModelConfig
 from dgemma.model.diffusion import DiffusionGemma
+from dgemma.run.arguments import check_memory
 from dgemma.run.generate import generate
 from dgemma.values import join_settings
 
@@ -111,7 +112,8 @@ def run_bench(arguments: argparse.Namespace) -> None:
     """Time a model on this machine."""
     denoiser = loading.load_denoiser(arguments)
     config, device = denoiser.config, denoiser.device
-    shape = (arguments.batch, arguments.prefix + config.canvas_length)
+    check_memory("bench", arguments.batch_size, config.canvas_length, config.vocab_size, device)
+    shape = (arguments.batch_size, arguments.prefix + config.canvas_length)
     tokens = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
     prefix, canvas = tokens.split([arguments.prefix, config.canvas_length], dim=1)
     sampler, noise = loading.own_sampler(arguments, denoiser), loading.own_noise(arguments, denoiser)
@@ -138,15 +140,16 @@ def run_bench(arguments: argparse.Namespace) -> None:
             "forward": _time(lambda: denoiser.denoise(canvas, cache).argmax, arguments.repeats, device),
             "canvas": canvas_time,
         }
-    tokens_per_second = arguments.batch * config.canvas_length / (canvas_time.median / 1000)
+    tokens_per_second = arguments.batch_size * config.canvas_length / (canvas_time.median / 1000)
     threads = output.counted(torch.get_num_threads(), "thread")
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {threads}"
     if arguments.json:
-        settings = {name: getattr(arguments, name) for name in ("model", "fast", "weights", "batch", "prefix", "steps")}
+        settings = {name: getattr(arguments, name) for name in ("model", "fast", "weights", "prefix", "steps")}
         milliseconds = {name: asdict(timing) for name, timing in timings.items()}
         output.print_json(
             {
                 **settings,
+                "batch": arguments.batch_size,
                 "device": where,
                 "milliseconds": milliseconds,
                 "tokens_per_second": tokens_per_second,
@@ -154,7 +157,7 @@ def run_bench(arguments: argparse.Namespace) -> None:
         )
         return
     how = " --fast" * arguments.fast + (f" --weights {arguments.weights}" if arguments.weights else "")
-    output.print_text(f"{arguments.model}{how} on {where}, batch {arguments.batch}")
+    output.print_text(f"{arguments.model}{how} on {where}, batch {arguments.batch_size}")
     print(f"  prefix of {arguments.prefix}: {timings['prefix']}")
     print(f"  forward over {config.canvas_length}: {timings['forward']}")
     print(f"  canvas in {output.counted(arguments.steps, 'step')}, with prefix: {timings['canvas']}")

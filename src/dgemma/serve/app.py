@@ -15,6 +15,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.checks import require
 from dgemma.run.step import Denoiser
 from dgemma.serve.engine import Engine
 from dgemma.serve.errors import ApiError
@@ -44,6 +45,7 @@ def create_app(
 
     Example: `uvicorn.run(create_app(model, tokenizer, name="text"), host="127.0.0.1", port=8000)`.
     """
+    require(slots >= 1, "create_app slots", "be >= 1", slots)
     limits = limits or Limits()
     policy = None if replay is None else read_policy(replay)
     engine = Engine(model, slots=slots, max_queue=limits.queue)
@@ -78,6 +80,8 @@ def _describe_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 400:  # FastAPI could not parse the body
+            return await api_error(request, describe_mistake([{"type": "json_invalid"}]))
         return await api_error(request, ApiError(error.status_code, f"{error.detail}: {request.url.path}"))
 
     @app.exception_handler(Exception)

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import hmac
 import json
+import re
 import socket
 import time
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ class Gate:
         self, app: ASGIApp, *, limits: Limits, api_key: str | None, hosts: tuple[str, ...] | None, metrics: Metrics
     ) -> None:
         self._app, self._limits, self._hosts, self._metrics = app, limits, hosts, metrics
-        self._key = None if api_key is None else _digest(api_key)
+        self._key = None if api_key is None else _digest(api_key.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -92,12 +93,12 @@ class Gate:
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         # A page of another site can reach a local server through a name that resolves to 127.0.0.1.
-        host = headers.get("host", "").rpartition(":")[0] or headers.get("host", "")
+        host = re.sub(r":\d*$", "", headers.get("host", ""))
         if self._hosts is not None and host.lower() not in self._hosts:
             raise ApiError(421, f"The server does not answer for this host. Use {self._hosts[0]}.", code="wrong_host")
         if self._key is not None and scope["path"] not in _OPEN_PATHS:
             kind, _, key = headers.get("authorization", "").partition(" ")
-            if kind.lower() != "bearer" or not hmac.compare_digest(_digest(key.strip()), self._key):
+            if kind.lower() != "bearer" or not hmac.compare_digest(_digest(key.strip().encode("latin-1")), self._key):
                 message = "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`."
                 raise ApiError(401, message, code="invalid_api_key")
         if scope["method"] == "POST":
@@ -157,9 +158,9 @@ class QuickServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _digest(key: str) -> bytes:
+def _digest(key: bytes) -> bytes:
     """Return a hash of the key, so that a comparison takes the same time for every length."""
-    return hashlib.sha256(key.encode()).digest()
+    return hashlib.sha256(key).digest()
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -172,16 +172,25 @@ class InfillRequest(_Body):
 
 
 def describe_mistake(errors: list[Any]) -> ApiError:
-    """Return the first mistake that pydantic found as an error of the API."""
-    first = errors[0]
-    # In a union, the path also has the name of the alternative, such as "str" or "list[int]".
-    place = [str(part) for part in first["loc"] if part not in _ALTERNATIVES and "[" not in str(part)]
-    name = ".".join(place) or "body"
+    """Return the first mistake that pydantic found as an error of the API.
+
+    If a value fits no alternative of a union, the error is about the alternative that fits most of it.
+    """
+    if errors[0]["type"] == "json_invalid":
+        return ApiError(400, "The body must be valid JSON.", code="invalid_json")
+    field = _place(errors[0])
+    of_field = [error for error in errors if _place(error)[: len(field)] == field]
+    first = max(of_field, key=lambda error: len(error["loc"]))
+    name = ".".join(_place(first)) or "body"
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{name} is not a field that this server knows.", param=name, code="unknown_parameter")
     if first["type"] == "missing":
         return ApiError(400, f"{name} is required.", param=name, code="missing_required_parameter")
-    if first["type"] == "json_invalid":
-        return ApiError(400, "The body must be valid JSON.", code="invalid_json")
-    message = first["msg"][:1].lower() + first["msg"][1:200]
+    same = [error for error in of_field if _place(error) == _place(first) and len(error["loc"]) == len(first["loc"])]
+    message = ", or ".join(error["msg"][:1].lower() + error["msg"][1:200] for error in same)
     return ApiError(400, f"{name}: {message}.", param=name, code="invalid_value")
+
+
+def _place(error: Any) -> list[str]:
+    """Return the path of a mistake, without the names of a union's alternatives, such as "str" or "list[int]"."""
+    return [str(part) for part in error["loc"] if part not in _ALTERNATIVES and "[" not in str(part)]

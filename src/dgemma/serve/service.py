@@ -26,6 +26,7 @@ from dgemma.serve.errors import ApiError
 from dgemma.serve.gate import Limits
 from dgemma.serve.metrics import Metrics
 from dgemma.serve.protocol import (
+    CalledTool,
     ChatRequest,
     CompletionRequest,
     DecisionRequest,
@@ -184,11 +185,11 @@ class Service:
                 raise ApiError(400, "tools must be empty: this model has no chat template.", param="tools")
             return self.tokenizer.encode("\n".join(message.text for message in body.messages))
         messages = []
-        for message in body.messages:
+        for number, message in enumerate(body.messages):
             role = "system" if message.role == "developer" else message.role
             turn: dict[str, Any] = {"role": role, "content": message.text}
             for call in message.tool_calls or []:
-                called = {"name": call.function.name, "arguments": json.loads(call.function.arguments)}
+                called = {"name": call.function.name, "arguments": _read_arguments(call, f"messages.{number}")}
                 turn.setdefault("tool_calls", []).append({"type": "function", "function": called})
             if message.tool_call_id is not None:
                 turn["tool_call_id"] = message.tool_call_id
@@ -349,6 +350,18 @@ class Answer:
         steps = self._text.steps
         rate = self._text.num_tokens / sum(steps) if steps else 0.0
         return {"seed": int(self._plan.seeds[0, 0]), "steps": steps, "tokens_per_forward": rate}
+
+
+def _read_arguments(call: CalledTool, message: str) -> dict[str, Any]:
+    """Return the arguments of a tool call in an earlier turn."""
+    try:
+        arguments = json.loads(call.function.arguments or "{}")  # clients write "" for none
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        place = f"{message}.tool_calls.function.arguments"
+        raise ApiError(400, f"{place} must be a JSON object, written as a text.", param=place, code="invalid_value")
+    return arguments
 
 
 def _as_row(tokens: list[int], model: Denoiser, param: str = "prompt") -> Any:
