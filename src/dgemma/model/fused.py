@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 Function = TypeVar("Function", bound=Callable[..., object])
 
 _COMPILED_ON = ("cuda",)  # device types
-# Both are of the process, not of a thread: backward passes, which recompute activations, have their own threads.
+# One value per process, not per thread: backward passes recompute activations in threads that torch starts.
 _fusing = False
 _package: ModuleType | None = None
 

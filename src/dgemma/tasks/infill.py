@@ -62,8 +62,9 @@ def place_canvas(todo: Tensor, canvas_len: int) -> Placement:
     """Place the next canvas: todo (N,) bool marks the tokens to write, never the first.
 
     The canvas starts at the first hole, or earlier if it would reach past the end of the text. The tokens written into
-    a hole are kept if the canvas also covers enough text to its right: a quarter of a canvas, or all that remains. A
-    hole too long for this is written in several canvases. Only the last one covers enough text after the hole.
+    a hole are kept if the canvas also covers enough text to the right of the hole: a quarter of a canvas, or all that
+    remains. A hole too long for this is written in several canvases. Only the last one covers enough text after the
+    hole.
 
     Example: with holes at 5..7 and 18..19 of 100 tokens, a canvas of 16 gives `Placement(start=5, keep_until=8)`.
     """

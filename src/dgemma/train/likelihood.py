@@ -62,8 +62,9 @@ def evaluate(
     source: a `TrainBatch`; a `BatchSource`, whose step 0 gives `num_rows` rows; or tokens (B, T), where the first token
     is the prompt and the others are scored. Answers are cut into canvases of `canvas_len` (None: the model's). A
     partial canvas is filled with `fill_token` (None: the model's end-of-text). The fill is scored, because the model
-    must write it. Its cost is part of the text's, but its tokens are not counted. The end of a `truncated` row is
-    unknown: its fill is hidden, so the network sees pure noise there, and only the text is scored.
+    must write it. The cost of the fill is part of the cost of the text, but the number of tokens does not include the
+    fill. The end of a `truncated` row is unknown: its fill is hidden, so the network sees pure noise there, and only
+    the text is scored.
 
     Each canvas is noised `num_samples` times. `levels` are "stratified", with one level in each of `num_samples`
     equally likely intervals, or "independent". The noise's schedule is ignored, because the bound does not depend on

@@ -53,7 +53,7 @@ _SHORT = 5  # minutes; in a shorter run compiling takes more time than it saves
 _WARMUP_PART = 10  # in a run limited by minutes, at most one step in ten warms up
 _LONGEST_UNREAD = 10  # seconds; then steps are read and logged, even if they are fewer than `log_every`
 _LONGEST_UNSAVED = 300  # seconds; then a checkpoint is written, even after fewer than `checkpoint_every` steps
-_SAVING_PART = 20  # checkpoints because of `_LONGEST_UNSAVED` take at most one second in twenty
+_SAVING_PART = 20  # writing the checkpoints that `_LONGEST_UNSAVED` causes takes at most 1/20 of the time
 
 Evaluate = Callable[[Any, int], Mapping[str, Any] | None]
 

@@ -151,7 +151,7 @@ class Objective:
         self._check_loss()
 
     def _check_loss(self) -> None:
-        """Raise ValueError if the noise has no formula for the loss, or if a field is set that it does not use."""
+        """Raise ValueError if the noise has no formula for the loss, or if a field is set that the loss ignores."""
         is_bound = self.decoder_loss == "nelbo"
         if self.decoder_loss != "cross_entropy":
             nelbo.check_process(self.noise)
