@@ -26,13 +26,11 @@ def run(num_tokens: int, layer: tuple[int, int], num_splits: int | None, *, kern
     attention(queries, keys, values, length, **mode, kernel=kernel, num_splits=num_splits)
 
 
+# For each kind of layer, every mask and every way to store the result is compiled once, but not all pairs of them. The
+# masks of a commit are those of a prompt.
 SHAPES = {
-    "canvas, sliding, whole": (256, SLIDING, 1, {}),
     "canvas, sliding, parts": (256, SLIDING, 2, {}),
-    "canvas, full, whole": (256, FULL, 1, {}),
     "canvas, full, parts": (256, FULL, 2, {}),
-    "commit, sliding": (256, SLIDING, 2, {"causal": True, "window": 1024}),
-    "commit, full": (256, FULL, 2, {"causal": True}),
     "commit and canvas, sliding": (
         512,
         SLIDING,
@@ -56,14 +54,14 @@ SHAPES = {
     "prompt, shared": (4096, FULL, 1, {"causal": True} | SHARED),
     "prompt, shared, float8": (4096, FULL, 1, {"causal": True, "float8": True} | SHARED),
 }
-# Triton 3.6 runs the Hopper kernel, and other versions run Triton's own. The other kernel is compiled for few shapes.
-FEW = ("canvas, sliding, parts", "commit and canvas, full")
+# Triton 3.6 runs the Hopper kernel, and other versions run Triton's own. The other kernel is compiled for one shape.
+ONE = "commit and canvas, full"
 MAIN = "hopper" if triton.__version__.startswith("3.6.") else "triton"
 CALLS = {
     f"{name}, {kernel}": lambda shape=shape, kernel=kernel: run(*shape[:3], kernel=kernel, **shape[3])
     for name, shape in SHAPES.items()
     for kernel in ("triton", "hopper")
-    if kernel == MAIN or name in FEW
+    if kernel == MAIN or name == ONE
 }
 
 

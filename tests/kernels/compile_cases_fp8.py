@@ -76,7 +76,8 @@ CALLS = {
 CALLS["4096 tokens, without Gluon"] = lambda: run_experts(
     "NVIDIA H200", 4096, configs.EXPERTS["fp8"]["NVIDIA H200"][-1]
 )
-CALLS["norms"] = run_norms
 CALLS["soft embedding"] = lambda: multiply_deep(empty(256, 16_384), empty(D, 16_384))
-CALLS["attention, sliding"] = lambda: run_attention(8, 256, 2)
-CALLS["attention, full"] = lambda: run_attention(2, 512, 1)
+if not triton.__version__.startswith("3.6."):  # kernels without measured tiles
+    CALLS["norms"] = run_norms
+    CALLS["attention, sliding"] = lambda: run_attention(8, 256, 2)
+    CALLS["attention, full"] = lambda: run_attention(2, 512, 1)

@@ -53,7 +53,6 @@ def run_adapters(*widths: int) -> None:
 
 CALLS = {
     "adapters of q, k, v": lambda: run_adapters(4096, 2048, 2048),
-    "adapters of gate and up": lambda: run_adapters(2112, 2112),
     "adapters of one layer": lambda: run_adapters(2816),
     "choices": run_choices,
     "norms": run_norms,
