@@ -106,9 +106,10 @@ class ExpertProduct(NamedTuple):
 
 
 def compile_products(products: Sequence[ExpertProduct], device: torch.device) -> None:
-    """Compile products of tensors on the meta device, all at the same time. `hopper` has to fit them, else return.
+    """Compile products of tensors on the meta device, all at the same time.
 
     Each of these kernels compiles for seconds. Otherwise they would compile one after the other, at their first calls.
+    If `hopper` does not support all products, nothing is compiled.
 
     Example: `compile_products([ExpertProduct(rows, weights, narrow, b)], torch.device("cuda"))`.
     """
