@@ -128,7 +128,7 @@ def _add_sudoku(commands: Any) -> None:
         help="solve a Sudoku and watch the board fill",
         usage="dgemma sudoku [OPTION ...] [PUZZLE ...]",
         description="Solve a Sudoku by diffusion. The model predicts all cells in parallel and keeps the most certain "
-        "first. If the output is a pipe, the command prints the solution; a puzzle that it made comes first. The exit "
+        "first. If the output is a pipe, the command prints the solution, after the puzzle if it made one. The exit "
         "code is 1 if the answer breaks a rule.",
         epilog="examples:\n  dgemma sudoku --givens 24 --seed 7\n      make a hard puzzle and solve it\n"
         "  dgemma sudoku - < puzzle.txt\n      81 characters; white space is ignored",
@@ -137,7 +137,7 @@ def _add_sudoku(commands: Any) -> None:
         "puzzle",
         nargs="*",
         metavar="PUZZLE",
-        help="81 cells, row by row; 0 . _ or * is a blank; - reads standard input (default: a new puzzle)",
+        help="81 cells, row by row; '0', '.', '_' and '*' are blanks; '-' reads standard input (default: a new puzzle)",
     )
     parser.add_argument(
         "--givens",

@@ -147,7 +147,7 @@ class CompletionRequest(TextRequest):
 
 
 class Question(_Body):
-    """A question about a state, of one of three types; see `decisions`."""
+    """A question of one of three types, about the state in the request; see `decisions`."""
 
     type: Literal["noul", "choice", "score"]
     instructions: str

@@ -75,10 +75,10 @@ def evaluate(
     Any `Denoiser` works. A `DiffusionGemma` predicts all canvases of a row in one pass, others one at a time. Without
     `causal_logits` a model's causal likelihood is NaN.
 
-    Intervals use Student's t, over texts if the batch names them (as `scan` does), otherwise over rows. We measured
-    their coverage with exact networks on texts of three tokens. A 95 % interval covers the true value in 94 % of
-    evaluations of 16 texts, and in 94 to 95 % with 64 or 256 texts. Intervals are more often too low than too high,
-    because likelihoods of texts are skewed.
+    Intervals use Student's t. They are over texts if the batch says which text each row belongs to, as batches of
+    `scan` do, otherwise over rows. We measured their coverage with exact networks on texts of three tokens. A 95 %
+    interval covers the true value in 94 % of evaluations of 16 texts, and in 94 to 95 % with 64 or 256 texts. Intervals
+    are more often too low than too high, because likelihoods of texts are skewed.
 
     Example: `print(evaluate(model, tokens, MaskNoise(512, mask_token_id=4), num_samples=16))`.
     """
@@ -200,7 +200,10 @@ class _Estimator:
         level: Tensor,
         of_logits: Callable[..., Tensor],
     ) -> Tensor:
-        """Add noise of `level` (B, K, 1) to canvases, then apply `of_logits`, from `nelbo`: (B, K, C) float64."""
+        """Add noise of `level` (B, K, 1) to canvases and return their costs (B, K, C) in float64.
+
+        of_logits: the function of `nelbo` that computes costs from logits.
+        """
         u_event, u_token = (self._draw(canvases, seeds, sample, self.canvas_len, name) for name in ("event", "noise"))
         u_some = self._draw(canvases, seeds, sample, 1, "some")
         replaced = torch.where(canvases.scored, 1 - self.noise.clean_share(level), 0.0)  # (B, K, C) probabilities

@@ -53,7 +53,7 @@ _SHORT = 5  # minutes; in a shorter run compiling takes more time than it saves
 _WARMUP_PART = 10  # in a run limited by minutes, at most one step in ten warms up
 _LONGEST_UNREAD = 10  # seconds; then steps are read and logged, even if they are fewer than `log_every`
 _LONGEST_UNSAVED = 300  # seconds; then a checkpoint is written, even after fewer than `checkpoint_every` steps
-_SAVING_PART = 20  # writing the checkpoints that `_LONGEST_UNSAVED` causes takes at most 1/20 of the time
+_SAVING_PART = 20  # such checkpoints take at most 1/20 of the time
 
 Evaluate = Callable[[Any, int], Mapping[str, Any] | None]
 
@@ -158,7 +158,7 @@ class _Run:
     def _replay_passes(self) -> Replayed | None:
         """Return `_measure` as CUDA graphs, or None if the run cannot use them."""
         on_one_gpu = self.device.type == "cuda" and self.parallel.world_size == 1
-        # A CUDA graph cannot capture a pass that waits for the GPU, as objectives of other classes may do.
+        # A CUDA graph cannot capture a pass that waits for the GPU. Objectives of a user's own class may wait.
         if not (on_one_gpu and self.config.compile and self.config.replay and isinstance(self.objective, Objective)):
             return None
         if any(module.waits(self.dtype) for module in self.model.modules() if isinstance(module, Experts)):

@@ -438,9 +438,9 @@ class Objective:
         return weights.clamp(max=self.max_weight) if self.weights == "clipped" else weights
 
     def _evidence(self, z: Tensor, level: Tensor) -> Tensor:
-        """Return how much seeing z raises the logit of x = z: log(1 + Kα/(1 - α)).
+        """Return what the noisy token z adds to the logit of x = z: log(1 + nα/(1 - α)).
 
-        K is the number of tokens that noise draws from.
+        n is the number of tokens that noise draws from, and α = 1 - level.
         """
         num_tokens = self.noise.vocab_size if self.allowed is None else len(set(self.allowed))
         evidence = torch.log1p(num_tokens * (1 - level) / level).clamp(max=_CERTAIN)
