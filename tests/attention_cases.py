@@ -10,9 +10,9 @@ from dgemma_kernels.ops.attention import reference
 
 HEADS = 16
 SLIDING, FULL = (8, 256), (2, 512)  # key heads, head_dim
-# Limits of the relative error's norm. Softmax weights, parts and the output are rounded, each by at most 2**-8 in
-# bfloat16 and 2**-11 in float16. The norm of one rounding error is 0.42 of that. Three independent errors give 0.74 of
-# it: 2.9e-3 and 3.6e-4. We measured 2.8e-3 for bfloat16 in parts.
+# Limits of the relative error's norm. Softmax weights, the results for each part of the keys, and the output are
+# rounded. Each rounding is at most 2**-8 in bfloat16 and 2**-11 in float16. The norm of one rounding error is 0.42 of
+# that. Three independent errors give 0.74 of it: 2.9e-3 and 3.6e-4. We measured 2.8e-3 for bfloat16 with several parts.
 LIMITS = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 
@@ -25,7 +25,7 @@ def draw(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cuda",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Draw queries, keys, values and lengths; keys and values are part of larger buffers; free slots are NaN."""
+    """Draw queries, keys, values and lengths. Keys and values are part of larger buffers. Free slots are NaN."""
     generator = torch.Generator(device).manual_seed(sum(lengths) + num_tokens)
     (kv_heads, head_dim), batch = layer, len(lengths)
     capacity = max(lengths) + num_tokens + 7

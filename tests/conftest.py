@@ -39,7 +39,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Make a test that hangs fail, instead of the whole run."""
+    """Raise an error in a test that hangs, so that the run continues."""
 
     def fail(*_: object) -> None:
         raise TimeoutError(f"{item.nodeid} must end within {PATIENCE} s.")
@@ -86,7 +86,8 @@ def _same_inputs_every_run() -> None:
     if torch.cuda.is_available():
         torch.manual_seed(0)
     else:
-        torch.default_generator.manual_seed(0)  # without notes for an absent GPU, which take a millisecond
+        # `torch.manual_seed` would also queue a call for the GPU that is absent, which takes a millisecond.
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

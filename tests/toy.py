@@ -7,11 +7,12 @@ The text: three tokens from {0, 1, 2}, p(x) = FIRST[x0]·NEXT[x0, x1]·NEXT[x1, 
     result = propagate(EntropyBound(bound=0.0), mask_noise(), steps=3)
     assert total_variation(result.law) < 1e-12          # result.law is (27,), result.nfe the expected forwards
 
-`propagate` keeps every reachable state with its probability. At each step it runs the real sampler once per cell of the
-uniforms that the sampler draws. When the sampler first draws `state.uniform("token")`, each state is split into one row
-per combination of cells. The uniforms are the midpoints of the cells, and the weight is the product of their widths.
-Then the sampler is called again. Purposes are found in the order of their use, so the cells of a later purpose may
-depend on the draws of an earlier one. Rows that end in the same state are merged after the step.
+`propagate` keeps every reachable state with its probability. At each step it divides the range of every uniform that
+the sampler draws into cells, within which the decision is constant. It runs the real sampler once per combination of
+cells. When the sampler first draws `state.uniform("token")`, each state is split into one row per combination of the
+cells of this purpose, "token". The uniforms are the midpoints of the cells, and the weight is the product of their
+widths. Then the sampler is called again. Purposes are found in the order of their use, so the cells of a later purpose
+may depend on the draws of an earlier one. Rows that end in the same state are merged after the step.
 
 Cells known here: "token" (the inverse CDF of the prediction) and "noise" (refill, only where something returns to
 noise). For every other purpose pass `cells={"event": f}` with f(prediction, state) returning one of
@@ -24,7 +25,8 @@ The boundaries are checked: the sampler must make the same decision near both en
 
 `independent=True` is for samplers whose decision at a position reads only that position's uniforms (ancestral, ReMDM):
 then positions are enumerated separately and multiplied, so that 256 steps are fast enough. The sampler must have no
-memory, and the canvas is committed. A short joint run of the same sampler should check the independence.
+memory. `propagate` then commits the canvas itself, without the sampler's `final`. A short joint run of the same sampler
+should check the independence.
 
 Time: exact denoisers of uniform and hybrid noise must know the level, so `propagate` calls `denoiser.at(level)` first.
 """

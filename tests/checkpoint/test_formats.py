@@ -366,7 +366,7 @@ def test_the_compressed_tensors_library_decodes_our_files_to_our_values(tmp_path
     expected = files.our_values(found)
     assert expected
     for name, value in expected.items():
-        # The library decodes in bfloat16 if scales are: it rounds the product, and for NVFP4 the scale too.
+        # If scales are bfloat16, the library decodes in bfloat16. It rounds the product, and for NVFP4 the scale too.
         torch.testing.assert_close(ours[name], value, rtol=2**-7, atol=1e-9)
 
 

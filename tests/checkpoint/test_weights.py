@@ -308,9 +308,9 @@ def test_an_error_names_a_few_wrong_tensors_and_counts_the_others(folder):
         "ModelConfig.layer_types must have 'full_attention' at [2] (stored without v_proj), got it at [].",
         "ModelConfig.num_hidden_layers must be 3, as stored, got 4.",
     ]
-    # Five tensors of the third layer do not fit: this config makes it sliding, so q, o and both norms have other heads,
-    # and v is missing. The fourth layer lacks q, k, o and two norms, three of the MLP, five of router and experts,
-    # seven norms and two scalars.
+    # Five tensors of the third layer do not fit, because this config makes it a sliding layer. Its q, o and both norms
+    # have another head size, and v is missing. The fourth layer lacks q, k, o and two norms, three of the MLP, five of
+    # router and experts, seven norms and two scalars.
     assert len(lines) == 3 + 5 + 1
     assert lines[-1] == "and 22 more"
 
@@ -367,7 +367,8 @@ def test_missing_shards_are_named(sharded):
     others = list(sharded.glob("*.safetensors"))
     for file in others:
         file.unlink()
-    with pytest.raises(FileNotFoundError, match=rf"\.safetensors, and {len(others) - 3} more\. Download"):  # five named
+    # Now `others` and the two of `gone` are missing. The message names five of them.
+    with pytest.raises(FileNotFoundError, match=rf"\.safetensors, and {len(others) + 2 - 5} more\. Download"):
         DiffusionGemma.from_pretrained(sharded)
 
 

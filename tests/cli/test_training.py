@@ -47,7 +47,7 @@ def test_m_accepts_the_folder_of_a_trained_model(command, checkpoint, words, tmp
     ran = command("train", "-m", checkpoint, "--out", tmp_path, *QUICK, words)
     assert ran.code == 0
     assert ran.out == f"Wrote {tmp_path / 'final'} after 3 steps. Means: {means(tmp_path, 3, words)}.\n"
-    assert "reads all of" not in ran.err  # 505 tokens are 16 canvases, in rows of one and of two
+    assert "reads all of" not in ran.err  # 505 tokens are 16 canvases, one or two in each row
     before, after = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "final"))
     assert not torch.equal(before["model.decoder.embed_tokens.weight"], after["model.decoder.embed_tokens.weight"])
     assert command("generate", "-m", tmp_path / "final", "-n", "1", "--steps", "1", "Hi").code == 0

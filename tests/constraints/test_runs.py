@@ -1,8 +1,8 @@
-"""Whole runs under a constraint have the enumerated law: two steps of the exact reverse kernel, by `generate` itself.
+"""Runs of `generate` under a constraint have the enumerated law. A run takes two steps of the exact reverse kernel.
 
 The expected law is a sum over first canvases, drawn texts, noise and second drafts, from the definitions alone. The law
-of the code is measured: every branch of that sum is a box of uniforms, and `generate` gets the corners and the middle
-of each box. It must return the text of the branch.
+of the code is measured. Each branch of that sum has a box: one interval for every uniform that the run draws.
+`generate` gets the corners and the middle of each box as its uniforms. It must return the text of the branch.
 """
 
 import itertools

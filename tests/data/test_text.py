@@ -44,7 +44,7 @@ def test_text_files_are_read_document_by_document(tmp_path):
 def test_a_byte_order_mark_is_dropped(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo")
     (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "three"}\r\n')
-    assert [d.text for d in read_documents(tmp_path)] == ["one\r\ntwo", "three"]  # line ends are
+    assert [d.text for d in read_documents(tmp_path)] == ["one\r\ntwo", "three"]  # line ends are kept
 
 
 def test_a_separator_across_two_reads_is_found(tmp_path, monkeypatch):
@@ -226,7 +226,7 @@ def test_rows_are_contiguous_text_with_fill_only_at_document_ends():
 
 
 def test_epochs_cut_a_long_text_at_different_places():
-    # Where canvases start within the text, modulo their length, in rows that do not begin it.
+    # For rows that do not begin the text: the place of their first canvas in the text, modulo the canvas length of 8.
     phases = []
     for length in (200, 193):  # without fill, and with seven tokens of it
         epochs = first_epochs(numbered([length]), 60)

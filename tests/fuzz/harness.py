@@ -1,4 +1,7 @@
-"""Runs seeded cases in forked workers and counts crashes, hangs, memory, raw errors, executions and acceptances.
+"""Runs seeded cases in forked workers and counts their outcomes.
+
+Bad outcomes are crashes, hangs, excessive memory, executed code of a file, errors that the library did not raise on
+purpose, damaged files that it accepted, and unsafe output.
 
 A case is a family's name and a seed. A worker that dies or hangs costs one case; the next worker continues after it.
 """
@@ -31,7 +34,7 @@ import dgemma
 
 HANG_SECONDS = 60.0  # of one case; the slowest takes about one second on an idle core
 MEMORY_FACTOR = 10  # a case may allocate this many times its file
-MEMORY_SLACK = 128 << 20  # bytes that the imports of a first command and a tiny model may take, for any file
+MEMORY_SLACK = 128 << 20  # bytes for a tiny model and for the imports of a worker's first command
 ADDRESS_SLACK = 3 << 30  # bytes of address space for a worker beyond what it has after its fork
 PYTHONS_OWN = (
     "missing a required argument",

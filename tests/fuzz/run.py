@@ -12,7 +12,7 @@ from pathlib import Path
 # A forked process must not inherit a pool of threads. Some libraries read this once, so it comes before `import torch`.
 os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = Path(__file__).parents[2]
-sys.path[0] = str(ROOT / "tests")  # not this folder, whose names are inside the package `fuzz`
+sys.path[0] = str(ROOT / "tests")  # not this folder: its modules are imported from the package `fuzz`
 try:
     import dgemma  # noqa: F401
 except ImportError:

@@ -123,7 +123,7 @@ def _range(*bounds: Any) -> Any:
 
 
 def _load_global(pointer: tiles.Pointer, mask: Value | None = None, other: float = 0, volatile: bool = False) -> Value:
-    """Load from global memory. Loops repeat a volatile load until another partition has stored, so that one runs."""
+    """Load from global memory. A volatile load first lets another partition run, because loops wait for its store."""
     if volatile:
         machine.block.pause()
     return pointer.load(mask, other)

@@ -175,7 +175,7 @@ class Chunk:
         if not (self.read | {self.written} - {None}) <= block.current.knows:
             raise Hazard("overwrites shared memory without having waited for its readers and its writer")
         self._check_fence(asynchronous)
-        self.fenced |= asynchronous  # after this write, nothing there is a thread's
+        self.fenced |= asynchronous  # an asynchronous write replaces those of threads, which need a fence
         self.written, self.read = next(block.events), set()
         return self.written
 
@@ -315,9 +315,9 @@ class Allocation:
             self.parts = [Barrier(f"barrier {i} of {shape[0]}") for i in range(shape[0])]
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> "Allocation":
-        """Return the same memory by rows, or with other numbers of columns per part.
+        """Return the same memory in other parts: single rows, or tiles with another number of columns.
 
-        The copy engine's layout stores a tile in blocks of 128 bytes of columns. So parts are split, and joined, along
+        The copy engine's layout stores a tile in blocks of 128 bytes of columns. So tiles are split, and joined, along
         their columns.
         """
         view = Allocation.__new__(Allocation)

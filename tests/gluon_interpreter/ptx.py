@@ -15,7 +15,7 @@ _MASK = 0xFFFFFFFF
 def run(code: Any, constraints: str, arguments: list[Value], types: Any, is_pure: bool, pack: int) -> Any:
     """Return the outputs $0, $1, ... as bfloat16 tiles, or as float8 tiles if the argument has bytes.
 
-    A single output is not used.
+    Return None if there is only one output: waits and fences have one, but no kernel uses it.
     """
     registers: dict[str, Tensor] = {}
     outputs = constraints.count("=")

@@ -54,7 +54,8 @@ SHAPES = {
     "prompt, shared": (4096, FULL, 1, {"causal": True} | SHARED),
     "prompt, shared, float8": (4096, FULL, 1, {"causal": True, "float8": True} | SHARED),
 }
-# Triton 3.6 runs the Hopper kernel, and other versions run Triton's own. The other kernel is compiled for one shape.
+# With Triton 3.6 attention runs the Hopper kernel, and with other versions the kernel in plain Triton. The kernel that
+# does not run is compiled for one shape.
 ONE = "commit and canvas, full"
 MAIN = "hopper" if triton.__version__.startswith("3.6.") else "triton"
 CALLS = {

@@ -1,4 +1,4 @@
-"""The experts packed at the published sizes, on Hopper and on GPUs without measured tiles."""
+"""Packed experts at the published sizes, on Hopper and on GPUs without measured tiles."""
 
 from unittest.mock import patch
 

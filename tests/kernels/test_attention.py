@@ -165,7 +165,7 @@ def place(row: dict[str, Tensor], capacity: int, dropped: int) -> list[Tensor]:
 @pytest.mark.parametrize("kind", FIXED)
 def test_fixed_parts_give_a_token_the_same_bits_in_any_batch_slot_chunk_and_capacity(kind, device):
     generator = torch.Generator().manual_seed(0)
-    unit = PART // 16  # a part of the interpreter has 16 keys, and all sizes below are for that
+    unit = PART // 16  # the sizes below are written for parts of 16 keys, as in the interpreter
     window, keep = (None if size is None else size * unit for size in FIXED[kind])
     canvas_len, lengths = 5, [45 * unit, 3 * unit, 21 * unit]  # of the prefixes
     rows = []

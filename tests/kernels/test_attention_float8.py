@@ -43,7 +43,7 @@ def interpreted(seed: int = 0, edits: tuple[tuple[str, str], ...] = ()) -> Any:
 
 
 def on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a Triton kernel on CPU tensors where it is compiled."""
+    """Let a compiled Triton kernel take CPU tensors: copy them to the GPU, and its results back."""
 
     def run(*arguments: Any) -> Any:
         there = (argument.cuda() if isinstance(argument, Tensor) else argument for argument in arguments)
@@ -110,7 +110,7 @@ def test_strided_keys_are_refused():
 
 
 def test_small_weights_far_from_a_large_one_count():
-    """The first key has half of the weight of 4,096. Float8 relative to it would round all others to zero."""
+    """The first of 4,096 keys has about 38 % of the total weight. Float8 relative to it rounds most others to 0."""
     queries, keys, values, length = draw([4087], 9)
     keys[:, :, 0] = 0.0
     keys[..., 0] = 0.0
@@ -147,7 +147,7 @@ def check_float8(case: tuple[Tensor, ...]) -> None:
     unit = 1 / 16  # 448 units are 28, and values are at most 22.6
     assert got.scale.tolist() == [unit] * (plain.shape[0] * plain.shape[1])
     near = (plain.float() / unit).to(torch.float8_e4m3fn).float().view(got.shape)
-    assert error(got.values.float(), near.double()) < CLOSE  # rounded to float16 first, a few have other neighbours
+    assert error(got.values.float(), near.double()) < CLOSE  # `plain` is rounded to float16 first, so a few differ
 
 
 def test_rounded_cache_is_that_of_torch_and_zero_up_to_the_end_of_a_pair_of_tiles():

@@ -1,7 +1,8 @@
-"""The Hopper kernel of `attention`: when it is chosen, and its results, compiled only on a Hopper GPU.
+"""The Hopper kernel of `attention`: when it is chosen, and its results.
 
-On every machine its source runs in `gluon_interpreter`, on small shapes and in several orders of operations that a GPU
-does not order. Copies of the source with one mistake each must be detected.
+The kernel is compiled only on a Hopper GPU. On every machine its source runs in `gluon_interpreter`, on small shapes
+and in several orders of operations that a GPU does not order. Copies of the source with one mistake each must be
+detected.
 """
 
 import functools

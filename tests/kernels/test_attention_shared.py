@@ -22,7 +22,7 @@ PAIRS = 64
 
 
 def draw(lengths: list[int], num_tokens: int, layer: tuple[int, int] = SMALL, **options: Any) -> tuple[Tensor, ...]:
-    """Draw queries, keys, values and lengths; keys equal values but in the rotated columns; free slots are NaN."""
+    """Draw queries, keys, values and lengths. Keys equal values except in the rotated columns. Free slots are NaN."""
     if layer == SMALL:
         options = {"heads": 4, "device": "cpu"} | options
     queries, keys, values, length = attention_cases.draw(lengths, num_tokens, layer, **options)
@@ -108,7 +108,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_attention_computes_scores_once_where_keys_equal_values(calls):
     case = draw([70], 9)
-    one = {"num_splits": 1}  # without several parts, which a Triton kernel adds, tensors may be on the CPU
+    one = {"num_splits": 1}  # one part works on the CPU; several are added by a Triton kernel, which may need a GPU
     assert error(attention(*case, **one, rotary_pairs=PAIRS), exact(*case)) < LIMITS[torch.bfloat16]
     assert calls == ["hopper_shared"]
     calls.clear()

@@ -15,7 +15,10 @@ VOCAB_SIZE, CANVAS_LEN, BATCH_SIZE = 300, 3, 2
 
 
 def draw_language(device, *, num_states=18, may_end=False):
-    """A random automaton with a class of more than 256 tokens, and with states of more than 8 and 16 arcs."""
+    """A random automaton with a class of more than 256 tokens.
+
+    One state has 13 arcs out of it, and one has 17 arcs into it.
+    """
     generator = np.random.default_rng(3)
     table = np.where(generator.random((num_states, 20)) < 0.2, generator.integers(0, num_states, (num_states, 20)), -1)
     table[:, 0] = -1

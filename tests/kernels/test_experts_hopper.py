@@ -1,6 +1,7 @@
-"""Int4 experts in one launch with float8 tokens: when it can run, and its results, compiled only on a Hopper GPU.
+"""Int4 experts in one launch with float8 tokens: when the kernel can run, and its results.
 
-On every machine its source runs in `gluon_interpreter`. Copies of the source with one mistake each must be detected.
+The kernel is compiled only on a Hopper GPU. On every machine its source runs in `gluon_interpreter`. Copies of the
+source with one mistake each must be detected.
 """
 
 import pytest

@@ -1,6 +1,7 @@
-"""The experts' products for many tokens on Hopper: when they run, and their results, compiled only on a Hopper GPU.
+"""The experts' products for many tokens on Hopper: when they run, and their results.
 
-On every machine their source runs in `gluon_interpreter`. Copies of the source with one mistake each must be detected.
+The kernels are compiled only on a Hopper GPU. On every machine their source runs in `gluon_interpreter`. Copies of the
+source with one mistake each must be detected.
 """
 
 from typing import Any

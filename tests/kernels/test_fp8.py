@@ -171,7 +171,7 @@ def sort(index: Tensor) -> router.ExpertTiles:
 @pytest.mark.parametrize(("width", "hidden"), [(D, F), (80, 144), (128, 128)], ids=["72-bytes", "ragged", "exact"])
 def test_products_match_float64_of_the_rounded_operands(routing, width, hidden, dtype, device):
     # Descriptors need rows of whole 16 bytes, which 72 bytes are not. 144 columns are three blocks, for which a program
-    # loads a power of two of scales.
+    # loads four scales: the number must be a power of two.
     index = draw_routing(routing).to(device)
     x, gate_up, down, weights = draw(index, width, hidden, dtype, device)
     tiles = sort(index)

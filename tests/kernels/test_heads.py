@@ -7,7 +7,7 @@ from dgemma_kernels.ops.heads import norm_heads, norm_heads_gradient, reference
 from kernel_inputs import error
 
 ROWS, LENGTH, HEADS, KV_HEADS, DIM = 2, 11, 4, 2, 64
-FIRST, SEEN = 3, 5  # tokens of the first part; tokens of the second part that it sees
+FIRST, SEEN = 3, 5  # tokens of the first part; tokens of the second part that the first part sees
 
 
 def draw_inputs(device, dtype, has_value):

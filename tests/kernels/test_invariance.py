@@ -83,7 +83,7 @@ def _default_tiles():
 
 @pytest.fixture
 def _small_pieces(monkeypatch):
-    """Use small chunks of the vocabulary and small parts of attention, so that few tokens have several."""
+    """Use small chunks of the vocabulary and small parts of attention, so that short texts take several of each."""
     tile = 64 if ON_GPU else 16
     monkeypatch.setattr(vocabulary, "CHUNK", 16)
     monkeypatch.setattr(forward, "_TILE", tile)

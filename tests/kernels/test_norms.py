@@ -13,7 +13,8 @@ from dgemma_kernels.ops.norms import reference as norms_reference
 from kernel_inputs import error
 
 EPS = 1e-6
-# float32 sums of a few hundred terms; one rounding of float16 is 2**-11, and a tail has about eight of them in a row.
+# In float32, the error of a sum of a few hundred terms. In float16, one rounding is at most 2**-11, and `layer_tail`
+# rounds about eight times, one after the other.
 LIMITS = {torch.float32: 1e-6, torch.float16: 2e-3}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 # One row and one column; a row of exactly one block; a ragged row, as the published 2816 is; many short rows.

@@ -53,8 +53,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def draw_weights(*shape: int, seed: int = 0, tops: tuple[int, int] = (20, 63), odd: bool = True) -> Tensor:
     """Draw weights of any sign and mantissa. Each row draws its top byte between the two `tops`.
 
-    The upper byte of a weight is the top byte, always so in the first column, or one of the seven below it. By default
-    magnitudes are 2**-101 to 2. With `odd`, one weight in a hundred is zero, denormal or tiny.
+    The upper byte of a weight is the top byte or one of the seven below it. In the first column it is the top byte. By
+    default magnitudes are 2**-101 to 2. With `odd`, one weight in a hundred is zero, denormal or tiny.
     """
     generator = torch.Generator().manual_seed(seed)
     top = torch.randint(tops[0], tops[1] + 1, (*shape[:-1], 1), generator=generator)
@@ -190,11 +190,11 @@ def draw_ordinary(*shape: int, seed: int) -> Tensor:
 
 
 def shrink(weights: Tensor, at: tuple) -> None:
-    """Make outliers: zeros of both signs, and values from just below the least code to a quarter of it."""
+    """Make outliers: zeros of both signs, and values from just below the least value with a code to 1/16 of it."""
     rows = weights.abs().amax(-1, keepdim=True).expand_as(weights)[at]
-    least = 2.0 ** (
-        2 * (rows.log2() / 2 + 0.25).floor() - 15
-    )  # the least value with a code, for rows from 1/2 to 2 times 4**n
+    # If the largest weight of a row is 1/2 to 2 times 4**n, the least value with a code is 2**(2n - 15). This is that
+    # value or a quarter of it.
+    least = 2.0 ** (2 * (rows.log2() / 2 + 0.25).floor() - 15)
     value = torch.where(torch.rand(rows.shape) < 0.5, -1, 1) * least * (0.25 + 0.7 * torch.rand(rows.shape))
     value = torch.where(torch.rand(rows.shape) < 0.2, value * 0, value)
     weights[at] = value.bfloat16().float()
@@ -304,7 +304,8 @@ def test_descriptors_of_planes_give_the_bits_of_pointers(monkeypatch, device):
     note = lambda tensor, block: shapes.append((*tensor.shape, *block)) or described(tensor, block)  # noqa: E731
     monkeypatch.setattr(experts.TensorDescriptor, "from_tensor", staticmethod(note))
     assert torch.equal(run(index, *inputs), pointers)
-    # gate_up has two blocks of 128 rows, and down has one. 72 or 88 columns take two planes, and their codes a third.
+    # gate_up has two blocks of 128 rows, and down has one. 72 or 88 columns take two planes of lower
+    # bytes and one of codes.
     assert shapes == [(E * 2 * 3 * 128, 64, 128, 64), (E * 3 * 128, 64, 128, 64)]
 
 

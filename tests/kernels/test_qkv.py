@@ -143,7 +143,8 @@ def test_with_rotary_pairs_keys_equal_values_where_they_do_not_rotate_and_scores
         torch.testing.assert_close(values, want_value[row, :, 0], atol=4e-3 if dtype == torch.float16 else 2e-6, rtol=0)
         scores = query[row].double() @ keys.double().T  # (T, N, T)
         want = want_query[row].double() @ want_key[row, :, 0].double().T
-        # Scores of 64 products: roundings of 2**-11 or 2**-24 of either operand, of size 1, add up to 8 times as much.
+        # A score is a sum of 64 products of operands of size 1, each rounded by up to 2**-11 or 2**-24. The errors are
+        # independent, so their sum is about 8 times one of them.
         assert (scores - want).abs().max() < (2e-2 if dtype == torch.float16 else 2e-5)
 
 

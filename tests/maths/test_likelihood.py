@@ -21,7 +21,7 @@ def exact_model(noise, joint):
 
 
 def rows_of(texts):
-    """Texts (B, 3) after a first token to read."""
+    """Texts (B, 3) after one token of context: (B, 4)."""
     return torch.nn.functional.pad(texts, (1, 0))
 
 

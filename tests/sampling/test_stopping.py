@@ -162,7 +162,8 @@ def test_the_gap_is_averaged_over_the_unfrozen_positions_of_the_span():
 
 
 def test_a_gap_too_large_for_probabilities_is_still_a_number():
-    # exp(-200) is 0 in float32; as a ratio of probabilities the gap would be infinite and pass for the whole row.
+    # exp(-200) is 0 in float32. The log ratio of probabilities would be infinite, and the row's mean gap with it, which
+    # would pass every threshold.
     logits = torch.tensor([[[200.0, 0.0], [0.0, 0.0]]])
     assert ask(ConfidenceGap(thresholds=(101.0, 101.0, 101.0)), canvas_state([[0, 0]]), [logits]) == [[False]]
     assert ask(ConfidenceGap(thresholds=(99.0, 99.0, 99.0)), canvas_state([[0, 0]]), [logits]) == [[True]]

@@ -191,7 +191,7 @@ def test_a_json_schema_and_required_tools_constrain_the_answer(client, monkeypat
     schema = {"type": "string", "pattern": "^.*a.{30}$"}  # 2**30 states
     refused = chat(client, response_format={"type": "json_schema", "json_schema": {"schema": schema}})
     assert (refused.status_code, "states over bytes" in refused.json()["error"]["message"]) == (400, True)
-    assert "no tools" in chat(client, tools=[tool]).json()["error"]["message"]  # of the toy's chat template
+    assert "no tools" in chat(client, tools=[tool]).json()["error"]["message"]  # the toy's template takes none
 
 
 class WithTools(dgemma.ByteTokenizer):

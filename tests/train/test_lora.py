@@ -234,7 +234,7 @@ def test_loaded_adapters_set_the_noise_of_their_training(tmp_path):
     load_lora(other, path)
     assert dgemma.learnt_noise(other) == noise
     assert replace(other.generation, noise=None) == _model().generation
-    tuned = _model(torch.float32)  # a bound for the noise of the base model, not of the adapters
+    tuned = _model(torch.float32)  # its entropy bound suits the noise of the base model
     tuned.generation = replace(tuned.generation, entropy_bound=12.0)
     load_lora(tuned, path)
     assert tuned.generation.entropy_bound == dgemma.GenerationDefaults().entropy_bound

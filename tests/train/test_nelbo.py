@@ -239,9 +239,8 @@ def test_integrand_is_the_limit_of_the_divergence_of_short_reverse_steps(noise):
     model = noise.posterior(z, logits.softmax(-1), before, after)
     expected = torch.xlogy(true, true / torch.where(true > 0, model, 1.0)).sum(-1) / step
     actual = nelbo.integrand(noise, logits, x, z, 1 - before, parametrisation="loo")
-    torch.testing.assert_close(
-        actual, expected, atol=1e-4, rtol=1e-4
-    )  # the error is about the step, 1e-6; rounding adds 1e-9
+    # The error is about as large as the step, 1e-6, and rounding adds 1e-9.
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("parametrisation", ["mean", "loo"])

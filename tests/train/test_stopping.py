@@ -130,7 +130,7 @@ def test_slow_steps_are_logged_before_the_run_ends(tmp_path, clock):
         return 4.0
 
     run(tmp_path, clock, pace, minutes=1)
-    assert lines[:7] == [0, 0, 0, 3, 3, 3, 6]  # at most ten seconds are unread
+    assert lines[:7] == [0, 0, 0, 3, 3, 3, 6]  # three steps of 4 s exceed the limit of ten seconds
 
 
 def test_a_stall_ends_the_run(tmp_path, clock):

@@ -76,7 +76,7 @@ def test_text_and_canvases_together_have_the_loss_and_gradients_of_separate_pass
         expected_loss, expected = loss_and_gradients(objective, model, trained, batch)
     assert len(runs) == 1
     if case == "mixed precision":
-        # Both passes round to bfloat16, and how differs between CPUs. Their errors are compared, not their bits.
+        # Both passes round to bfloat16, in ways that differ between CPUs. Their errors are compared, not their bits.
         expected_loss, exact = loss_and_gradients(objective, model, trained, batch)
         tolerance, expected = 2 * distance(expected, exact).item(), exact
         assert tolerance < 0.25
