@@ -128,8 +128,8 @@ def _add_sudoku(commands: Any) -> None:
         help="solve a Sudoku and watch the board fill",
         usage="dgemma sudoku [OPTION ...] [PUZZLE ...]",
         description="Solve a Sudoku by diffusion. The model predicts all cells in parallel and keeps the most certain "
-        "first. If the output is a pipe, the command prints the solution, after the puzzle if it made one. The exit "
-        "code is 1 if the answer breaks a rule.",
+        "first. If the output is a pipe, the command prints the solution. If it made the puzzle, it prints "
+        "the puzzle first. The exit code is 1 if the answer breaks a rule.",
         epilog="examples:\n  dgemma sudoku --givens 24 --seed 7\n      make a hard puzzle and solve it\n"
         "  dgemma sudoku - < puzzle.txt\n      81 characters; white space is ignored",
     )

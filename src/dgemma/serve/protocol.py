@@ -172,7 +172,7 @@ class InfillRequest(_Body):
 
 
 def describe_mistake(errors: list[Any]) -> ApiError:
-    """Return the first mistake that pydantic found as an error of the API.
+    """Turn the first mistake that pydantic found into an error of the API.
 
     If a value fits no alternative of a union, the error is about the alternative that fits most of it.
     """

@@ -215,7 +215,7 @@ class _Estimator:
         level = torch.where(canvases.scored, level, torch.where(canvases.frozen, 0.0, 1.0))
 
         def cost(logits: Tensor, x: Tensor, z: Tensor, level: Tensor) -> Tensor:
-            """Take logits (m, V), the others (m, 1) → (m,)."""
+            """Return costs (m,). `logits` is (m, V); x, z and level are (m, 1)."""
             return of_logits(self.noise, logits[:, None], x, z, level, parametrisation=self.parametrisation)[:, 0]
 
         return torch.where(canvases.scored, weight * text.map_logits(cost, z, level).double(), 0.0)
@@ -262,8 +262,9 @@ def _propose_events(replaced: Tensor, u_event: Tensor, u_some: Tensor, least: fl
     replaced (B, K, C): the probability that noise replaces each token. u_event (B, K, C), u_some (B, K, 1): uniforms.
     u_some decides whether any token of the canvas is replaced and, by inverse CDF, which one is the first.
 
-    Events (B, K, C) are for `Noise.corrupt`, where 0 keeps a token and 1 replaces it. They are 0 before the first
-    replaced token, 1 at it, and u_event after it. If no token is replaced, all are 0. Weights are (B, K, 1).
+    Events (B, K, C) replace the uniforms of `Noise.corrupt`: 0 surely keeps a token and 1 surely replaces it. They are
+    0 before the first replaced token, 1 at it, and u_event after it. If no token is replaced, all are 0.
+    Weights are (B, K, 1).
     """
     some_so_far = 1 - (1 - replaced).cumprod(-1)  # the probability of a replaced token up to each position
     some = some_so_far[..., -1:]
