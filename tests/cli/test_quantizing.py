@@ -35,3 +35,18 @@ def test_calibration_reads_a_text(tmp_path, capsys):
     options = ["--to", "int4", "--dense", "none", "--calibration", str(text), "--device", "cpu"]
     assert main(["quantize", "dgemma/text", "--out", str(tmp_path / "out"), *options]) == 0
     assert "int4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", [("--group-size", "32"), ("--zero-points",), ("--calibration", "text.txt")])
+def test_options_of_int4_are_refused_for_other_formats(tmp_path, capsys, option):
+    assert main(["quantize", "dgemma/text", "--to", "fp8", "--out", str(tmp_path / "out"), *option]) == 2
+    assert f"{option[0]} must be used with int4, got 'fp8'. Remove {option[0]}." in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_short_calibration_text_is_refused_before_the_weights_are_read(tmp_path, capsys, monkeypatch):
+    (tmp_path / "text.txt").write_text("Once upon a time.")
+    monkeypatch.setattr(DiffusionGemma, "from_pretrained", None)
+    options = ["--to", "int4", "--calibration", str(tmp_path / "text.txt"), "--device", "cpu"]
+    assert main(["quantize", "dgemma/text", "--out", str(tmp_path / "out"), *options]) == 2
+    assert "--calibration must hold at least 128 tokens, two canvases, got 5." in capsys.readouterr().err

@@ -249,9 +249,7 @@ def _add_quantize(commands: Any) -> None:
         metavar="FORMAT",
         help="format of attention and dense MLPs, or none to leave them unquantised (%(default)s)",
     )
-    parser.add_argument(
-        "--group-size", type=types.count, default=64, metavar="N", help="columns per scale in int4 (%(default)s)"
-    )
+    parser.add_argument("--group-size", type=types.count, metavar="N", help="columns per scale in int4 (64)")
     parser.add_argument(
         "--zero-points", action="store_true", help="give each group of int4 a zero point: smaller errors, more bytes"
     )

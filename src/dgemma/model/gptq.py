@@ -58,7 +58,7 @@ def calibration(
 
     Example: `quantize_with_calibration(model, Quantization(), calibration(tokens, noise, canvas_len=64))`.
     """
-    if tokens.dim() != 2 or tokens.shape[1] <= canvas_len:
+    if tokens.dim() != 2 or tokens.shape[1] <= canvas_len or not len(tokens):
         raise ValueError(
             f"calibration tokens must be rows of more than {canvas_len} tokens, got {tuple(tokens.shape)}. "
             "Use more text, or a smaller canvas_len."

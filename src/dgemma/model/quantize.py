@@ -49,6 +49,8 @@ class Quantization:
             fits = getattr(self, name) is None or getattr(self, name) in FORMATS
             require_field(fits, self, name, f"be None or one of {', '.join(FORMATS)}")
         check_count(self, "group_size", fix="Use 32 or 64.")
+        fits = self.symmetric or "int4" in (self.experts, self.dense)
+        require_field(fits, self, "symmetric", "be True without int4, the only format with zero points")
 
     def format_of(self, name: str) -> str | None:
         """Return the format of the weight with this name, as in `model.state_dict()`; None if it stays unquantised.
