@@ -201,9 +201,31 @@ def test_wrong_arguments_are_named(folder):
         DiffusionLM(folder, batch_size="auto")
     with pytest.raises(ValueError, match="sampler must be one of ancestral"):
         DiffusionLM(folder, sampler="greedy")
+    with pytest.raises(ValueError, match="DiffusionLM thinking must be bool, got 'no'"):
+        DiffusionLM(folder, thinking="no")
+    with pytest.raises(ValueError, match="DiffusionLM num_samples must be int, got 'many'"):
+        DiffusionLM(folder, num_samples="many")
+    for name in ("num_samples", "max_length", "max_gen_toks"):
+        with pytest.raises(ValueError, match=f"{name} must be at least"):
+            DiffusionLM(folder, **{name: 0})
     request = SimpleNamespace(args=("ab", {"max_gen_toks": 10**9}))
     with pytest.raises(ValueError, match="max_gen_toks must leave room for a prompt"):
         DiffusionLM(folder).generate_until([request])
+
+
+def test_a_file_of_details_that_cannot_be_written_is_refused_at_the_start(folder, tmp_path):
+    with pytest.raises(OSError, match=r"details\.jsonl cannot be written: its folder does not exist"):
+        DiffusionLM(folder, details=tmp_path / "missing" / "details.jsonl")
+
+
+@pytest.mark.parametrize("likelihood", ["bound", "causal"])
+def test_an_empty_continuation_is_certain(folder, likelihood):
+    lm = DiffusionLM(folder, likelihood=likelihood, num_samples=8)
+    requests = [(("ab", ""), [2, 5], []), (("ab", "a"), [2, 5], [6])]
+    (empty, is_greedy), (score, _) = lm._loglikelihood_tokens(requests, disable_tqdm=True)
+    assert (empty, is_greedy) == (0.0, True)
+    assert score < 0
+    assert lm._loglikelihood_tokens(requests[:1], disable_tqdm=True) == [(0.0, True)]
 
 
 def test_the_command_runs_the_harness_and_stores_the_protocol(folder, tasks, tmp_path, monkeypatch, capsys):

@@ -18,7 +18,7 @@ import torch
 
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checkpoint.weights import resolve, stored_folder
-from dgemma.checks import as_int, require
+from dgemma.checks import as_int, require, typed
 from dgemma.data.sudoku.tokenizer import SudokuTokenizer
 from dgemma.files import open_file, write_text
 from dgemma.intervals import Estimate, mean_of
@@ -74,6 +74,9 @@ class Score(NamedTuple):
         return self.causal if self.bound is None else self.bound.value  # type: ignore[return-value]
 
 
+_EMPTY = Score(bound=Estimate(0.0, 0.0), causal=0.0, is_greedy=True)  # of a continuation without tokens
+
+
 @register_model("dgemma")
 class DiffusionLM(TemplateLM):
     """A checkpoint of dgemma, or any `Denoiser`, as a model of the harness.
@@ -89,13 +92,15 @@ class DiffusionLM(TemplateLM):
       scores by the bound.
     - `num_samples`: noise levels per canvas for the bound, at least 8.
     - `check_greedy`: also test whether the model itself would write the continuation; slow, and few tasks read it.
-    - `max_length`: limit for context and continuation together. `max_gen_toks`: new tokens if the task sets no limit.
+    - `max_length`: limit for context and continuation together; only the context is cut.
+    - `max_gen_toks`: new tokens if the task sets no limit.
     - `seed`: the seed of all noise; None takes torch's seed, which the harness sets with `--seed`.
     - `details`: a file that gets a JSON line per request: its scores and intervals, or its steps and seed.
 
     Example: `lm_eval.simple_evaluate(DiffusionLM("dgemma/text", likelihood="causal"), tasks=["lambada_openai"])`.
     """
 
+    @typed
     def __init__(
         self,
         pretrained: str | Path | Denoiser,
@@ -113,7 +118,7 @@ class DiffusionLM(TemplateLM):
         seed: int | None = None,
         details: str | Path | None = None,
         batch_size: int | str = 8,
-        dtype: str | None = None,
+        dtype: str | torch.dtype | None = None,
         device: str | None = None,
     ) -> None:
         super().__init__()
@@ -121,7 +126,13 @@ class DiffusionLM(TemplateLM):
         rows = as_int(int(batch_size) if isinstance(batch_size, str) and batch_size.isdigit() else batch_size)
         if rows is None or rows < 1:
             raise ValueError(f"batch_size must be a number of at least 1, got {batch_size!r}. Use --batch_size 8.")
-        require(num_samples >= _COPIES, "num_samples", f"be at least {_COPIES}", num_samples)
+        counts = {
+            "num_samples": (num_samples, _COPIES),
+            "max_length": (max_length, 2),
+            "max_gen_toks": (max_gen_toks, 1),
+        }
+        for name, (count, least) in counts.items():
+            require(count is None or count >= least, name, f"be at least {least}", count)
         self._name, self._revision = type(pretrained).__name__, "unknown"
         if isinstance(pretrained, str | Path):
             self._name, self._revision = str(pretrained), _revision(resolve(pretrained))
@@ -136,17 +147,17 @@ class DiffusionLM(TemplateLM):
             raise ValueError("DiffusionLM tokenizer must be set for a denoiser, got None. Pass its tokenizer.")
         self.model: Denoiser = pretrained
         self.tokens = tokenizer
-        self.thinking, self.likelihood_mode, self.num_samples = bool(thinking), likelihood, int(num_samples)
-        self.check_greedy, self.batch_rows = bool(check_greedy), rows
+        self.thinking, self.likelihood_mode, self.num_samples = thinking, likelihood, num_samples
+        self.check_greedy, self.batch_rows = check_greedy, rows
         if likelihood != "bound" and not self.model.has_causal_mode:
             raise ValueError(
                 f"likelihood must be 'bound' for a {type(self.model).__name__}, which has no causal mode, "
                 f"got {likelihood!r}."
             )
         config = self.model.config
-        self.max_length = min(int(max_length), config.max_position_embeddings - config.canvas_length)
-        self.max_gen_toks = self.model.generation.max_new_tokens if max_gen_toks is None else int(max_gen_toks)
-        self.seed = torch.initial_seed() % 2**31 if seed is None else int(seed)
+        self.max_length = min(max_length, config.max_position_embeddings - config.canvas_length)
+        self.max_gen_toks = self.model.generation.max_new_tokens if max_gen_toks is None else max_gen_toks
+        self.seed = torch.initial_seed() % 2**31 if seed is None else seed
         self.settings: dict[str, Any] = {} if steps is None else {"steps": steps}
         self.settings |= {} if temperature is None else {"temperature": float(temperature)}
         self.settings |= {} if sampler is None else {"sampler": _read_sampler(sampler)}
@@ -154,6 +165,7 @@ class DiffusionLM(TemplateLM):
             self.model, torch.ones(1, 1, dtype=torch.int64, device=self.model.device), **self.settings
         )
         self._details_path, self._details = details, list[dict[str, Any]]()
+        self._write_details()  # a file that cannot be written is refused before the first task
 
     @property
     def device(self) -> torch.device:
@@ -313,10 +325,11 @@ class DiffusionLM(TemplateLM):
 
     def _score(self, pairs: Sequence[Pair], *, show: bool) -> list[Score]:
         """Measure pairs in order of length, so that rows of a batch are of similar length."""
-        order = sorted(range(len(pairs)), key=lambda index: -len(pairs[index].context) - len(pairs[index].continuation))
-        scores: dict[int, Score] = {}
-        with progress_bar(desc="likelihood", unit="request", total=len(pairs), show=show) as bar:
-            for start in range(0, len(pairs), _CHUNK):
+        scores = {index: _EMPTY for index, pair in enumerate(pairs) if not pair.continuation}
+        order = [index for index in range(len(pairs)) if index not in scores]
+        order.sort(key=lambda index: -len(pairs[index].context) - len(pairs[index].continuation))
+        with progress_bar(desc="likelihood", unit="request", total=len(order), show=show) as bar:
+            for start in range(0, len(order), _CHUNK):
                 chosen = order[start : start + _CHUNK]
                 chunk = [pairs[index] for index in chosen]
                 bounds = self._bounds(chunk) if self.likelihood_mode != "causal" else [None] * len(chunk)
