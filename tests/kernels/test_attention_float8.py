@@ -110,7 +110,7 @@ def test_strided_keys_are_refused():
 
 
 def test_small_weights_far_from_a_large_one_count():
-    """The first of 4,096 keys has about 38 % of the total weight. Float8 relative to it rounds most others to 0."""
+    """The first of 4,096 keys has 38 % of the total weight. Float8 relative to it would round most others to 0."""
     queries, keys, values, length = draw([4087], 9)
     keys[:, :, 0] = 0.0
     keys[..., 0] = 0.0
