@@ -87,7 +87,7 @@ def run_many(model: dgemma.Denoiser, work: Workload, slots: int, options: dict[s
 
 
 def check_parity(model: dgemma.Denoiser, work: Workload, slots: int, options: dict[str, Any]) -> tuple[float, float]:
-    """Return the shares of tokens of `generate_many` and of a batch that are the same with one prompt at a time.
+    """Return the share of tokens that equal those of one prompt at a time, for `generate_many` and for a batch.
 
     In bfloat16 sums depend on the batch, so texts written by random weights diverge after some steps.
     """

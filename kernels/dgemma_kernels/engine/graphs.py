@@ -92,7 +92,7 @@ class GraphMemory:
     Torch reuses memory only on the stream that allocated it, so all graphs are captured on one stream. cuBLAS keeps a
     workspace per stream. When a graph of a stream is freed, torch may free that workspace, which other graphs still
     use. Memory of the pool stays valid as long as a graph uses it. So a capture has to allocate its workspaces in the
-    pool, and its streams may have none from before. Functions first run on another stream, and `prepare` drops
+    pool, and its streams must have no older workspaces. Functions first run on another stream, and `prepare` drops
     workspaces that lie outside the pool. `sides` are the other streams that functions use.
 
     Example: `Replay(fn, device, GraphMemory(device))`.

@@ -249,8 +249,8 @@ def _add_outliers(
 class Weights(NamedTuple):
     """Arguments of a kernel for weights of any format, None where the format has none.
 
-    `data` are values, planes or codes. `zero`, `bias` and `row_scale` are those of `FourBit`, the last three those of
-    `Packed`.
+    `data` are values, planes or codes. `zero`, `bias` and `row_scale` are those of `FourBit`. `starts`, `places` and
+    `outliers` are those of `Packed`.
     """
 
     data: tl.tensor

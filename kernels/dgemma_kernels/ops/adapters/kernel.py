@@ -251,7 +251,7 @@ def _contract_gradient_kernel(
 def _find_columns(
     block: tl.tensor, num_cols: tl.tensor, first: tl.tensor, second: tl.tensor, LAYERS: tl.constexpr, SIZE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return the layer of a block of SIZE columns, its first column, and the end of the layer's columns.
+    """Return the layer of a block of SIZE columns, the block's first column, and the end of the layer's columns.
 
     Each layer begins a new block. first, second: the widths of the first two layers.
     """

@@ -253,7 +253,10 @@ def _store(
     KV_HEADS: gl.constexpr,
     UNIT: gl.constexpr,
 ) -> None:
-    """Store 128 columns of the output through the queries' shared memory, a quarter of it per 128 bytes of a row."""
+    """Store 128 columns of the output through the queries' shared memory.
+
+    A quarter of this memory holds 128 bytes of each row.
+    """
     row_tile, batch, head = _place(KV_HEADS)
     GROUP: gl.constexpr = q_smem.shape[2]
     dtype: gl.constexpr = out_desc.dtype

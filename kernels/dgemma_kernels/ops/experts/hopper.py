@@ -316,8 +316,8 @@ def _multiply_block(
 def _allocate(x: gl.tensor, PLANES: gl.constexpr, ROWS: gl.constexpr) -> gl.tuple:
     """Return shared memory: two rings, whose planes have codes, rows of tokens and, for down, scales.
 
-    For gate_up, it also has the scales of all groups, and the sums of the rows with their rounding errors. Both are in
-    parts of 16 groups. A second view has the scales of single groups.
+    For gate_up, it also has the scales of all groups, the sums of the rows in each group, and the rounding errors of
+    these sums. All three are in parts of 16 groups. A second view has the scales of single groups.
     """
     PARTS: gl.constexpr = triton.cdiv(PLANES, 16)
     if x.dtype.element_ty == gl.float8e4nv:

@@ -327,7 +327,7 @@ def _experts_many_kernel(
 
 @gluon.jit
 def _find(tables: _Tables, number: gl.tensor, num_before: gl.tensor, SIZE: gl.constexpr) -> _Item:
-    """Return an item of this product, which has `num_before` items before it in the queue. Neighbours share a tile."""
+    """Return item `number`. The items of this product start at number `num_before`. Neighbours share a tile."""
     tile = gl.minimum((number - num_before) // SIZE.BLOCKS, tables.num_tiles - 1)
     at = tables.tiles + tile * 3
     return _Item(number, tile, gl.load(at), gl.load(at + 1), gl.load(at + 2), (number - num_before) % SIZE.BLOCKS)

@@ -411,7 +411,7 @@ def _multiply_item(
     MORE_SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _MORE, 16])
     zeros = gl.zeros((_PART, NUM), gl.float32, SUMS)
     more_zeros = gl.zeros((_PART, _MORE), gl.float32, MORE_SUMS)
-    sums = (zeros, zeros, more_zeros, more_zeros)  # of both parts; of both parts and the second block of rows
+    sums = (zeros, zeros, more_zeros, more_zeros)  # first block of rows: both parts; second block: both parts
     for step in range(STEPS):
         sums = _multiply_step(rings, slot, phase, sums, step > 0, NUM, MORE, _DEPTH, WG, SIZE)
         if step > 0:

@@ -16,7 +16,8 @@ from dgemma_kernels.ops.blocks import inside, wait_for_launches_before
 from dgemma_kernels.ops.configs import dependent_launch, num_multiprocessors
 
 _DEPTH = 1024  # columns per load
-_MANY = 16_384  # rows of a float8 weight from which programs have two warps, so that a thread loads 16 bytes at once
+# Programs have two warps if a float8 weight has at least this many rows. Then a thread loads 16 bytes at once.
+_MANY = 16_384
 _DEEP_ROWS, _DEEP_COLS, _DEEP_DEPTH = 128, 256, 128  # of a tile
 
 
