@@ -41,7 +41,7 @@ IN_FUNCTIONS = {
     "dgemma.model.experts": {"dgemma_kernels.ops.choices"},
     "dgemma.model.fused": {"torch._inductor.async_compile", "torch._inductor.compile_fx"},
     "dgemma.run.spread": {"ray"},
-    "dgemma.train.loop": {"dgemma_kernels.ops.residual"},
+    "dgemma.train.update": {"dgemma_kernels.ops.residual"},
     "dgemma.train.lora.linear": {"dgemma_kernels.ops.adapters"},
     "dgemma.train.lora.expert_products": {"dgemma_kernels.ops.choices", "dgemma_kernels.ops.grouped"},  # need Triton
     "dgemma.train.lora.experts": {"dgemma_kernels.ops.grouped"},

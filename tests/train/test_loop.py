@@ -21,10 +21,11 @@ from dgemma.train import loop
 from dgemma.train.batch import MicroBatch, StepInput, feed
 from dgemma.train.checkpoints import Checkpoints
 from dgemma.train.config import TrainConfig
-from dgemma.train.loop import _known_cause, _Run, train
+from dgemma.train.loop import _known_cause, train
 from dgemma.train.lora import LoRA, add_lora, load_lora
 from dgemma.train.objective import Objective
 from dgemma.train.parallel import Parallel
+from dgemma.train.update import Updater
 from fork_server import start_script
 from next_token import NextToken, counting
 
@@ -160,8 +161,8 @@ def test_a_step_never_waits_for_the_device(tmp_path, precision, canvases, micro_
         ]
         # AdamW counts its steps on the host unless it is fused, and those would be fake here as well.
         sgd = lambda named: torch.optim.SGD(named.values())  # noqa: E731 (a line shorter)
-        state = _Run(model, objective, counting, settings, tmp_path, Parallel(), sgd)
-        record = state.take_step(StepInput(parts, 0))
+        updater = Updater(model, objective, settings, Parallel(), sgd)
+        record = updater.update(StepInput(parts, 0), step=0, steps=6, warmup=0)
         with pytest.raises(DataDependentOutputException):
             record.loss.item()
 
@@ -317,10 +318,11 @@ def test_another_kind_of_optimizer_continues_from_the_weights_alone(tmp_path, fi
     # The fourth step by hand: the saved weights and a new optimizer.
     by_hand, half = next_token.model(), load_file(tmp_path / "again" / "step-000003" / "state.safetensors")
     by_hand.load_state_dict({name: half[f"model.{name}"] for name in by_hand.state_dict()})
-    fresh = _Run(by_hand, NextToken(), counting, config(), tmp_path / "hand", Parallel(), second)
-    fresh.step = 3
+    settings = config()
     rows = {"rows": range(4), "micro_batch_size": 4, "steps": range(3, 4), "device": torch.device("cpu")}
-    fresh.take_step(*feed(counting, seed=0, vocab_size=next_token.VOCAB, **rows))
+    (fourth,) = feed(counting, seed=0, vocab_size=next_token.VOCAB, **rows)
+    updater = Updater(by_hand, NextToken(), settings, Parallel(), second)
+    updater.update(fourth, step=3, steps=settings.steps, warmup=settings.warmup)
     assert result.step == 4
     assert_same_bits(weights(changed), weights(by_hand))
 

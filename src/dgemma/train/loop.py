@@ -11,40 +11,29 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from dgemma.checks import require, show, typed
+from dgemma.checks import require, typed
 from dgemma.diffusion.noise import Noise
 from dgemma.model.diffusion import DiffusionGemma, require_experts
-from dgemma.model.experts import Experts
-from dgemma.model.fused import fusing, start_compiler
-from dgemma.model.quantized import frozen_tensors, quantized_weights
+from dgemma.model.fused import start_compiler
+from dgemma.model.quantized import frozen_tensors
 from dgemma.progress import progress_bar
-from dgemma.train.batch import BatchSource, MicroBatch, StepInput, feed
-from dgemma.train.canvases import sizes_of
+from dgemma.train.batch import BatchSource, feed
 from dgemma.train.checkpoints import Checkpoints, checksum, describe_run, lock_folder, refuse_changes
 from dgemma.train.config import TrainConfig
 from dgemma.train.log import OnTrainStep, RouterLoad, TrainLog, TrainResult, TrainStep, make_lines, summary
-from dgemma.train.lora import adapters_of, is_adapted, rounded_once
-from dgemma.train.objective import Measure, Objective
-from dgemma.train.optimizer import (
-    OptimizerFactory,
-    WeightAverage,
-    adamw,
-    learning_rate_factor,
-    make_optimizer_state,
-    optimizer_state,
-)
+from dgemma.train.lora import adapters_of
+from dgemma.train.objective import Measure
+from dgemma.train.optimizer import OptimizerFactory
 from dgemma.train.parallel import Parallel
-from dgemma.train.replay import Measured, Replayed
 from dgemma.train.stopping import TimeBudget, stop_request
+from dgemma.train.update import Updater, check_weights, ready_to_train
 from dgemma.values import describe_noise
 
 logger = logging.getLogger("dgemma")
@@ -98,13 +87,13 @@ def train(
     run = _Run(model, objective, source, config, Path(out), parallel or Parallel(), optimizer)
     with lock_folder(run.out) if run.parallel.is_main else nullcontext():
         run.start(allow_changes)
-        with _ready_to_train(run.model, config), run.load.watching(), stop_request() as request:
+        with ready_to_train(run.model, config), run.load.watching(), stop_request() as request:
             interrupted = run.loop(on_step, evaluate, request)
         return run.finish(interrupted)
 
 
 class _Run:
-    """The state of a run between two steps: weights, optimizer, average, and the steps not yet read and logged."""
+    """The state of a run between two steps: its updater, its files, its time, and the steps not yet read and logged."""
 
     def __init__(
         self,
@@ -116,33 +105,24 @@ class _Run:
         parallel: Parallel,
         optimizer: OptimizerFactory | None,
     ) -> None:
-        _check_weights(model, config)
+        check_weights(model, config)
         if config.compile and model.device.type == "cuda":
             start_compiler()  # its processes start while the first checkpoint is written
-        # Before `prepare`, only the main process is sure to have the weights.
+        # Before `Updater` prepares the model, only the main process is sure to have the weights.
         frozen = checksum(frozen_tensors(model).values()) if parallel.is_main else 0
-        self.model = parallel.prepare(model, mixed=config.precision == "mixed")
-        self.device = model.device
-        self.dtype = torch.bfloat16 if config.precision == "mixed" else model.dtype  # of products
+        self.updater = Updater(model, objective, config, parallel, optimizer)
+        self.model, self.device = self.updater.model, self.updater.device
         self.objective, self.source, self.config = objective, source, config
         self.out, self.parallel = out, parallel
-        self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        if not self.parameters:
-            raise ValueError("train model must have weights that require gradients, got none. Unfreeze some.")
-        self.optimizer = (optimizer or _adamw(config))(self.parameters)
-        _check_optimizer(self.optimizer, self.parameters)
-        self.peaks = [group["lr"] for group in self.optimizer.param_groups]
         self.description = describe_run(
             config,
             objective=objective,
             source=source,
             adapters=adapters_of(model),
-            optimizer=self.optimizer,
+            optimizer=self.updater.optimizer,
             model=model.config.to_hf(),
             frozen=int(parallel.sum(torch.tensor(frozen))),
         )
-        self.replayed = self._replay_passes()
-        self.average = None if config.ema_decay is None else WeightAverage(self.parameters, config.ema_decay)
         self.checkpoints = Checkpoints(folder=out, keep_last=config.keep_last, parallel=parallel)
         self.log = TrainLog(out / "log.jsonl")
         self.load = RouterLoad(self.model)
@@ -154,17 +134,6 @@ class _Run:
         self.tokens, self.seconds, self.clock = 0, 0.0, 0.0
         self.saved_at, self.save_pause = time.perf_counter(), float(_LONGEST_UNSAVED)
         self.evaluation: Mapping[str, float] = {}
-
-    def _replay_passes(self) -> Replayed | None:
-        """Return `_measure` as CUDA graphs, or None if the run cannot use them."""
-        on_one_gpu = self.device.type == "cuda" and self.parallel.world_size == 1
-        # A CUDA graph cannot capture a pass that waits for the GPU. Objectives of a user's own class may wait.
-        if not (on_one_gpu and self.config.compile and self.config.replay and isinstance(self.objective, Objective)):
-            return None
-        if any(module.waits(self.dtype) for module in self.model.modules() if isinstance(module, Experts)):
-            return None
-        canvas_len = self.objective.canvas_len
-        return Replayed(self._measure, self.parameters.values(), lambda part: sizes_of(part.batch, canvas_len))
 
     def start(self, allow_changes: bool) -> None:
         """Continue from the last checkpoint, or write the first one, so that there always is one to restore."""
@@ -179,7 +148,7 @@ class _Run:
         saved, self.allow_changes = self.checkpoints.read_run(last), allow_changes
         if not allow_changes:
             refuse_changes(self.description, saved, self.out)
-        self.restore(last)
+        self.updater.restore(self.checkpoints, last, may_differ=self.allow_changes)
         self.step = self.first_step = saved["step"]
         if self.config.minutes is not None:
             self.budget = TimeBudget(self.config.minutes, saved.get("seconds", 0.0))
@@ -215,7 +184,9 @@ class _Run:
         self._begin_interval()
         with bar:
             for step_input in inputs:
-                record = self.take_step(step_input)
+                record = self.updater.update(step_input, step=self.step, steps=self.steps, warmup=self._warmup())
+                self.step += 1
+                self.unread.append(record)
                 stop = bool(on_step is not None and on_step(record)) or request.is_set()
                 self._plan()
                 bar.total = self.steps
@@ -268,72 +239,10 @@ class _Run:
             logger.info("Step %d of %d planned steps, %.0f%% of the time.", self.step, steps, 100 * share_of_main)
         self.steps = steps
 
-    def take_step(self, step_input: StepInput) -> TrainStep:
-        """Take one update, without waiting for the device."""
-        config = self.config
-        totals = self._totals(step_input.parts)
-        measured = []
-        for number, part in enumerate(step_input.parts, start=1):
-            self.parallel.before_backward(self.model, last=number == len(step_input.parts))
-            measured.append((self.replayed or self._measure)(part, totals))
-        grad_norm = self.parallel.clip_grad_norm(self.parameters.values(), config.clip)
-        factor = learning_rate_factor(self.step, steps=self.steps, warmup=self._warmup(), floor=config.final_lr)
-        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
-            group["lr"] = peak * factor
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=self.replayed is None or not self.replayed.graphs)
-        if self.average is not None:
-            self.average.update(self.step)
-        self.step += 1
-        record = TrainStep(
-            step=self.step,
-            lr=self.peaks[0] * factor,
-            loss=torch.stack([part.loss for part in measured]).sum(),
-            grad_norm=grad_norm,
-            sums={name: torch.cat([part.sums[name] for part in measured]) for name in measured[0].sums},
-            counts={name: torch.cat([part.counts[name] for part in measured]) for name in measured[0].sums},
-            parts=step_input.parts,
-            num_tokens=step_input.num_tokens,
-        )
-        self.unread.append(record)
-        return record
-
     def _warmup(self) -> int:
         """Return the number of warm-up steps: at most a tenth of the steps if the run is limited by time."""
         warmup = self.config.warmup
         return warmup if self.budget is None or self.steps is None else min(warmup, self.steps // _WARMUP_PART)
-
-    def _measure(self, part: MicroBatch, totals: Mapping[str, Tensor]) -> Measured:
-        """Measure the objective on a micro-batch, and add its gradients to the weights."""
-        # No cache of rounded weights: a cache made without gradients would cut the gradients of the next pass.
-        autocast = torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
-        # If adapters are spread over processes, each process has them whole only during a forward.
-        alone = self.parallel.world_size == 1
-        with rounded_once(self.model, self.dtype) if alone else nullcontext():
-            with autocast if self.config.precision == "mixed" else nullcontext():
-                terms = self.parallel.forward(
-                    self.model, lambda: self.objective(self.model, part.batch, seeds=part.seeds)
-                )
-            share = self.objective.reduce(terms, totals)
-            share.backward()
-        sums = {name: value.detach() for name, value in terms.sums.items()}
-        return Measured(share.detach(), sums, dict(terms.counts))
-
-    def _totals(self, parts: list[MicroBatch]) -> dict[str, Tensor]:
-        """Return the objective's counts over the whole step, and under "process/…" those of this process alone."""
-        counts = [self.objective.total_counts(part.batch, part.seeds) for part in parts]
-        here = {name: torch.stack([count[name] for count in counts]).sum(0) for name in counts[0]}
-        # With several processes, one may get rows without answers, so only a run of one process checks this.
-        if "decoder" in here and self.parallel.world_size == 1 and not any(part.batch.has_answer for part in parts):
-            raise ValueError(
-                f"TrainBatch.length must exceed prompt_len in some row of a step, got no answer in any row of step "
-                f"{self.step}. Check the data."
-            )
-        everywhere = self.parallel.sum(torch.stack([*here.values(), torch.ones_like(next(iter(here.values())))]))
-        return {
-            **dict(zip((*here, "processes"), everywhere.unbind(), strict=True)),
-            **{f"process/{name}": count for name, count in here.items()},
-        }
 
     def read(self) -> dict[str, Any]:
         """Fetch the numbers of the steps since the last reading, check that they are finite, and log them."""
@@ -367,7 +276,7 @@ class _Run:
         terms = [name for name, x in line.items() if not math.isfinite(x)]
         finite = torch.stack([values.isfinite() for values in record.sums.values()]).all(0)  # (B,)
         seeds = torch.cat([part.seeds for part in record.parts])[~finite].tolist()
-        self.restore(last)
+        self.updater.restore(self.checkpoints, last, may_differ=self.allow_changes)
         self.unread = []
         rows = f"in the rows with seeds {seeds}" if seeds else "although the terms of every row here are finite"
         cause = "" if seeds else _known_cause(self.device)
@@ -380,21 +289,14 @@ class _Run:
         if self.unread:
             self.read()
         with ExitStack() as stack:
-            if self.average is not None:
-                stack.enter_context(self.average.swapped_in())
+            if self.updater.average is not None:
+                stack.enter_context(self.updater.average.swapped_in())
             stack.enter_context(torch.no_grad())
             numbers = self.parallel.forward(self.model, lambda: evaluate(self.model, self.step)) or {}
         self.evaluation = {name: float(value) for name, value in numbers.items()}
         if self.parallel.is_main:
             self.log.append([{"step": self.step, **{f"evaluation/{k}": v for k, v in self.evaluation.items()}}])
         self._begin_interval()
-
-    def state(self) -> dict[str, Tensor]:
-        """Return everything a resumed run needs, by name, except frozen weights: the caller passes those again."""
-        frozen = frozen_tensors(self.model)
-        state = {f"model.{name}": t for name, t in self.model.state_dict().items() if name not in frozen}
-        state |= optimizer_state(self.optimizer, self.parameters)
-        return state | (self.average.state if self.average is not None else {})
 
     def save(self) -> None:
         if self.unread:
@@ -403,26 +305,15 @@ class _Run:
         if self.parallel.is_main:
             self.log.sync()
         time_plan = {} if self.budget is None else {"seconds": self.budget.seconds, "planned steps": self.steps}
-        self.checkpoints.save(self.step, self.state(), {"step": self.step, **time_plan, **self.description})
+        self.checkpoints.save(self.step, self.updater.state(), {"step": self.step, **time_plan, **self.description})
         self.clock = self.saved_at = time.perf_counter()
         self.save_pause = max(_LONGEST_UNSAVED, _SAVING_PART * (self.saved_at - began))
-
-    def restore(self, path: Path) -> None:
-        stored, may_differ = self.checkpoints.names(path), self.allow_changes
-        make_optimizer_state(self.optimizer, self.parameters, stored, may_differ=may_differ)
-        state = self.state()
-        if may_differ and self.average is not None and stored.isdisjoint(self.average.state):
-            # The earlier run had no average, so the average begins with the loaded weights.
-            self.checkpoints.load(path, {name: state[name] for name in state.keys() - self.average.state.keys()})
-            self.average = WeightAverage(self.parameters, self.average.decay)
-        else:
-            self.checkpoints.load(path, state)
 
     def finish(self, interrupted: bool) -> TrainResult:
         last = self.checkpoints.latest()
         assert last is not None  # `start` wrote a checkpoint
-        if self.average is not None:
-            self.average.put_in()
+        if self.updater.average is not None:
+            self.updater.average.put_in()
         final = None
         if interrupted and self.parallel.is_main:
             of_all = "" if self.steps is None else f" of {self.steps}"
@@ -439,78 +330,10 @@ class _Run:
             checkpoint=last,
             final=final,
             log=self.log,
-            averaged=self.average is not None,
+            averaged=self.updater.average is not None,
             tokens_per_second=self.tokens / self.seconds if self.seconds else 0.0,
             evaluation=self.evaluation,
         )
-
-
-def _check_weights(model: DiffusionGemma, config: TrainConfig) -> None:
-    """Raise if the model's weights cannot be trained in this precision."""
-    if any(quantized_weights(model)) and not is_adapted(model):
-        raise ValueError(
-            "train model must have unquantised weights or adapters, got quantised ones, which cannot be trained. "
-            "Call add_lora(model) first."
-        )
-    if config.precision == "mixed" and model.dtype != torch.float32:
-        raise ValueError(
-            f"TrainConfig.precision 'mixed' must train float32 weights, got {model.dtype}. "
-            f"Load the model with dtype=torch.float32, or choose precision='weights'."
-        )
-
-
-def _adamw(config: TrainConfig) -> OptimizerFactory:
-    return lambda named: adamw(named, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
-
-
-def _check_optimizer(optimizer: Any, parameters: Mapping[str, Tensor]) -> None:
-    """Raise unless the optimizer updates weights of this model, and no others."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"train optimizer must return a torch optimizer, got {show(optimizer)}.")
-    own = set(map(id, parameters.values()))
-    updated = [id(weight) for group in optimizer.param_groups for weight in group["params"]]
-    if not updated or not own.issuperset(updated):
-        raise ValueError(
-            "train optimizer must update only weights of the model, and at least one. Make it from the named "
-            "parameters that it is called with."
-        )
-
-
-@contextmanager
-def _ready_to_train(model: DiffusionGemma, config: TrainConfig) -> Iterator[None]:
-    """Set up the model and torch for the run, and restore both afterwards."""
-    layers = list(model.layers)
-    recompute, matmul = model.recompute_activations, torch.get_float32_matmul_precision()
-    model.recompute_activations = config.recompute_activations
-    if config.precision == "mixed":
-        torch.set_float32_matmul_precision("high")  # TF32 for the products that autocast leaves in float32
-    try:
-        with ExitStack() as stack:
-            if config.compile:
-                stack.enter_context(fusing(_kernels_for(model.device)))
-            # For adapters, small functions compile faster than whole layers. They give more kernels, but a CUDA graph
-            # launches all of them at once.
-            if config.compile and not is_adapted(model):
-                # All layers share one code object, and so one limit on recompilations. The code is compiled for each
-                # kind of layer, in causal and in bidirectional mode, with and without gradients.
-                stack.enter_context(torch._dynamo.config.patch(recompile_limit=64))
-                for layer in layers:
-                    layer.compile(dynamic=False)
-            yield
-    finally:
-        for layer in layers:
-            layer._compiled_call_impl = None
-        model.recompute_activations = recompute
-        torch.set_float32_matmul_precision(matmul)
-
-
-def _kernels_for(device: torch.device) -> ModuleType | None:
-    """Return the kernels of norms and of the residual stream on a GPU; None elsewhere."""
-    if device.type != "cuda":
-        return None
-    from dgemma_kernels.ops import residual
-
-    return residual
 
 
 def _known_cause(device: torch.device) -> str:

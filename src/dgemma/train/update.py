@@ -1,0 +1,223 @@
+"""One update in training: gradients of the objective, the optimizer's step, and the average of the weights.
+
+An update never waits for the device. Its arguments, not clocks or files, decide its result.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgemma.checks import show
+from dgemma.model.diffusion import DiffusionGemma
+from dgemma.model.experts import Experts
+from dgemma.model.fused import fusing
+from dgemma.model.quantized import frozen_tensors, quantized_weights
+from dgemma.train.batch import MicroBatch, StepInput
+from dgemma.train.canvases import sizes_of
+from dgemma.train.checkpoints import Checkpoints
+from dgemma.train.config import TrainConfig
+from dgemma.train.log import TrainStep
+from dgemma.train.lora import is_adapted, rounded_once
+from dgemma.train.objective import Measure, Objective
+from dgemma.train.optimizer import (
+    OptimizerFactory,
+    WeightAverage,
+    adamw,
+    learning_rate_factor,
+    make_optimizer_state,
+    optimizer_state,
+)
+from dgemma.train.parallel import Parallel
+from dgemma.train.replay import Measured, Replayed
+
+
+class Updater:
+    """A model in training, with its objective, its optimizer and, with `ema_decay`, the average of its weights.
+
+    Example: `Updater(model, objective, config, Parallel()).update(step_input, step=0, steps=100, warmup=10).loss`.
+    """
+
+    def __init__(
+        self,
+        model: DiffusionGemma,
+        objective: Measure,
+        config: TrainConfig,
+        parallel: Parallel,
+        optimizer: OptimizerFactory | None = None,
+    ) -> None:
+        self.model = parallel.prepare(model, mixed=config.precision == "mixed")
+        self.device = model.device
+        self.dtype = torch.bfloat16 if config.precision == "mixed" else model.dtype  # of products
+        self.objective, self.config, self.parallel = objective, config, parallel
+        self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if not self.parameters:
+            raise ValueError("train model must have weights that require gradients, got none. Unfreeze some.")
+        self.optimizer = (optimizer or _adamw(config))(self.parameters)
+        _check_optimizer(self.optimizer, self.parameters)
+        self.peaks = [group["lr"] for group in self.optimizer.param_groups]
+        self.replayed = self._replay_passes()
+        self.average = None if config.ema_decay is None else WeightAverage(self.parameters, config.ema_decay)
+
+    def _replay_passes(self) -> Replayed | None:
+        """Return `_measure` as CUDA graphs, or None if the run cannot use them."""
+        on_one_gpu = self.device.type == "cuda" and self.parallel.world_size == 1
+        # A CUDA graph cannot capture a pass that waits for the GPU. Objectives of a user's own class may wait.
+        if not (on_one_gpu and self.config.compile and self.config.replay and isinstance(self.objective, Objective)):
+            return None
+        if any(module.waits(self.dtype) for module in self.model.modules() if isinstance(module, Experts)):
+            return None
+        canvas_len = self.objective.canvas_len
+        return Replayed(self._measure, self.parameters.values(), lambda part: sizes_of(part.batch, canvas_len))
+
+    def update(self, step_input: StepInput, *, step: int, steps: int | None, warmup: int) -> TrainStep:
+        """Update the weights after `step` updates, without waiting for the device.
+
+        The learning rate rises for `warmup` updates, and falls until update `steps`, if that is known.
+        """
+        totals = self._totals(step_input.parts, step)
+        measured = []
+        for number, part in enumerate(step_input.parts, start=1):
+            self.parallel.before_backward(self.model, last=number == len(step_input.parts))
+            measured.append((self.replayed or self._measure)(part, totals))
+        grad_norm = self.parallel.clip_grad_norm(self.parameters.values(), self.config.clip)
+        factor = learning_rate_factor(step, steps=steps, warmup=warmup, floor=self.config.final_lr)
+        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+            group["lr"] = peak * factor
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=self.replayed is None or not self.replayed.graphs)
+        if self.average is not None:
+            self.average.update(step)
+        return TrainStep(
+            step=step + 1,
+            lr=self.peaks[0] * factor,
+            loss=torch.stack([part.loss for part in measured]).sum(),
+            grad_norm=grad_norm,
+            sums={name: torch.cat([part.sums[name] for part in measured]) for name in measured[0].sums},
+            counts={name: torch.cat([part.counts[name] for part in measured]) for name in measured[0].sums},
+            parts=step_input.parts,
+            num_tokens=step_input.num_tokens,
+        )
+
+    def _measure(self, part: MicroBatch, totals: Mapping[str, Tensor]) -> Measured:
+        """Measure the objective on a micro-batch, and add its gradients to the weights."""
+        # No cache of rounded weights: a cache made without gradients would cut the gradients of the next pass.
+        autocast = torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
+        # If adapters are spread over processes, each process has them whole only during a forward.
+        alone = self.parallel.world_size == 1
+        with rounded_once(self.model, self.dtype) if alone else nullcontext():
+            with autocast if self.config.precision == "mixed" else nullcontext():
+                terms = self.parallel.forward(
+                    self.model, lambda: self.objective(self.model, part.batch, seeds=part.seeds)
+                )
+            share = self.objective.reduce(terms, totals)
+            share.backward()
+        sums = {name: value.detach() for name, value in terms.sums.items()}
+        return Measured(share.detach(), sums, dict(terms.counts))
+
+    def _totals(self, parts: list[MicroBatch], step: int) -> dict[str, Tensor]:
+        """Return the objective's counts over the whole step, and under "process/…" those of this process alone."""
+        counts = [self.objective.total_counts(part.batch, part.seeds) for part in parts]
+        here = {name: torch.stack([count[name] for count in counts]).sum(0) for name in counts[0]}
+        # With several processes, one may get rows without answers, so only a run of one process checks this.
+        if "decoder" in here and self.parallel.world_size == 1 and not any(part.batch.has_answer for part in parts):
+            raise ValueError(
+                f"TrainBatch.length must exceed prompt_len in some row of a step, got no answer in any row of step "
+                f"{step}. Check the data."
+            )
+        everywhere = self.parallel.sum(torch.stack([*here.values(), torch.ones_like(next(iter(here.values())))]))
+        return {
+            **dict(zip((*here, "processes"), everywhere.unbind(), strict=True)),
+            **{f"process/{name}": count for name, count in here.items()},
+        }
+
+    def state(self) -> dict[str, Tensor]:
+        """Return everything a resumed run needs, by name, except frozen weights: the caller passes those again."""
+        frozen = frozen_tensors(self.model)
+        state = {f"model.{name}": t for name, t in self.model.state_dict().items() if name not in frozen}
+        state |= optimizer_state(self.optimizer, self.parameters)
+        return state | (self.average.state if self.average is not None else {})
+
+    def restore(self, checkpoints: Checkpoints, path: Path, *, may_differ: bool) -> None:
+        """Load a checkpoint. With `may_differ`, the optimizer or the average may be others than in the checkpoint."""
+        stored = checkpoints.names(path)
+        make_optimizer_state(self.optimizer, self.parameters, stored, may_differ=may_differ)
+        state = self.state()
+        if may_differ and self.average is not None and stored.isdisjoint(self.average.state):
+            # The earlier run had no average, so the average begins with the loaded weights.
+            checkpoints.load(path, {name: state[name] for name in state.keys() - self.average.state.keys()})
+            self.average = WeightAverage(self.parameters, self.average.decay)
+        else:
+            checkpoints.load(path, state)
+
+
+def check_weights(model: DiffusionGemma, config: TrainConfig) -> None:
+    """Raise if the model's weights cannot be trained in this precision."""
+    if any(quantized_weights(model)) and not is_adapted(model):
+        raise ValueError(
+            "train model must have unquantised weights or adapters, got quantised ones, which cannot be trained. "
+            "Call add_lora(model) first."
+        )
+    if config.precision == "mixed" and model.dtype != torch.float32:
+        raise ValueError(
+            f"TrainConfig.precision 'mixed' must train float32 weights, got {model.dtype}. "
+            f"Load the model with dtype=torch.float32, or choose precision='weights'."
+        )
+
+
+def _adamw(config: TrainConfig) -> OptimizerFactory:
+    return lambda named: adamw(named, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
+
+
+def _check_optimizer(optimizer: Any, parameters: Mapping[str, Tensor]) -> None:
+    """Raise unless the optimizer updates weights of this model, and no others."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"train optimizer must return a torch optimizer, got {show(optimizer)}.")
+    own = set(map(id, parameters.values()))
+    updated = [id(weight) for group in optimizer.param_groups for weight in group["params"]]
+    if not updated or not own.issuperset(updated):
+        raise ValueError(
+            "train optimizer must update only weights of the model, and at least one. Make it from the named "
+            "parameters that it is called with."
+        )
+
+
+@contextmanager
+def ready_to_train(model: DiffusionGemma, config: TrainConfig) -> Iterator[None]:
+    """Set up the model and torch for the run, and restore both afterwards."""
+    layers = list(model.layers)
+    recompute, matmul = model.recompute_activations, torch.get_float32_matmul_precision()
+    model.recompute_activations = config.recompute_activations
+    if config.precision == "mixed":
+        torch.set_float32_matmul_precision("high")  # TF32 for the products that autocast leaves in float32
+    try:
+        with ExitStack() as stack:
+            if config.compile:
+                stack.enter_context(fusing(_kernels_for(model.device)))
+            # For adapters, small functions compile faster than whole layers. They give more kernels, but a CUDA graph
+            # launches all of them at once.
+            if config.compile and not is_adapted(model):
+                # All layers share one code object, and so one limit on recompilations. The code is compiled for each
+                # kind of layer, in causal and in bidirectional mode, with and without gradients.
+                stack.enter_context(torch._dynamo.config.patch(recompile_limit=64))
+                for layer in layers:
+                    layer.compile(dynamic=False)
+            yield
+    finally:
+        for layer in layers:
+            layer._compiled_call_impl = None
+        model.recompute_activations = recompute
+        torch.set_float32_matmul_precision(matmul)
+
+
+def _kernels_for(device: torch.device) -> ModuleType | None:
+    """Return the kernels of norms and of the residual stream on a GPU; None elsewhere."""
+    if device.type != "cuda":
+        return None
+    from dgemma_kernels.ops import residual
+
+    return residual
