@@ -88,7 +88,7 @@ def main() -> None:
                 if any(brace for _, brace in used):
                     cubins[len(rows) - 1] = kernel.asm["cubin"]
     # Other kernels have no left operand in registers, and disassembling all takes 10 seconds.
-    writes = dict(zip(cubins, overwritten(list(cubins.values())), strict=True))
+    writes = dict(zip(cubins, overwritten(list(cubins.values())) if cubins else [], strict=True))
     rows = [row | {"overwritten": writes.get(i, [])} for i, row in enumerate(rows)]
     print(json.dumps(rows))
 
