@@ -180,6 +180,8 @@ def _spell(hint: Any) -> str:
         return " or ".join(map(_spell, get_args(hint)))
     if get_origin(hint) is Annotated:
         return _spell(get_args(hint)[0])
+    if get_origin(hint) is Literal:
+        return " or ".join(map(repr, get_args(hint)))
     name = getattr(hint, "__name__", str(hint))
     arguments = [argument for argument in get_args(hint) if argument is not Ellipsis]
     return f"{name}[{', '.join(map(_spell, arguments))}]" if arguments else name

@@ -343,3 +343,11 @@ def test_two_slots_of_one_name_are_refused():
     model = dgemma.DiffusionGemma(dgemma.presets.tiny())
     with pytest.raises(ValueError, match=r"Slot\.name must be unique in a template, got 'a' twice"):
         slots(model, template)
+
+
+def test_truths_of_another_number_and_unknown_modes_are_named():
+    template = [[BOS, 1], Slot([[0], [1], [2]]), [2]]
+    with pytest.raises(ValueError, match="calibrate truths must be one per result, 1, got 2"):
+        calibrate([fill(template)], [[[0]], [[1]]])
+    with pytest.raises(ValueError, match="slots mode must be 'sequential' or 'independent' or 'joint', got 'both'"):
+        fill(template, mode="both")

@@ -173,8 +173,9 @@ def calibrate(results: Iterable[FilledTemplate], truths: Iterable[Sequence[Any]]
 
     Example: `calibrate(decide_many(model, templates, tokenizer=tokenizer), [["yes"], ["no"]])`.
     """
-    laws, rights = [], []
-    for number, (filled, truth) in enumerate(zip(results, truths, strict=True)):
+    templates, options, laws, rights = list(results), list(truths), [], []
+    require(len(options) == len(templates), "calibrate truths", f"be one per result, {len(templates)}", len(options))
+    for number, (filled, truth) in enumerate(zip(templates, options, strict=True)):
         indices = tuple(_index_of(answer.slot, option, number) for answer, option in _pairs(filled, truth, number))
         if filled.joint is not None:
             laws.append(filled.joint.flatten())
