@@ -73,7 +73,7 @@ def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
         model = load(*arguments, **options)
         model.layers = model.layers[-2:]
         model.config = model.config.replace(num_hidden_layers=2, layer_types=model.config.layer_types[-2:])
-        # Two layers are never certain, so that no canvas would end early. A notebook forks its run at step 8.
+        # A model of two layers is never certain, so no canvas would end early. A notebook forks its run at step 8.
         model.generation = replace(model.generation, max_denoising_steps=9)
         return model
 

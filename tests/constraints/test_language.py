@@ -79,7 +79,7 @@ def test_a_stop_token_may_stand_only_where_the_text_may_end():
 
 
 def test_masking_each_position_by_what_could_be_accepted_is_biased():
-    """The greedy baseline draws tokens from left to right, each among those that some accepted text has next."""
+    """The greedy baseline draws tokens from left to right, each among those that can still lead to an accepted text."""
     distances = []
     for seed in SEEDS:
         logits, language = random_logits(seed), random_language(seed)

@@ -82,8 +82,8 @@ class Case:
         """Every text that a step may draw, with the box of its token uniforms: {text: [(low, high), ...]}.
 
         A uniform chooses the next state, then a token that leads there. The width of a cell is the conditional
-        probability of the token given those before it. With `greedy` it is the probability among the tokens that some
-        accepted text has next, which is the baseline.
+        probability of the token given those before it. With `greedy`, which is the baseline, it is the token's
+        probability among the tokens that can still lead to an accepted text.
         """
         weights, law = self.texts(canvas, fixed), self.probabilities(canvas)
         boxes = {(): []}
@@ -266,7 +266,7 @@ def test_a_run_returns_texts_with_the_enumerated_law(case):
 
 
 def test_runs_with_greedy_masks_have_another_law():
-    """The baseline draws each token among those that some accepted text has next.
+    """The baseline draws each token among those that can still lead to an accepted text.
 
     It ignores the probability that the rest of the text is accepted too.
     """

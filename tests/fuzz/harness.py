@@ -229,7 +229,7 @@ def _peak_bytes() -> int:
 
 
 def is_sentence(error: BaseException) -> bool:
-    """Return True if dgemma raised the error on purpose, or if Python refused the call's own signature."""
+    """Return True if dgemma raised the error on purpose, or if Python refused arguments that do not fit a signature."""
     if isinstance(error, SystemExit):
         return True
     if isinstance(error, TypeError) and any(words in str(error) for words in PYTHONS_OWN):

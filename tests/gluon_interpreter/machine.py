@@ -175,7 +175,7 @@ class Chunk:
         if not (self.read | {self.written} - {None}) <= block.current.knows:
             raise Hazard("overwrites shared memory without having waited for its readers and its writer")
         self._check_fence(asynchronous)
-        self.fenced |= asynchronous  # an asynchronous write replaces those of threads, which need a fence
+        self.fenced |= asynchronous  # an asynchronous write replaces writes by threads, and needs no fence
         self.written, self.read = next(block.events), set()
         return self.written
 
@@ -348,7 +348,7 @@ class Allocation:
 
 @dataclass(eq=False)
 class CopiesByThreads:
-    """Copies in flight by the threads of a partition, each of which arrives at a barrier when its own are complete."""
+    """Copies in flight by a partition's threads. Each thread arrives at a barrier when its own copies are complete."""
 
     copies: list[tuple[SharedTile, Pointer, Value | None, int]]
     barrier: Barrier
@@ -457,7 +457,7 @@ def _check_copy(desc: TensorDescriptor, tile: SharedTile) -> None:
 
 @dataclass(eq=False)
 class Product:
-    """acc + a·b in flight: it reads its operands and has a value only after a wait."""
+    """acc + a·b in flight: until a wait, it reads its operands and has no value."""
 
     a: Value | SharedTile
     b: SharedTile | JoinedTile

@@ -245,8 +245,8 @@ class TensorDescriptor:
         width, strides = tensor.element_size(), tensor.stride()
         rules = {
             "one to five dimensions": 1 <= tensor.dim() == len(block_shape) == layout.rank <= 5,
-            "an address of whole 16 bytes": tensor.data_ptr() % 16 == 0,
-            "strides of whole 16 bytes": all(stride * width % 16 == 0 for stride in strides[:-1]),
+            "an address that is a multiple of 16 bytes": tensor.data_ptr() % 16 == 0,
+            "strides that are multiples of 16 bytes": all(stride * width % 16 == 0 for stride in strides[:-1]),
             "a contiguous last dimension": strides[-1] == 1,
             "blocks of powers of two up to 256": all(1 <= n <= 256 and n & (n - 1) == 0 for n in block_shape),
             "16 bytes or more of a row": block_shape[-1] * width >= 16,

@@ -26,8 +26,8 @@ def run(num_tokens: int, layer: tuple[int, int], num_splits: int | None, *, kern
     attention(queries, keys, values, length, **mode, kernel=kernel, num_splits=num_splits)
 
 
-# For each kind of layer, every mask and every way to store the result is compiled once, but not all pairs of them. The
-# masks of a commit are those of a prompt.
+# For each kind of layer, every mask and every way to store the result is compiled once, but not all pairs of them. A
+# commit alone (the causal pass over a finished canvas) has no case, because its masks are those of a prompt.
 SHAPES = {
     "canvas, sliding, parts": (256, SLIDING, 2, {}),
     "canvas, full, parts": (256, FULL, 2, {}),

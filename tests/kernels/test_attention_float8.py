@@ -115,7 +115,7 @@ def test_small_weights_far_from_a_large_one_count():
     keys[:, :, 0] = 0.0
     keys[..., 0] = 0.0
     keys[:, :, 0, 0] = 16.0
-    queries[..., 0] = torch.log(torch.tensor(4096.0)) / 16.0  # larger than the others, so it is not rounded
+    queries[..., 0] = torch.log(torch.tensor(4096.0)) / 16.0  # the largest of its row, which float8 represents exactly
     case = (queries, keys, values + 1.0, length)
     for got in (reference.attention_float8(*case), attention_float8(*case)):
         assert error(got, exact(*case, causal=True)) < COST

@@ -35,10 +35,10 @@ SUMS = 4e-3 if NATIVE else 1e-5
 # A sum that rounds to the other neighbour is off by one step of float8, 6 to 12 %. We measured the effect on the model
 # below with a reference that adds as Hopper does (errors of 3e-5 of a row's size). Over 300 texts the typical position
 # was off by up to 0.7 %, and by 1.0 % with three times the error. All positions together were off by 2.4 %, and by 11 %
-# in the one text where a token changed its expert. Each fault exceeds the limit of at least one measure. Unrounded
-# values, or one scale for all blocks of a row, give 1.4 % in the typical position. Scales of another row or block give
-# 4 to 40 % in both measures. One lost row gives 15 % in all positions. In the interpreter at most one value rounds to
-# the other neighbour: 0.5 %.
+# in the one text where a token changed its expert. Each of the following faults exceeds at least one of the limits
+# TYPICAL and TOGETHER. Unrounded values, or one scale for all blocks of a row, give 1.4 % in the typical position.
+# Scales of another row or block give 4 to 40 % in both measures. One lost row gives 15 % in all positions. In the
+# interpreter at most one value rounds to the other neighbour: 0.5 %.
 TYPICAL, TOGETHER = (1e-2, 5e-2) if NATIVE else (1e-3, 1e-2)
 CANVAS, VOCAB = 4, 40
 
@@ -170,8 +170,8 @@ def sort(index: Tensor) -> router.ExpertTiles:
 )
 @pytest.mark.parametrize(("width", "hidden"), [(D, F), (80, 144), (128, 128)], ids=["72-bytes", "ragged", "exact"])
 def test_products_match_float64_of_the_rounded_operands(routing, width, hidden, dtype, device):
-    # Descriptors need rows of whole 16 bytes, which 72 bytes are not. 144 columns are three blocks, for which a program
-    # loads four scales: the number must be a power of two.
+    # Descriptors need rows of a multiple of 16 bytes, which 72 is not. 144 columns are three blocks, for which a
+    # program loads four scales: the number must be a power of two.
     index = draw_routing(routing).to(device)
     x, gate_up, down, weights = draw(index, width, hidden, dtype, device)
     tiles = sort(index)

@@ -136,7 +136,7 @@ def test_packing_in_chunks_equals_packing_at_once(monkeypatch):
 def test_the_published_sizes_take_three_quarters_of_the_bytes(num_rows, width):
     weights = torch.randn(1, num_rows, width, generator=torch.Generator().manual_seed(0)).bfloat16()
     num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in pack(weights, gated=width == 2816).tensors())
-    # 704 columns leave codes of 64 columns half empty: 17 planes instead of 16.5. Scales and outliers add 1 %.
+    # 704 columns leave the last plane of codes half empty: 17 planes instead of 16.5. Scales and outliers add 1 %.
     assert num_bytes / (2 * weights.numel()) < (0.76 if width == 2816 else 0.79)
 
 
@@ -190,10 +190,10 @@ def draw_ordinary(*shape: int, seed: int) -> Tensor:
 
 
 def shrink(weights: Tensor, at: tuple) -> None:
-    """Make outliers: zeros of both signs, and values from just below the least value with a code to 1/16 of it."""
+    """Make outliers: zeros of both signs, and values below the least value that has a code, down to 1/16 of it."""
     rows = weights.abs().amax(-1, keepdim=True).expand_as(weights)[at]
-    # If the largest weight of a row is 1/2 to 2 times 4**n, the least value with a code is 2**(2n - 15). This is that
-    # value or a quarter of it.
+    # If the largest weight of a row is 1/2 to 2 times 4**n, the least value with a code is 2**(2n - 15). `least` is
+    # that value or a quarter of it.
     least = 2.0 ** (2 * (rows.log2() / 2 + 0.25).floor() - 15)
     value = torch.where(torch.rand(rows.shape) < 0.5, -1, 1) * least * (0.25 + 0.7 * torch.rand(rows.shape))
     value = torch.where(torch.rand(rows.shape) < 0.2, value * 0, value)

@@ -1,5 +1,5 @@
-"""`evaluate` with exact networks: the bound is the likelihood, whatever is truncated, under any schedule, and the
-interval holds it as often as it says.
+"""`evaluate` with exact networks: the bound is the likelihood, whatever is truncated, under any schedule. The
+interval contains the likelihood as often as its confidence says.
 """
 
 import math

@@ -35,7 +35,11 @@ SCHEDULES = [Linear(), OneMinusCosine(), PlainCosine(), Polynomial(3.0)]
 
 
 def quadrature(both_ends):
-    """Return times and weights of 40-point Gauss-Legendre in u, with t = u⁴, because integrands have root-like ends."""
+    """Return times and weights of 40-point Gauss-Legendre in u, with t = u⁴.
+
+    Near t = 0, integrands can grow about as fast as log(1/t) or 1/√t. Near t = 1, they can fall like √(1 - t). In u,
+    they are smoother.
+    """
     u, w = (torch.tensor(values) for values in np.polynomial.legendre.leggauss(40))
     u, w = (u + 1) / 2, w / 2
     if not both_ends:

@@ -1,4 +1,4 @@
-"""Text and canvases together have the losses and the gradients of one pass after the other."""
+"""The joint pass over text and canvases has the losses and the gradients of separate passes."""
 
 import pytest
 import torch

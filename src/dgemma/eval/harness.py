@@ -340,9 +340,10 @@ class DiffusionLM(TemplateLM):
         return [scores[index] for index in range(len(pairs))]
 
     def _bounds(self, pairs: Sequence[Pair]) -> list[Estimate]:
-        """Return minus the NELBO of each continuation, with its interval over rows of independent noise.
+        """Return minus the NELBO of each continuation, with its interval over the rows of the request.
 
-        All requests get the same noise, which makes the answers to a question easier to compare.
+        Rows of a request have independent noise. Row k has the same seed in every request, which makes the answers to a
+        question easier to compare.
         """
         seeds = row_seeds(self.seed, 0, range(_COPIES)).repeat(len(pairs))
         found = evaluate(

@@ -32,7 +32,7 @@ _MIDPOINTS = tuple((low + high) / 2 for low, high in pairwise(E2M1[:8]))
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """Formats for the weights of a model: one for experts, one for attention and dense MLPs, None for unquantised ones.
+    """Formats for the weights of a model: one for experts, one for attention and dense MLPs. None means unquantised.
 
     Routers, self-conditioning, norms and the embedding stay unquantised. `group_size` and `symmetric` are for int4.
 
@@ -146,7 +146,8 @@ def _joined(pieces: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
 
 
 def _float8(rows: Tensor) -> tuple[Tensor, Tensor]:
-    # Rounded to bfloat16, as files store it. The largest value then exceeds 448 by so little that it rounds to 448.
+    # The scale is rounded to bfloat16, as files store it. If it is rounded down, the largest quotient exceeds 448, but
+    # by so little that it rounds to 448.
     scale = (rows.abs().amax(-1).float().clamp(min=_SMALLEST) / LARGEST_E4M3).to(torch.bfloat16).float()
     return (rows.float() / scale[:, None]).to(torch.float8_e4m3fn), scale
 
@@ -164,7 +165,8 @@ def _integers(
 def choose_scale(groups: Tensor, *, bits: int, symmetric: bool, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the scale and the zero point (...) for groups (..., size) of float32 values, both float32.
 
-    It is the best of several fractions of the scale that represents the largest value, by squared error.
+    For 8 bits, the scale represents the largest value. For 4 bits, the function tries several fractions of that scale
+    and returns the one with the least squared error.
 
     Example: `choose_scale(weight.unflatten(-1, (-1, 64)), bits=4, symmetric=True, scale_dtype=torch.half)`.
     """
@@ -185,7 +187,7 @@ def choose_scale(groups: Tensor, *, bits: int, symmetric: bool, scale_dtype: tor
 
 
 def _nvfp4(rows: Tensor, row_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes (r, K / 2) and scales (r, K / 16) of rows (r, K) with scales (r,) of the whole row."""
+    """Return codes (r, K / 2) and block scales (r, K / 16) of rows (r, K), divided by `row_scale` (r,) first."""
     blocks = (rows.float() / row_scale[:, None]).unflatten(-1, (-1, NVFP4_GROUP))
     span = blocks.abs().amax(-1) / _LARGEST_E2M1
     best_error = torch.full_like(span, torch.inf)

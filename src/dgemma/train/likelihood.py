@@ -257,7 +257,7 @@ def _propose_levels(u: Tensor, lowest: float, low_share: float) -> tuple[Tensor,
 
 
 def _propose_events(replaced: Tensor, u_event: Tensor, u_some: Tensor, least: float) -> tuple[Tensor, Tensor]:
-    """Draw events such that a canvas has noise with a probability of at least `least`; return events and weights.
+    """Draw which tokens noise replaces: at least one, with a probability of `least` or more. Return events and weights.
 
     replaced (B, K, C): the probability that noise replaces each token. u_event (B, K, C), u_some (B, K, 1): uniforms.
     u_some decides whether any token of the canvas is replaced and, by inverse CDF, which one is the first.
