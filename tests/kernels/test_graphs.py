@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 from dgemma_kernels import accelerate
 from dgemma_kernels.engine import cache
 from dgemma_kernels.engine.graphs import _MOST_GRAPHS, GraphMemory, Replay, compile_together, remembered
+from dgemma_kernels.engine.reading import read_limits
 from kernel_inputs import make_model
 
 
@@ -84,6 +85,22 @@ def test_many_shapes_leave_a_bounded_number_of_buffers(device):
     sizes = [free.size[0] for free in pool._free]
     assert sizes == list(range(cache._MOST_FREE, 2 * cache._MOST_FREE))  # the newest
     assert sorted(batch for batch, _ in workspace._logits) == sizes  # those of dropped graphs are gone
+
+
+def test_larger_gpus_read_more_tokens_per_forward():
+    def most(gigabytes: int, *, four_bit: bool = False) -> int:
+        return read_limits(gigabytes << 30, four_bit=four_bit).most
+
+    assert [most(size) for size in (24, 48, 80, 140, 288)] == [8192, 8192, 16_384, 32_768, 32_768]
+    assert most(140, four_bit=True) == 1024
+
+
+def test_only_long_forwards_take_buffers_with_a_long_tail(device, monkeypatch):
+    pool = accelerate(make_model(device))._pool
+    monkeypatch.setattr(pool, "most_read", 32_768)
+    tails = {(1, 9): 8192, (1, 8193): 16_384, (1, 16_385): 32_768, (2, 4096): 4096, (3, 10_922): 10_922}
+    for (batch, num_new), tail in tails.items():
+        assert pool.take(batch, num_new, num_new).size[2] == tail
 
 
 def test_logits_count_as_memory_of_unused_buffers(device):

@@ -22,6 +22,7 @@ from dgemma_kernels.ops.prefix import forget
 
 _SMALLEST = 1024  # slots of a full layer; then powers of two up to _LINEAR, then multiples of it
 _LINEAR = 16_384
+_LEAST_TAIL = 8192  # tokens of a forward that fit any buffers, over all rows; then powers of two
 _GAP = 64  # zeros before a sliding layer's first slot, which a tile of `attention` may read but no token sees
 _FREE_SHARE = 1 / 8  # share of a GPU's memory that a pool may keep in unused buffers and in logits
 _MOST_FREE = 16  # limit of a pool's unused buffers: their graphs use memory that the share does not count
@@ -67,6 +68,11 @@ class CacheBuffers:
         return sum(tensor.numel() * tensor.element_size() for tensor in (*self.keys, *self.values))
 
 
+def memory_of(device: torch.device) -> int:
+    """Return the bytes of a GPU's memory, or 32 GiB on another device."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 32 << 30
+
+
 class BufferPool:
     """Makes the cache buffers of one model, and keeps unused ones up to a bound, newest first."""
 
@@ -89,8 +95,7 @@ class BufferPool:
         self._free: list[CacheBuffers] = []
         self._returned: deque[CacheBuffers] = deque()
         self._sorting = threading.Lock()
-        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 32 << 30
-        self._most_free, self._logits_bytes = int(memory * _FREE_SHARE), logits_bytes
+        self._most_free, self._logits_bytes = int(memory_of(device) * _FREE_SHARE), logits_bytes
 
     @property
     def device(self) -> torch.device:
@@ -103,7 +108,11 @@ class BufferPool:
     def take(self, batch_size: int, num_slots: int, tail: int) -> CacheBuffers:
         """Return buffers for `num_slots` tokens per row, of which up to `tail` are new."""
         two_canvases = 2 * self.config.canvas_length  # one postponed, and one being denoised
-        size = (batch_size, _step_up(num_slots), max(tail, two_canvases, self.prefill_len(batch_size)))
+        most = self.prefill_len(batch_size)
+        room = max(two_canvases, min(most, _LEAST_TAIL // max(batch_size, 1)))
+        while room < min(tail, most):
+            room = min(2 * room, most)
+        size = (batch_size, _step_up(num_slots), max(tail, room))
         with self._sorting:
             self._sort()
             for at in reversed(range(len(self._free))):

@@ -23,14 +23,14 @@ from dgemma.run.causal import CausalRule, CausalState
 from dgemma.run.knobs import Knobs
 from dgemma.run.records import StepRecord
 from dgemma.run.step import Denoiser
-from dgemma_kernels.engine.cache import BufferPool, FusedCache
+from dgemma_kernels.engine.cache import BufferPool, FusedCache, memory_of
 from dgemma_kernels.engine.captured import CapturedCausalStep, CapturedDenoise, CapturedStep, carried, list_shapes
 from dgemma_kernels.engine.checks import check_model, check_options, require_gpu
 from dgemma_kernels.engine.forward import Forward, choose_kernels
 from dgemma_kernels.engine.graphs import GraphMemory, Turn, in_turn, remembered, use_here
 from dgemma_kernels.engine.last_step import LastStep, LoadedState
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits, SoftEmbedding
-from dgemma_kernels.engine.reading import FOUR_BIT_LIMITS, LIMITS, CausalReader
+from dgemma_kernels.engine.reading import CausalReader, read_limits
 from dgemma_kernels.engine.weights import ModelWeights, stored_format, take_weights
 from dgemma_kernels.engine.workspace import Workspace
 from dgemma_kernels.formats import FourBit, Quantized
@@ -147,8 +147,8 @@ class FusedDenoiser(Denoiser[FusedCache]):
         self._model, self.config, self.generation = model, model.config, generation
         self.source = model.source
         self.turn = Turn(model.device)
-        small = isinstance(weights.layers[0].expert_gate_up, FourBit)
-        limits = FOUR_BIT_LIMITS if small else LIMITS
+        four_bit = isinstance(weights.layers[0].expert_gate_up, FourBit)
+        limits = read_limits(memory_of(model.device), four_bit=four_bit)
         forward = Forward(
             model.config, weights, attention, batch_invariant=batch_invariant, prompt_attention=prompt_attention
         )

@@ -1,7 +1,7 @@
 """Reads prompts and single tokens causally into a prefix cache; a forward whose size repeats becomes a CUDA graph."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,9 +31,22 @@ class ReadLimits:
 
 
 LIMITS = ReadLimits(most=8192, captured_soon=2048, captured_later=8192)
-# Activations and the tail of sliding layers take 330 kB per token of the published model. Users choose weights of four
-# bits to save memory, so their limits are lower.
+# Users choose weights of four bits to save memory, so their limits are lower.
 FOUR_BIT_LIMITS = ReadLimits(most=1024, captured_soon=256, captured_later=256)
+_TOKEN_BYTES = 400_000  # of activations and the tail of sliding layers, per token of a forward of the published model
+_MEMORY_SHARE = 1 / 8  # of a GPU that a forward may use
+_MOST = 32_768
+
+
+def read_limits(memory: int, *, four_bit: bool) -> ReadLimits:
+    """Return the limits for a GPU with this memory in bytes. More tokens per forward leave fewer processors idle.
+
+    Example: `read_limits(80 << 30, four_bit=False).most` is 16,384.
+    """
+    if four_bit:
+        return FOUR_BIT_LIMITS
+    fitting = max(int(memory * _MEMORY_SHARE / _TOKEN_BYTES), LIMITS.most)
+    return replace(LIMITS, most=min(1 << fitting.bit_length() - 1, _MOST))
 
 
 class CausalReader:
