@@ -54,7 +54,7 @@ class Workload:
         return tokens.to(GPU), mask.to(GPU)
 
     def stops(self, rows: range) -> dict[str, Tensor]:
-        """Return canvas and frozen (B, N) with a stop token at the end of each answer."""
+        """Return the options `canvas` and `frozen` (B, N) of `generate` for a stop token at the end of each answer."""
         ends = torch.tensor([self.canvases[row] * self.canvas_len - 1 for row in rows])
         canvas = torch.full((len(rows), int(ends.max()) + 1), -1)
         canvas.scatter_(1, ends[:, None], STOP_TOKEN)

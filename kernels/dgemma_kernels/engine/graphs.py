@@ -180,7 +180,7 @@ class Replay:
         options: dict[str, Any] = {"stream": memory.capture, "capture_error_mode": "thread_local"}
         capture = torch.cuda.graph(self._graph, pool=memory.pool, **options)
         try:
-            # torch does not return from the capture's stream if the capture fails. The outer context does.
+            # If a capture fails, its stream remains the current stream. The outer context restores the caller's stream.
             with torch.cuda.stream(torch.cuda.current_stream(device)), capture:
                 self.result = fn()
         except RuntimeError as error:  # an error of the capture, because the function has just run without one
@@ -253,9 +253,10 @@ def _build_launcher(compiled: Any) -> None:
 
 @contextmanager
 def side_stream(device: torch.device, streams: Sequence[torch.cuda.Stream] = ()) -> Iterator[Callable[[], None]]:
-    """Launch on a second stream, next to the launches that follow. Call the yielded function before reading results.
+    """Run the launches of a `with` block on a second stream, parallel to the launches after the block.
 
-    The stream is the first of `streams` that is not the current one, or else a new one.
+    Call the yielded function before reading the block's results. The stream is the first of `streams` that is not the
+    current one, or else a new one.
 
     Example: `with side_stream(x.device) as join: y = f(x)`; `z = g(x)`; `join()`; `y + z`.
     """

@@ -279,7 +279,7 @@ def multiply_packed(
 
     inputs: (M, 1) pointers to the rows. `weights.data` is a tensor descriptor if DESCRIBED, else a pointer.
     """
-    LIST: tl.constexpr = 32 if WIDTH > 1024 else 16  # a block has about 29 and 9 outliers at the published widths
+    LIST: tl.constexpr = 32 if WIDTH > 1024 else 16  # a block has about 29 outliers at width 2816, and 9 at width 704
     row = (expert * BLOCKS + block) * 128  # among the rows of all experts
     row_scale = tl.load(weights.scale + row + tl.arange(0, 128))
     # The first outliers are loaded here, so that after the loop only the inputs that they multiply remain to be loaded.

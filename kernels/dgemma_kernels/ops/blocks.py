@@ -35,7 +35,7 @@ def inside(index: tl.tensor, limit: tl.tensor, EXACT: tl.constexpr) -> tl.tensor
     """Return index < limit, or constant True if EXACT: if the block size divides the limit, no mask is needed."""
     if EXACT:
         return tl.full(index.shape, True, tl.int1)
-    else:  # noqa: RET505 (Triton compiles both returns of a branch without else)
+    else:  # noqa: RET505 (without `else`, Triton also compiles the code after the return)
         return index < limit
 
 

@@ -33,8 +33,8 @@ _BYTES = gl.constexpr(128 * 128)  # per copy of keys or values
 _K_BUFFERS = gl.constexpr(4)
 _V_BUFFERS = gl.constexpr(3)  # per warpgroup
 _GAIN = gl.constexpr(8.0)  # in bits: weights are at most 2**8, and those below 2**-10 are zero
-# The unit of the sums is at most this many bits below the largest weight so far, so that sums stay finite. A tile whose
-# maximum is lower is added as if its maximum were at this limit. Even 2**18 such keys change the result by only 2**-22.
+# In bits below the largest maximum so far. Sums relative to a lower maximum could overflow. So a tile with a lower
+# maximum is added as if its maximum were at this limit. Even 2**18 such keys change the result by only 2**-22.
 _SPAN = gl.constexpr(40.0)
 
 
@@ -179,7 +179,7 @@ def _copy_values(
     PART: gl.constexpr,
     WG: gl.constexpr,
 ) -> None:
-    """Start the copy of the n-th block of values for one warpgroup, which is part PART of tile n / 2."""
+    """Start the copy of block n of the values for a warpgroup: half PART of the warpgroup's columns, in tile n // 2."""
     value_desc, v_smem, v_full, v_free = descs[2], smem[2], barriers[3], barriers[4]
     row = (slot // KEYS + n // 2) * (4 * CHUNK) + (2 * WG + PART) * CHUNK
     at = WG * _V_BUFFERS + n % _V_BUFFERS
@@ -216,7 +216,7 @@ def _attend(
     clear_end = prefix_len + row_tile * ROWS // GROUP + 1  # all rows see the slots before it
     rows = (factor, prefix_len + token, clear_end)
     top = gl.full((ROWS,), -1e30, gl.float32, SUM_ROW)  # base 2, as all scores below
-    unit = gl.full((ROWS,), -1e30, gl.float32, SUM_ROW)
+    unit = gl.full((ROWS,), -1e30, gl.float32, SUM_ROW)  # the sums are relative to it
     total = gl.zeros((ROWS,), gl.float32, SUM_ROW)
     acc0 = gl.zeros((ROWS, CHUNK), gl.float32, SUMS)
     acc1 = gl.zeros((ROWS, CHUNK), gl.float32, SUMS)
@@ -331,7 +331,8 @@ def _add(
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
     """Add the products of the weights that warpgroup OWNER computed for pair i.
 
-    Returns the two halves of the sums, the maximum, the unit, and the sum of weights.
+    Returns the two halves of the sums, the largest maximum, the maximum that the sums are relative to, and the sum of
+    weights.
     """
     _, _, v_smem, p_smem, peak_smem, mass_smem = smem
     _, _, _, v_full, v_free, ready, read = barriers

@@ -1,11 +1,13 @@
 """Both products of int4 experts in one launch on Hopper, in Gluon, with float8 inputs in gate_up.
 
-Four programs per multiprocessor take blocks of columns from a queue, first all blocks of gate_up, then those of down. A
-program copies planes of weights (128 rows by 64 columns) into ring buffers in shared memory. With each plane, it copies
-the 64 columns of its tokens that multiply the plane. While it multiplies the last planes of a block, it already copies
-the first ones of its next block. A block of down waits for the hidden values of its tile. Blocks are taken in order,
-and only by running programs. So the blocks that a block of down waits for are complete or being computed. A tile with
-few rows has smaller products, which take less time and energy.
+A tile has tokens that chose the same expert. A block multiplies a tile by 128 rows of the expert's weights. Four
+programs per multiprocessor take blocks from a queue, first all blocks of gate_up, then those of down.
+
+A program copies planes of weights (128 rows by 64 columns) into ring buffers in shared memory. With each plane, it
+copies the 64 columns of its tokens that multiply the plane. While it multiplies the last planes of a block, it already
+copies the first ones of its next block. A block of down waits for the hidden values of its tile. Blocks are taken in
+order, and only by running programs. So the blocks that a block of down waits for are complete or being computed. A tile
+with few rows has smaller products, which take less time and energy.
 
 A byte with a code of four bits, read as float8, is code * 2**-9. So the codes themselves are the left operand of
 gate_up. The scale of a group multiplies its sums. Codes have an offset of 8. To remove it, one more product follows
@@ -184,16 +186,15 @@ def _multiply_blocks(
     num_tiles: gl.tensor,
     SIZE: gl.constexpr,
 ) -> gl.tensor:
-    """Compute `block` and further blocks from the queue, until this product has none left. Return the next block, which
-    is of the other product.
+    """Compute `block` and further blocks from the queue, until this product has none left.
 
-    Blocks are numbered from 0 within a product.
+    Blocks are numbered from 0 within a product. Returns the next block, numbered within the next product.
     """
     BLOCKS: gl.constexpr = SIZE.BLOCKS
     ROWS: gl.constexpr = SIZE.ROWS
     UP: gl.constexpr = SIZE.UP
     PLANES: gl.constexpr = SIZE.WIDTH // 64
-    LAST: gl.constexpr = (PLANES - 1) // 16  # part of 16 groups
+    LAST: gl.constexpr = (PLANES - 1) // 16  # index of the last part; a part has 16 groups
     memory = _allocate(proj[0], PLANES, ROWS)
     total = num_tiles * BLOCKS
     before = 0 if UP else num_tiles * SIZE.UP_BLOCKS  # blocks of the other product in the queue
@@ -246,7 +247,9 @@ def _multiply_block(
     SIZE: gl.constexpr,
     DIVISOR: gl.constexpr,
 ) -> gl.tuple:
-    """Compute a block and start the copies of the next one. Return the next tile, its pairs, its source and its slot.
+    """Compute a block and start the copies of the next one.
+
+    Returns the tile of the next block, the tile's (token, k) pairs, what to copy (`_source`), and the first slot.
 
     A product has 1 / DIVISOR of the rows of a full tile. Planes with even and odd numbers are in two rings. So Triton
     knows that a step reads and writes different memory, and inserts no barrier between the two. Loads for the next
@@ -262,7 +265,7 @@ def _multiply_block(
     PAIRS: gl.constexpr = (PLANES + 1) // 2 - _SLOTS  # of steps, before the first copy for the next block
     FIRST: gl.constexpr = PAIRS // 3 if UP else PAIRS * 2 // 3
     SECOND: gl.constexpr = PAIRS * 2 // 3 if UP else PAIRS
-    LAST: gl.constexpr = (PLANES - 1) // 16  # part of 16 groups
+    LAST: gl.constexpr = (PLANES - 1) // 16  # index of the last part; a part has 16 groups
     block, after, total = at
     source = (source[0], source[1], source[2], True)  # a constant, so that copies need no test
     if FEW == ROWS:
@@ -366,7 +369,7 @@ def _inside(tile: gl.tuple, ROWS: gl.constexpr, UP: gl.constexpr) -> gl.tensor:
 
 @gluon.jit
 def _load_pairs(tables: gl.tuple, tile: gl.tuple, ROWS: gl.constexpr, UP: gl.constexpr) -> gl.tensor:
-    """Return the pairs of a tile's rows, and 0 beyond its last row."""
+    """Return the pair token * A + k of each row of a tile, and 0 beyond its last row."""
     LAYOUT: gl.constexpr = _ROWS8 if UP else _ROWS16
     row = tile[1] + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     return gl.load(tables[0] + row, mask=_inside(tile, ROWS, UP), other=0)
@@ -417,9 +420,9 @@ def _steps(
     END: gl.constexpr,
     UP: gl.constexpr,
 ) -> gl.tuple:
-    """Multiply pairs of planes, from number BEGIN to END, and copy as many from `plane` on.
+    """Multiply planes 2 * BEGIN to 2 * END - 1 of a block, and copy as many planes from number `plane` on.
 
-    For gate_up, add the offsets of the codes after every 8 pairs of the block.
+    For gate_up, add the offsets of the codes after every 16 planes of the block.
     """
     if UP:
         for part in gl.static_range(BEGIN // 8, (END + 7) // 8):

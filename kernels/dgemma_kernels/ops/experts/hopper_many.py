@@ -7,7 +7,7 @@ multiply. The weights are the left operand, so rows need not be rounded up to 64
 The limits are the bandwidths of L2 and of shared memory. So an item is as large as the registers for its sums allow:
 either 128 rows of weights by up to 288 rows of tokens ("wide"), or 256 by up to 160 ("tall", for experts with fewer
 tokens). In wide items, one instruction multiplies 256 rows of tokens. So each weight is read once from shared memory;
-two instructions of 128 would read it twice. A unit is 128 rows of weights, one copy. A part is half a unit. In gate_up,
+two instructions of 128 would read it twice. Weights are copied in units of 128 rows. A part is half a unit. In gate_up,
 8 rows of gate alternate with the same 8 of up, so that a thread has both values for GeGLU.
 
 With both products in one launch, items of down follow those of gate_up in the queue. An item of down waits until all
@@ -239,7 +239,7 @@ def _launch(up: _Operands, down: _Operands, tiles: ExpertTiles) -> None:
 
 
 def _descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:
-    """Describe blocks of this size and 128 bytes of the last dimension."""
+    """Describe blocks of 128 bytes in the last dimension. block: their sizes in the other dimensions."""
     layout = gl.NVMMASharedLayout(
         swizzle_byte_width=_LINE.value, element_bitwidth=8 * tensor.element_size(), rank=tensor.ndim
     )
@@ -338,7 +338,7 @@ def _num_finished(tables: _Tables, item: _Item, SIZE: gl.constexpr) -> gl.tensor
     """Return the number of finished half items of this tile in the previous product."""
     if SIZE.HALVES_BEFORE > 0:
         return gl.load(tables.finished + item.tile, volatile=True)
-    else:  # noqa: RET505 (Triton compiles both returns of a branch without else)
+    else:  # noqa: RET505 (without `else`, Triton also compiles the code after the return)
         return item.number * 0
 
 
@@ -444,9 +444,9 @@ def _copy(
 
 @gluon.jit
 def _end_queue(tables: _Tables, taken: gl.tensor, total: gl.tensor, num_given: gl.tensor) -> None:
-    """Set the queue to zero for the next launch if `taken` is its last number.
+    """Set the queue to zero for the next launch if `taken` is the last number that this launch takes.
 
-    Every program takes numbers until one is after the last item.
+    A program takes one number per item, and one more at its start if `num_given` is 0.
     """
     end = total + gl.num_programs(0) - num_given
     if taken == end - 1:
@@ -466,11 +466,11 @@ def _copy_items(
     num_given: gl.tensor,
     SIZE: gl.constexpr,
 ) -> gl.tuple:
-    """Copy the item of that number, and further ones from the queue, until this product has none left.
+    """Copy item `number` and further items from the queue, until this product has none left.
 
-    In the queue, `num_before` items of the other product come before the items of this product. `total` is the number
-    of all items. The first `num_given` items are not in the queue: each program begins with the item of its own number.
-    Return the number of the next item, which is of the other product, and the next place.
+    The launch has `total` items. Those of this product start at number `num_before`. Items from number `num_given` on
+    are in the queue. If `num_given` is not 0, program i begins with item i. Returns the number of the next item and its
+    place.
     """
     DEPTH: gl.constexpr = ring.rows.shape[2]
     LAYOUT: gl.constexpr = _ROWS16 if DEPTH == 64 else _ROWS8
@@ -767,7 +767,7 @@ def _store(
     FIRST: gl.constexpr,
     SIZE: gl.constexpr,
 ) -> None:
-    """Store sums of 64 rows of weights by the tile's rows from FIRST on. In gate_up, apply GeGLU first."""
+    """Store the products of 64 rows of weights with the tile's rows from FIRST on. In gate_up, apply GeGLU first."""
     dtype: gl.constexpr = operands.out.dtype.element_ty
     NUM: gl.constexpr = sums.shape[1]
     MMA: gl.constexpr = sums.type.layout

@@ -7,9 +7,9 @@ The copy engine fills the columns after the adapter's rank with zeros.
 
 The limits are the bandwidths of L2 and of shared memory. So items are as large as the registers for their sums allow:
 128 rows of weights by up to 288 rows ("wide"), or 256 by up to 160 ("tall", for experts with few rows). Products of 256
-rows are the fastest. Another product multiplies up to 32 more rows, where that saves a tile. A unit is 128 rows of
-weights, one copy. For GeGLU, 8 rows of gate alternate with the same 8 of up, so that a thread has both values. A part
-is half a unit. `experts.hopper_many` has this structure for inference.
+rows are the fastest. Another product multiplies up to 32 more rows, where that saves a tile. Weights are copied in
+units of 128 rows. A part is half a unit. For GeGLU, 8 rows of gate alternate with the same 8 of up, so that a thread
+has both values. `experts.hopper_many` has this structure for inference.
 """
 
 from functools import partial
@@ -72,9 +72,10 @@ def multiply(
 ) -> Tensor:
     """Return x Wᵀ + narrow Bᵀ with the weights of each row's expert, (R, O), or GeGLU of it, (R, O / 2).
 
-    narrow: (R, rank), grouped by expert. x: (R, I), grouped as well, or tokens (M, I) with `order` (R,), the choices as
-    token · A + a. weights: (E, O, I), and b: (E, O, rank), both contiguous or both transposed. tiles: those of
-    `choices.group_choices`. Tensors on the meta device only compile the kernel.
+    narrow: (R, rank), grouped by expert. x: (R, I), also grouped by expert, or, with `order`, tokens (M, I). order:
+    (R,), the choice of each row as token · A + a, where a is its index among the token's A choices. weights: (E, O, I),
+    and b: (E, O, rank), both contiguous or both transposed. tiles: those of `choices.group_choices`. Tensors on the
+    meta device only compile the kernel.
 
     Example: `multiply(hidden, experts.down_proj, narrow, experts.down_lora_b, groups.tiles, None, gated=False)`.
     """
@@ -111,7 +112,7 @@ def multiply(
 
 
 def _descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:
-    """Describe blocks of this size and 128 bytes of the last dimension."""
+    """Describe blocks of 128 bytes in the last dimension. block: their sizes in the other dimensions."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=_LINE.value, element_bitwidth=16, rank=tensor.ndim)
     return TensorDescriptor.from_tensor(tensor, [*block, _LINE.value // 2], layout)
 
@@ -225,7 +226,7 @@ def _source(tables: gl.tuple, tile: gl.tuple, SIZE: gl.constexpr) -> gl.tuple:
         row = gl.arange(0, ROWS, gl.SliceLayout(1, _ROWS))
         more_row = start + gl.arange(0, _MORE, gl.SliceLayout(1, _ROWS))
         return _tokens(tables, tile, row, start, SIZE), _tokens(tables, tile, more_row, tile[3], SIZE)
-    else:  # noqa: RET505 (Triton compiles both returns of a branch without else)
+    else:  # noqa: RET505 (without `else`, Triton also compiles the code after the return)
         return ()
 
 
@@ -268,7 +269,7 @@ def _copy(
         taken = gl.atomic_add(queue, 1, sem="relaxed")
         for step in range(ONE, TWO):
             slot, phase = _copy_step(inputs, smem, full, free, source, tile, step * _DEPTH, slot, phase, SIZE)
-        if taken == num_items - 1:  # every item draws one number, and this was the last: zero for the next launch
+        if taken == num_items - 1:  # one number is taken per item, so this is the last: reset for the next launch
             gl.atomic_add(queue, -num_items, sem="relaxed")
         after = _find(tables, taken + gl.num_programs(0), SIZE)
         for step in range(TWO, THREE):
@@ -476,7 +477,7 @@ def _weights(
     if SIZE.FLIPPED:
         weights = w_smem.index(slot * (2 * SIZE.PARTS) + PART).reshape((_DEPTH, _PART))
         return weights.slice(0, DEPTH).permute((1, 0))
-    else:  # noqa: RET505 (Triton compiles both returns of a branch without else)
+    else:  # noqa: RET505 (without `else`, Triton also compiles the code after the return)
         unit = w_smem.index(slot * SIZE.PARTS + PART // 2).reshape((_UNIT, _DEPTH))
         return unit.slice(PART % 2 * _PART, _PART).slice(0, DEPTH, dim=1)
 
@@ -506,7 +507,7 @@ def _store(
     FIRST: gl.constexpr,
     SIZE: gl.constexpr,
 ) -> None:
-    """Store sums of a part of the weights by the tile's rows from FIRST on. With GeGLU, store its result instead."""
+    """Store the products of a part of the weights with the tile's rows from FIRST on. If gated, apply GeGLU first."""
     dtype: gl.constexpr = out.dtype.element_ty
     NUM: gl.constexpr = sums.shape[1]
     if SIZE.GATED:
@@ -531,7 +532,7 @@ def _store_rows(
     FIRST: gl.constexpr,
     SIZE: gl.constexpr,
 ) -> None:
-    """Store columns of values as rows, as many at a time as the buffer in shared memory has."""
+    """Store columns of values as rows, as many at a time as fit the shared buffer."""
     COLS: gl.constexpr = values.shape[0]
     NUM: gl.constexpr = values.shape[1]
     if buffer.shape[0] < NUM:

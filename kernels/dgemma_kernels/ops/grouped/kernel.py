@@ -60,10 +60,11 @@ def multiply_tokens(
 ) -> Tensor:
     """Return x Wᵀ + narrow Bᵀ of each choice, where W and B are those of its expert: (R, O), sums in float32.
 
-    x: (M, I) tokens. weights: (E, O, I), contiguous or transposed. order: (R,), the choices grouped by expert, as
-    token · A + a. narrow: (R, rank), in this order. b: (E, O, rank), contiguous or transposed. ends: (E,) int32, where
-    the group of each expert ends. tiles: those of `choices.group_choices`; without them, `hopper` is not used. gated:
-    return gelu(first half) · second half instead, (R, O / 2).
+    x: (M, I) tokens. weights: (E, O, I), contiguous or transposed. order: (R,), the choices grouped by expert, each as
+    token · A + a, where a is its index among the token's A choices. narrow: (R, rank), in this order. b: (E, O, rank),
+    contiguous or transposed. ends: (E,) int32, where the group of each expert ends. tiles: those of
+    `choices.group_choices`; without them, `hopper` is not used. gated: return gelu(first half) · second half instead,
+    (R, O / 2).
 
     Example: `multiply_tokens(x, experts.gate_up_proj, narrow, experts.gate_up_lora_b, groups.order, groups.ends)`.
     """
