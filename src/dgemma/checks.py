@@ -192,14 +192,18 @@ def check_types(owner: Any) -> None:
 
     Example: `check_types(self)` in `__post_init__`.
     """
-    kind = type(owner)
-    try:
-        hints = _FIELD_HINTS.get(kind) or _FIELD_HINTS.setdefault(kind, get_type_hints(kind))
-    except NameError:  # a name that is imported for type checkers only
-        hints = _FIELD_HINTS.setdefault(kind, {})
+    hints = _hints_of(type(owner))
     for field in fields(owner):
         if field.name in hints and not _fits(getattr(owner, field.name), hints[field.name]):
             require_field(False, owner, field.name, f"be {_spell(hints[field.name])}")
+
+
+def _hints_of(kind: type) -> dict[str, Any]:
+    """Return the annotations of a dataclass, by field."""
+    try:
+        return _FIELD_HINTS.get(kind) or _FIELD_HINTS.setdefault(kind, get_type_hints(kind))
+    except NameError:  # a name that is imported for type checkers only
+        return _FIELD_HINTS.setdefault(kind, {})
 
 
 def check_flags(owner: str, **flags: Any) -> None:
@@ -249,14 +253,13 @@ def check_finite(owner: Any, field: str, *, above: float | None = None, fix: str
     require_field(math.isfinite(getattr(owner, field)), owner, field, "be finite", fix)
 
 
-def check_choice(owner: Any, field: str, choices: Sequence[str], *, fix: str = "") -> None:
-    """Require one of a few names.
+def check_choice(owner: Any, field: str, *, fix: str = "") -> None:
+    """Require one of the names in the field's annotation, a `Literal`.
 
-    Example: `check_choice(self, "quota", ("fixed", "cosine"))`.
+    Example: `check_choice(self, "quota")` for a field `quota: Literal["fixed", "cosine"]`.
     """
-    value = getattr(owner, field)
-    rule = f"be {' or '.join(repr(choice) for choice in choices)}"
-    require_field(isinstance(value, str) and value in choices, owner, field, rule, fix)
+    hint = _hints_of(type(owner))[field]
+    require_field(_fits(getattr(owner, field), hint), owner, field, f"be {_spell(hint)}", fix)
 
 
 def check_block_len(owner: Any) -> None:

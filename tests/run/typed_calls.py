@@ -25,3 +25,9 @@ dgemma.edit(model, tokens, record="all")  # type: ignore[arg-type]
 dgemma.generate_many(model, ["Once"], stepz=3)  # type: ignore[call-arg]
 dgemma.generate_many(model, ["Once"], slots="8")  # type: ignore[arg-type]
 generate_with_torchrun(model, ["Once"], canvas=tokens)  # type: ignore[call-arg]
+
+dgemma.train.TrainConfig(steps=1, batch_size=1, precision="weights")
+dgemma.train.TrainConfig(steps=1, batch_size=1, precision="fp8")  # type: ignore[arg-type]
+dgemma.train.Objective(noise=dgemma.UniformNoise(512), canvas_len=32, canvases="two")  # type: ignore[arg-type]
+dgemma.generate_causal(model, tokens, max_new_tokens=8, temperature=0.5)
+dgemma.generate_causal(model, tokens, steps=3)  # type: ignore[call-arg]

@@ -177,7 +177,7 @@ def gap_by_level(
     noise: Noise,
     chain: MarkovChain,
     *,
-    parametrisation: str = "mean",
+    parametrisation: nelbo.Parametrisation = "mean",
     lowest_level: float = 1e-3,
     num_bins: int = 10,
     samples_per_bin: int = 3,

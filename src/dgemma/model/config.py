@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from dgemma.checks import check_choice, require_field, show
 from dgemma.files import read_json
@@ -237,12 +237,12 @@ class Conventions:
     Example: `DiffusionGemma(config, conventions=Conventions(self_cond_logits="float32"))`.
     """
 
-    sliding_prefix: str = "window - 1"
-    self_cond_logits: str = "rounded"
+    sliding_prefix: Literal["window - 1", "window"] = "window - 1"
+    self_cond_logits: Literal["rounded", "float32"] = "rounded"
 
     def __post_init__(self) -> None:
-        check_choice(self, "sliding_prefix", ("window - 1", "window"))
-        check_choice(self, "self_cond_logits", ("rounded", "float32"))
+        check_choice(self, "sliding_prefix")
+        check_choice(self, "self_cond_logits")
 
 
 @dataclass(frozen=True, kw_only=True)

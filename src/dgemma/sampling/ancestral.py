@@ -30,7 +30,7 @@ class Ancestral(Sampler):
 
     def __post_init__(self) -> None:
         fix = 'A network trained by cross-entropy predicts the "mean".'
-        check_choice(self, "parametrisation", ("mean", "loo"), fix=fix)
+        check_choice(self, "parametrisation", fix=fix)
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         if self.parametrisation == "loo":

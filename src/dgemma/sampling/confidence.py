@@ -45,8 +45,8 @@ class Confidence(Sampler):
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask"})
 
     def __post_init__(self) -> None:
-        check_choice(self, "order", ("confidence", "log_confidence", "margin", "entropy", "random"))
-        check_choice(self, "quota", ("fixed", "cosine"))
+        check_choice(self, "order")
+        check_choice(self, "quota")
         check_block_len(self)
         check_finite(self, "order_temperature", fix="Use 0 for a strict order.")
         if self.order == "random":

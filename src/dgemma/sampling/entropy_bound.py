@@ -39,8 +39,8 @@ class EntropyBound(Sampler):
 
     def __post_init__(self) -> None:
         check_size(self, "bound", unit="nats", fix="Use 0 for one token per step.")
-        check_choice(self, "order", ("entropy", "confidence", "margin"))
-        check_choice(self, "commit", ("argmax", "canvas"))
+        check_choice(self, "order")
+        check_choice(self, "commit")
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         score = certainty(prediction, self.order).masked_fill(~state.open, -torch.inf)

@@ -46,7 +46,7 @@ class LeaveOneOutGibbs(Sampler):
         check_count(self, "num_positions", fix="Use 1 for exact corrections.")
         if self.choice_temperature is not None:
             check_size(self, "choice_temperature", fix="Use None to pick at random.")
-        check_choice(self, "parametrisation", ("mean", "loo"))
+        check_choice(self, "parametrisation")
 
     def start(self, state: DenoiseState) -> Tensor:
         return state.noise_level

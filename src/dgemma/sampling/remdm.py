@@ -1,7 +1,7 @@
 """ReMDM: masked diffusion that may mask tokens again (arXiv:2503.00307)."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class ReMDM(Sampler):
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask"})
 
     def __post_init__(self) -> None:
-        check_choice(self, "strategy", get_args(Strategy))
+        check_choice(self, "strategy")
         if self.eta is not None:
             require_field(self.strategy != "conf", self, "eta", 'be None for strategy "conf"', "Its σ has no scale.")
             check_probability(self, "eta", fix="It is the probability of masking a token again.")

@@ -101,7 +101,7 @@ class StableAndConfident(StopRule):
     def __post_init__(self) -> None:
         check_count(self, "stability", least=0, fix="Use 0 for entropy alone.")
         check_size(self, "confidence", above=0, unit="nats", fix="Use 0.005, as published.")
-        check_choice(self, "compare", ("argmax", "canvas"))
+        check_choice(self, "compare")
 
     def start(self, state: DenoiseState) -> Tensor:
         batch_size, canvas_len = state.canvas.shape

@@ -1,9 +1,9 @@
 """The settings of a training run."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from dgemma.checks import (
-    check_choice,
     check_count,
     check_finite,
     check_probability,
@@ -46,7 +46,7 @@ class TrainConfig:
     warmup: int = 100  # steps
     final_lr: float = 0.1  # the last learning rate, as a fraction of the peak
     ema_decay: float | None = None
-    precision: str = "mixed"
+    precision: Literal["mixed", "weights"] = "mixed"
     recompute_activations: bool = False
     compile: bool = False
     replay: bool = True
@@ -85,7 +85,6 @@ class TrainConfig:
         check_size(self, "weight_decay", fix="Use 0 for none.")
         check_size(self, "clip", above=0, fix="Use math.inf to never clip.")
         check_probability(self, "final_lr", fix="It is a fraction of the peak; use 0.1, as published.")
-        check_choice(self, "precision", ("mixed", "weights"))
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"TrainConfig.betas must be two numbers in [0, 1), got {self.betas}. Use (0.95, 0.99).")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:

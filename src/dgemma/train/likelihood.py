@@ -10,6 +10,7 @@ that skew the estimate. So canvases with noise are drawn more often, with lower 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -45,9 +46,9 @@ def evaluate(
     num_rows: int | None = None,
     batch_size: int = 32,
     num_samples: int = 8,
-    levels: str = "stratified",
+    levels: Literal["stratified", "independent"] = "stratified",
     lowest_level: float = 1e-4,
-    parametrisation: str = "mean",
+    parametrisation: nelbo.Parametrisation = "mean",
     self_cond: bool = False,
     canvas_len: int | None = None,
     fill_token: int | None = None,
@@ -130,7 +131,7 @@ class _Estimator:
     num_samples: int
     stratified: bool
     lowest_level: float
-    parametrisation: str
+    parametrisation: nelbo.Parametrisation
     self_cond: bool
     canvas_len: int
     fill_token: int

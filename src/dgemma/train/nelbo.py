@@ -13,12 +13,14 @@ is tight for an exact network that predicts a token from the other positions of 
 schedule from α = 1 to 0.
 """
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
 
-PARAMETRISATIONS = ("mean", "loo")
+Parametrisation = Literal["mean", "loo"]
 
 _ENDS = 1e-20, 1 - 2.0**-53  # range of the noise level; at 0 and 1 the integrand is only defined as a limit
 
@@ -30,7 +32,7 @@ def integrand(
     z: Tensor,
     noise_level: Tensor,
     *,
-    parametrisation: str = "mean",
+    parametrisation: Parametrisation = "mean",
     weights: Tensor | None = None,
 ) -> Tensor:
     """Return each position's contribution to the NELBO at this level, per unit of the schedule's time, in nats.
@@ -93,7 +95,13 @@ def integrand_by_count(noise: Noise, logits: Tensor, x: Tensor, z: Tensor) -> Te
 
 
 def reconstruction(
-    noise: Noise, logits: Tensor, x: Tensor, z: Tensor, noise_level: Tensor, *, parametrisation: str = "mean"
+    noise: Noise,
+    logits: Tensor,
+    x: Tensor,
+    z: Tensor,
+    noise_level: Tensor,
+    *,
+    parametrisation: Parametrisation = "mean",
 ) -> Tensor:
     """Return -log p(x | z) per position, (B, C), in nats: the cost of drawing the text from z in one step.
 
@@ -188,7 +196,7 @@ def check_process(noise: Noise) -> None:
 
 def _check(noise: Noise, logits: Tensor, parametrisation: str) -> None:
     check_process(noise)
-    if parametrisation not in PARAMETRISATIONS:
+    if parametrisation not in get_args(Parametrisation):
         raise ValueError(f"nelbo parametrisation must be 'mean' or 'loo', got {parametrisation!r}. Use one of them.")
     if logits.shape[-1] != noise.vocab_size:
         raise ValueError(

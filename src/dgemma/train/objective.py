@@ -9,12 +9,12 @@ noise. All work over blocks, as in BD3-LM.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from dgemma.checks import check_choice, check_count, check_probability, check_size, check_types, require_field
+from dgemma.checks import check_count, check_probability, check_size, check_types, require_field
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise
 from dgemma.model.attention import Mask
 from dgemma.model.diffusion import DiffusionGemma
@@ -29,7 +29,7 @@ from dgemma.train.canvases import (
     noise_canvases,
 )
 from dgemma.train.one_pass import (
-    ATTENTIONS,
+    Attention,
     canvas_masks,
     canvas_positions,
     embed_canvases,
@@ -39,20 +39,6 @@ from dgemma.train.one_pass import (
     text_positions,
 )
 from dgemma.train.together import TogetherPass, Tokens, can_run_together
-
-_CHOICES: Mapping[str, tuple[str, ...]] = {
-    "canvases": ("one", "all"),
-    "decoder_loss": ("cross_entropy", "leave_one_out", "nelbo"),
-    "parametrisation": nelbo.PARAMETRISATIONS,
-    "weights": ("exact", "clipped", "dynamic"),
-    "scored": ("all", "noised"),
-    "self_cond_off": ("zero_signal", "zero_logits"),
-    "causal_scope": ("sequence", "answer"),
-    "truncated": ("scored", "unscored", "rejected"),
-    "reduction": ("example", "micro_batch", "process", "global"),
-    "attention": ATTENTIONS,
-}
-
 
 _CERTAIN = 1e4  # the largest evidence (`_evidence`): the softmax is one-hot, and values stay finite
 
@@ -94,7 +80,8 @@ class Objective:
     noise: Noise
     canvas_len: int
     fill_token: int = 1  # end-of-text, after the end of an answer
-    canvases: str = "one"  # per row: "one", drawn uniformly among those with text, or "all", in one pass
+    # Per row: "one" canvas, drawn uniformly among those with text, or "all", in one pass.
+    canvases: Literal["one", "all"] = "one"
     t_range: tuple[float, float] = (1e-4, 1 - 1e-4)  # range of the time t, drawn uniformly per canvas
     # To train one network for two noises: each canvas gets `masks` instead of `noise` with probability `masks_prob`.
     # Such a canvas is scored where it is masked.
@@ -105,34 +92,34 @@ class Objective:
 
     # The decoder's term: "cross_entropy" of the clean tokens; "leave_one_out", the same for logits that mean
     # p(x | z without this position); or "nelbo", the exact bound for logits as in `parametrisation`.
-    decoder_loss: str = "cross_entropy"
-    parametrisation: str = "mean"
-    weights: str = "exact"  # of the bound; GIDD trains with weights "clipped" at `max_weight`, or "dynamic" ones
+    decoder_loss: Literal["cross_entropy", "leave_one_out", "nelbo"] = "cross_entropy"
+    parametrisation: nelbo.Parametrisation = "mean"
+    # Weights of the bound. GIDD trains with weights "clipped" at `max_weight`, or "dynamic" ones.
+    weights: Literal["exact", "clipped", "dynamic"] = "exact"
     max_weight: float = 2.0
-    scored: str = "all"  # positions under cross-entropy: "all", or only those that were "noised"
+    scored: Literal["all", "noised"] = "all"  # positions under cross-entropy: "all", or only those that were "noised"
     propose_mask: bool = False  # whether the mask token is in the softmax (LLaDA) or not (MDLM's SUBS)
     decoder_weight: float = 1.0
 
     self_cond_prob: float = 0.5  # probability that a canvas sees the prediction of a first, detached pass
     # The input of the other canvases: "zero_signal" is zeros, "zero_logits" is the mean embedding.
-    self_cond_off: str = "zero_signal"
+    self_cond_off: Literal["zero_signal", "zero_logits"] = "zero_signal"
 
     causal_weight: float = 1.0
-    causal_scope: str = "sequence"  # prompt and answer, or only the "answer"
+    causal_scope: Literal["sequence", "answer"] = "sequence"  # prompt and answer, or only the "answer"
     causal_fill: bool = True  # whether the causal term scores the fill
 
-    truncated: str = "scored"  # the fill after a truncated answer: "scored", "unscored", or the whole row "rejected"
+    # The fill after a truncated answer is "scored" or "unscored", or the whole row is "rejected".
+    truncated: Literal["scored", "unscored", "rejected"] = "scored"
     # "global": the mean over all tokens of a step. "process", "micro_batch" or "example" (a row): the mean over the
     # tokens of each one, then the mean of these means.
-    reduction: str = "global"
-    attention: str = "dense"  # or "blocks", which skips masked keys, for long rows on a GPU
+    reduction: Literal["example", "micro_batch", "process", "global"] = "global"
+    attention: Attention = "dense"  # or "blocks", which skips masked keys, for long rows on a GPU
 
     def __post_init__(self) -> None:
         if isinstance(self.t_range, list):
             object.__setattr__(self, "t_range", tuple(self.t_range))
         check_types(self)
-        for name, choices in _CHOICES.items():
-            check_choice(self, name, choices)
         check_count(self, "canvas_len", fix="Use the model's canvas_length.")
         require_field(len(self.t_range) == 2, self, "t_range", "be two numbers")
         low, high = self.t_range
