@@ -1,5 +1,8 @@
 """Triton kernels of the denoising step, for inference, and the engine that runs them in CUDA graphs."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 try:
     import triton
 except ModuleNotFoundError as error:
@@ -8,11 +11,23 @@ except ModuleNotFoundError as error:
         "which needs neither Triton nor a GPU."
     ) from error
 
-from dgemma_kernels.engine import interpreter
-from dgemma_kernels.engine.denoiser import FusedDenoiser, accelerate
+from dgemma_kernels import interpreter
 
 if triton.knobs.runtime.interpret:  # these replace private functions of Triton that only its interpreter uses
     interpreter.accept_new_numpy()
     interpreter.round_float8()
 
 __all__ = ["FusedDenoiser", "accelerate"]
+
+if TYPE_CHECKING:
+    from dgemma_kernels.engine.denoiser import FusedDenoiser, accelerate
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Import the engine on first use: it imports the model, whose training uses `dgemma_kernels.ops`."""
+        if name not in __all__:
+            raise AttributeError(f"module 'dgemma_kernels' has no attribute {name!r}")
+        return getattr(importlib.import_module("dgemma_kernels.engine.denoiser"), name)
+
+    def __dir__() -> list[str]:
+        return __all__

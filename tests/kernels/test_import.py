@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+import dgemma_kernels
+
 
 def test_without_triton_the_error_says_in_one_sentence_what_to_install():
     script = "import sys; sys.modules['triton'] = None; import dgemma_kernels"
@@ -31,3 +33,23 @@ import dgemma_kernels
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_kernels_of_training_load_without_the_engine_and_the_model_class():
+    script = """
+import sys
+from dgemma_kernels.ops import adapters, choices, grouped, heads, residual
+import dgemma_kernels
+print(*(name for name in sys.modules if name.startswith(("dgemma_kernels.engine", "dgemma.model.diffusion"))))
+print(dgemma_kernels.accelerate.__module__)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.stdout.splitlines() == ["", "dgemma_kernels.engine.denoiser"], done.stderr
+
+
+def test_the_package_lists_its_public_names_and_refuses_others():
+    assert dir(dgemma_kernels) == ["FusedDenoiser", "accelerate"]
+    with pytest.raises(AttributeError, match="module 'dgemma_kernels' has no attribute 'speed_up'"):
+        _ = dgemma_kernels.speed_up
