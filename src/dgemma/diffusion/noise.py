@@ -174,9 +174,9 @@ class Noise:
         return logits.scatter_add(-1, z[..., None], -bump[..., None])
 
     def to_mean(self, logits: Tensor, z: Tensor, noise_level: Tensor, *, allowed: Tensor | None = None) -> Tensor:
-        """Convert p(x0 | z without this position) to p(x0 | z), the inverse of `to_loo`.
+        """Convert p(x0 | z without this position) to p(x0 | z): logits (B, C, V), z (B, C) → (B, C, V).
 
-        Where z cannot be noise, the result is certain that x0 = z.
+        This is the inverse of `to_loo`. Where z cannot be noise, the result is certain that x0 = z.
 
         Example: `noise.to_mean(prediction.logits, state.canvas, state.noise_level)`.
         """

@@ -39,7 +39,7 @@ class Ancestral(Sampler):
         return transition(prediction.sample(state.uniform("token")), state)
 
     def final(self, prediction: Prediction, state: DenoiseState) -> Tensor:
-        """Return the canvas if no noise is left; otherwise the argmax at positions that may be noise."""
+        """Return the canvas (B, C) if no noise is left; otherwise the argmax at positions that may be noise."""
         masked = state.noise.masked(state.canvas)
         unseen = state.open & (state.noise_level > 0)[:, None] & (state.noise.kind != "mask")
         return torch.where(masked | unseen, prediction.argmax, state.canvas)

@@ -55,6 +55,6 @@ class EntropyBound(Sampler):
         return Decision(tokens=tokens, write=accept, renoise=state.open & ~accept)
 
     def final(self, prediction: Prediction, state: DenoiseState) -> Tensor:
-        """Return the tokens that `commit` selects, never the mask token."""
+        """Return the tokens (B, C) that `commit` selects, never the mask token."""
         decided = ~state.open if self.commit == "argmax" else ~state.noise.masked(state.canvas)
         return torch.where(decided, state.canvas, prediction.argmax)
