@@ -45,10 +45,15 @@ IN_FUNCTIONS = {
     "dgemma.run.spread": {"ray"},
     "dgemma.train.update": {"dgemma_kernels.ops.residual"},
     "dgemma.train.lora.linear": {"dgemma_kernels.ops.adapters"},
-    "dgemma.train.lora.expert_products": {"dgemma_kernels.ops.choices", "dgemma_kernels.ops.grouped"},  # need Triton
+    "dgemma.train.lora.compiling": {
+        *("dgemma_kernels.ops.adapters", "dgemma_kernels.ops.ahead", "dgemma_kernels.ops.choices"),
+        *("dgemma_kernels.ops.grouped", "dgemma_kernels.ops.heads", "dgemma_kernels.ops.residual"),
+    },
+    "dgemma.train.lora.expert_products": {"dgemma_kernels.ops.grouped"},  # need Triton
     "dgemma.train.lora.experts": {"dgemma_kernels.ops.grouped"},
     "dgemma.train.together": {"dgemma_kernels.ops.heads", "dgemma_kernels.ops.residual"},
     "dgemma.view.gif": {"PIL", "matplotlib"},
+    "dgemma_kernels.ops.ahead": {"torch._inductor", "torch._inductor.runtime.cache_dir_utils"},
     # Kernels for Hopper, which need a Triton with Gluon.
     "dgemma_kernels.ops.attention.float8": {"dgemma_kernels.ops.attention.hopper_float8"},
     "dgemma_kernels.ops.attention.kernel": {

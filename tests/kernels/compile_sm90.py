@@ -12,41 +12,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase
-from triton.runtime.jit import JITFunction
 
 from dgemma_kernels.ops import configs
+from dgemma_kernels.ops.ahead import AbsentGPU, only_compiling
 from running_products import overwritten
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-
-
-class AbsentGPU(DriverBase):
-    """The parts of a driver that Triton needs to compile a launch."""
-
-    def is_active(self):
-        return True
-
-    def map_python_to_cpp_type(self, ty):
-        raise NotImplementedError
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_active_torch_device(self):
-        return torch.device("cpu")
-
-    def get_benchmarker(self):
-        raise NotImplementedError
 
 
 def resources(cubin: bytes) -> dict[str, int]:
@@ -59,25 +32,17 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def main() -> None:
-    triton.runtime.driver.set_active(AbsentGPU())
+    triton.runtime.driver.set_active(AbsentGPU(GPUTarget("cuda", 90, 32)))
     configs.gpu_name = lambda device: "NVIDIA H200"
-    compiled = {}
-    launch = JITFunction.run
-
-    def compile_only(self, *args, grid, warmup, **kwargs):
-        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
-        compiled[kernel.hash] = kernel
-
-    JITFunction.run = compile_only
     rows, cubins = [], {}
     for path in sorted(Path(__file__).parent.glob("compile_cases_*.py")):
         if sys.argv[1:] and path.stem.removeprefix("compile_cases_") not in sys.argv[1:]:
             continue
         table = runpy.run_path(str(path))
         for case, call in table["CALLS"].items():
-            compiled.clear()
-            call()
-            for kernel in compiled.values():
+            with only_compiling() as kernels:
+                call()
+            for kernel in {kernel.hash: kernel for kernel in kernels}.values():
                 row = {"case": f"{path.stem}: {case}: {kernel.name}", "shared": kernel.metadata.shared}
                 used = re.findall(
                     r"(wgmma\.mma_async\S+)\s*\{[^}]*\},\s*(\{?)", kernel.asm["ptx"]

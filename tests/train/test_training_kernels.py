@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import dgemma
 from dgemma.model import fused
 from dgemma.train import LoRA, Objective, TrainBatch, add_lora
-from dgemma_kernels.ops import adapters, choices, grouped, heads, residual
+from dgemma.train.lora import compiling
+from dgemma_kernels.ops import adapters, ahead, choices, grouped, heads, residual
+from dgemma_kernels.ops.grouped import hopper, kernel, reference, tiles
 
 CONFIG = {
     "num_hidden_layers": 2,
@@ -42,7 +45,7 @@ def kernels_on_cpu(monkeypatch):
     ran = set()
     for package in (adapters, choices, grouped, heads, residual):
         for name in package.__all__:
-            if name not in ("fits", "ExpertProduct", "compile_products"):
+            if name not in ("fits", "ExpertProduct", "calls_of_products"):
                 function = getattr(package, name)
                 monkeypatch.setattr(package, name, lambda *a, f=function, n=name, **k: ran.add(n) or f(*a, **k))
     return ran
@@ -112,12 +115,24 @@ def test_a_compiled_step_in_float64_uses_no_kernel_that_computes_in_float32(kern
 
 
 @pytest.mark.slow
-def test_the_first_step_compiles_all_products_of_experts_at_once(kernels_on_cpu, monkeypatch):
-    from dgemma.train.lora.expert_products import compile_products
-    from dgemma_kernels.ops.grouped import hopper, kernel, reference, tiles
-
-    compile_products.cache_clear()
+def test_the_first_step_compiles_products_of_experts_and_gradients_ahead(kernels_on_cpu, monkeypatch):
+    compiling._start.cache_clear()
     compiled, launched = [], []
+    gradients = {
+        adapters: ("expand_gradient", "contract_gradient"),
+        choices: ("weigh_choices", "weigh_choices_gradient"),
+        grouped: ("gated_gradient", "contract_and_outer"),
+        heads: ("norm_heads_gradient",),
+        residual: ("after_attention_gradient", "after_experts_gradient", "rms_norm_gradient"),
+    }
+    package_of = {name: package for package, names in gradients.items() for name in names}
+
+    def describe(name, *args, **options):
+        """Return what decides which kernel runs: the tensors that are there, and their sizes except the first."""
+        if package_of[name] is adapters:  # serve all widths, so that only `narrow` matters
+            args, options = args[name == "expand_gradient"], {}
+        tensors = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, torch.Tensor)]
+        return name, *((*each.shape[1:], each.dtype) for each in tensors)
 
     def multiply(x, weights, narrow, b, of_tiles, order, *, gated):
         num_rows, tile_rows = narrow.shape[0], tiles.rows_per_tile(narrow.shape[0], weights.shape[0])
@@ -136,9 +151,27 @@ def test_the_first_step_compiles_all_products_of_experts_at_once(kernels_on_cpu,
             ends[expert] = first + num_rows
         return ends.cummax(0).values
 
+    def start(calls):
+        for call in calls:
+            if call.func is multiply:
+                call()
+            else:
+                compiled.append(describe(call.func.__name__, *call.args, **call.keywords))
+
+    def record(name, function):
+        def run(*args, **options):
+            launched.append(describe(name, *args, **options))
+            return function(*args, **options)
+
+        run.__name__ = name
+        return run
+
+    for name, package in package_of.items():
+        monkeypatch.setattr(package, name, record(name, getattr(package, name)))
     monkeypatch.setattr(hopper, "multiply", multiply)
+    monkeypatch.setattr(ahead, "start", start)
     monkeypatch.setattr(kernel, "_fits_hopper", lambda *_: True)
-    with fused.fusing():
+    with fused.fusing(residual):
         make_step(torch.float16, rank=8)()
     assert len(launched) > len(set(launched)) == len(set(compiled))
     assert set(launched) == set(compiled)

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from triton import AsyncCompileMode
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction
+
+from dgemma_kernels.ops.ahead import only_compiling
 
 _MOST_GRAPHS = 12  # per set of buffers, so that an option that changes at every step does not fill the memory
-_compiling = threading.RLock()  # `compile_together` replaces a function that all threads share
 
 
 class CaptureError(RuntimeError):
@@ -216,31 +216,16 @@ def compile_together(launches: Callable[[], Any]) -> None:
 
     Example: `compile_together(lambda: forward.canvas(tokens, signal, buffers))`.
     """
-    with _compiling:
-        copy_context().run(_compile_together, launches)  # so that an interrupt does not leave Triton in this mode
+    copy_context().run(_compile_together, launches)  # so that an interrupt does not leave Triton in this mode
 
 
 def _compile_together(launches: Callable[[], Any]) -> None:
-    run, here = JITFunction.run, threading.get_ident()
-    started: dict[int, Any] = {}
-
-    def compile_only(kernel: Any, *args: Any, warmup: bool, **options: Any) -> Any:
-        if threading.get_ident() != here:
-            return run(kernel, *args, warmup=warmup, **options)
-        compiled = run(kernel, *args, warmup=True, **options)
-        if hasattr(compiled, "result"):  # not compiled before
-            started[id(compiled)] = compiled
-        return compiled
-
     # Threads are enough, because Triton releases Python's lock while it compiles. A kernel that fails to compile raises
     # at its launch.
     with ThreadPoolExecutor() as threads:
-        with AsyncCompileMode(threads, ignore_errors=True):
-            JITFunction.run = compile_only
-            try:
-                launches()
-            finally:
-                JITFunction.run = run
+        with AsyncCompileMode(threads, ignore_errors=True), only_compiling() as kernels:
+            launches()
+        started = {id(kernel): kernel for kernel in kernels if hasattr(kernel, "result")}  # not compiled before
         list(threads.map(_build_launcher, started.values()))
 
 

@@ -26,7 +26,8 @@ from dgemma.model.experts import Kept, group_by_expert
 from dgemma.model.fused import compiles_on, joined
 from dgemma.model.layers import RMSNorm, product_dtype
 from dgemma.model.rotary import rotary_table
-from dgemma.train.lora import AdaptedExperts, AdaptedLinear, is_adapted, trained_weights
+from dgemma.train.lora import AdaptedLinear, is_adapted, trained_weights
+from dgemma.train.lora.compiling import start_kernels
 
 
 class Tokens(NamedTuple):
@@ -88,8 +89,7 @@ class TogetherPass:
         Example: `run.read_and_denoise(model.embed(tokens), model.embed_canvas(noisy))`.
         """
         x = torch.cat((canvases, text), 1).flatten(0, 1)
-        if isinstance(experts := self.layers[0].experts, AdaptedExperts):
-            experts.compile_kernels(x, self.layers[0].router.top_k, self.canvases.positions.numel())
+        start_kernels(self.layers, x, self.batch_size, self.num_noisy, self.num_seen)
         for number in range(len(self.layers)):
             kept = Kept()
             x, keys, values = self.run_layer(number, x, kept)

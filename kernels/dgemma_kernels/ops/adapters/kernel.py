@@ -192,7 +192,7 @@ def _check(owner: str, narrow: Tensor, b: Tensor, widths: Sequence[int]) -> int:
     return rank
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _contract_kernel(
     x: tl.tensor,
     a: tl.tensor,
@@ -219,7 +219,7 @@ def _contract_kernel(
     tl.store(place, (total * scale).to(out.dtype.element_ty), is_row[:, None] & is_col[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _contract_gradient_kernel(
     grad: tl.tensor,
     x: tl.tensor,
@@ -271,7 +271,7 @@ def _find_columns(
     return layer, start, end
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _expand_kernel(
     narrow: tl.tensor,
     b: tl.tensor,
@@ -298,7 +298,7 @@ def _expand_kernel(
     tl.store(place, product.to(out.dtype.element_ty), is_row[:, None] & is_col[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _expand_gradient_kernel(
     grad: tl.tensor,
     narrow: tl.tensor,
@@ -360,7 +360,7 @@ def _add_all(
     tl.store(out + value, total.to(out.dtype.element_ty), is_value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def _add_all_kernel(
     parts: tl.tensor,
     out: tl.tensor,
@@ -372,7 +372,7 @@ def _add_all_kernel(
     _add_all(parts, out, num_parts, size, PARTS, VALUES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_blocks", "num_splits", "first", "second"])
 def _add_parts_kernel(
     of_narrow_parts: tl.tensor,
     of_b_parts: tl.tensor,

@@ -125,10 +125,10 @@ def group_choices(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Te
         count,
         num_blocks,
         num_tiles,
+        tile_rows,
         **sizes,
         BLOCKS=_BLOCKS,
         TILES=_TILES,
-        TILE_ROWS=tile_rows,
         MORE_ROWS=MORE_ROWS,
         num_warps=8,
     )
@@ -159,7 +159,7 @@ def _load_probabilities(logits: tl.tensor, row: tl.tensor, is_row: tl.tensor, E:
     return exact / tl.sum(exact, 1)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _choose_experts_kernel(
     logits: tl.tensor,
     scales: tl.tensor,
@@ -190,7 +190,7 @@ def _choose_experts_kernel(
         tl.store(weights + row * A + choice, found[choice] / total, is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _weigh_choices_kernel(
     logits: tl.tensor,
     scales: tl.tensor,
@@ -217,7 +217,7 @@ def _weigh_choices_kernel(
         tl.store(weights + row * A + choice, found[choice] / total, is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _weigh_choices_gradient_kernel(
     grad: tl.tensor,
     of_probabilities: tl.tensor,
@@ -268,7 +268,7 @@ def _load_chosen(
     return chosen, (chosen[:, None] == tl.arange(0, E)[None, :]).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _count_choices_kernel(
     experts: tl.tensor, counts: tl.tensor, count: tl.tensor, E: tl.constexpr, CHOICES: tl.constexpr
 ) -> None:
@@ -277,7 +277,7 @@ def _count_choices_kernel(
     tl.store(counts + tl.program_id(0) * E + tl.arange(0, E), tl.sum(is_chosen, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "num_blocks", "num_tiles", "tile_rows"])
 def _place_choices_kernel(
     experts: tl.tensor,
     counts: tl.tensor,
@@ -288,11 +288,11 @@ def _place_choices_kernel(
     count: tl.tensor,
     num_blocks: tl.tensor,
     num_tiles: tl.tensor,
+    tile_rows: tl.tensor,
     E: tl.constexpr,
     CHOICES: tl.constexpr,
     BLOCKS: tl.constexpr,
     TILES: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
     MORE_ROWS: tl.constexpr,
 ) -> None:
     """Find the row of each choice in this program's block: after all choices of earlier experts, and earlier choices of
@@ -309,7 +309,7 @@ def _place_choices_kernel(
     if block == 0:
         tl.store(ends + expert, until)
     for begin in range(block * TILES, num_tiles, num_blocks * TILES):
-        list_tiles(tiles, begin, num_tiles, total, until, E, TILES, TILE_ROWS, MORE_ROWS)
+        list_tiles(tiles, begin, num_tiles, total, until, tile_rows, E, TILES, MORE_ROWS)
     # Comparing each choice with the earlier ones is cheaper than a running count over a column per expert.
     is_earlier = (chosen[None, :] == chosen[:, None]) & (number[None, :] < number[:, None])
     free = until - total + before

@@ -2,11 +2,11 @@
 
 from dgemma_kernels.ops.grouped.adapters import contract_and_outer
 from dgemma_kernels.ops.grouped.gates import gated_gradient
-from dgemma_kernels.ops.grouped.kernel import ExpertProduct, compile_products, multiply_rows, multiply_tokens
+from dgemma_kernels.ops.grouped.kernel import ExpertProduct, calls_of_products, multiply_rows, multiply_tokens
 
 __all__ = [
     "ExpertProduct",
-    "compile_products",
+    "calls_of_products",
     "contract_and_outer",
     "gated_gradient",
     "multiply_rows",

@@ -12,7 +12,6 @@ units of 128 rows. A part is half a unit. For GeGLU, 8 rows of gate alternate wi
 has both values. `experts.hopper_many` has this structure for inference.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -74,8 +73,7 @@ def multiply(
 
     narrow: (R, rank), grouped by expert. x: (R, I), also grouped by expert, or, with `order`, tokens (M, I). order:
     (R,), the choice of each row as token · A + a, where a is its index among the token's A choices. weights: (E, O, I),
-    and b: (E, O, rank), both contiguous or both transposed. tiles: those of `choices.group_choices`. Tensors on the
-    meta device only compile the kernel.
+    and b: (E, O, rank), both contiguous or both transposed. tiles: those of `choices.group_choices`.
 
     Example: `multiply(hidden, experts.down_proj, narrow, experts.down_lora_b, groups.tiles, None, gated=False)`.
     """
@@ -90,9 +88,7 @@ def multiply(
         else:
             both.append(_descriptor(matrix.mT if flipped else matrix, [1, (_DEPTH if flipped else _UNIT).value]))
     blocks = [_ALL.value], [_FEW.value], [_MORE.value]
-    kernel, grid = _multiply_tokens_hopper_kernel, (num_multiprocessors(x.device),)
-    launch = partial(kernel.warmup, grid=grid) if x.is_meta else kernel[grid]
-    launch(
+    _multiply_tokens_hopper_kernel[(num_multiprocessors(x.device),)](
         *(_descriptor(x, block) if order is None else x for block in blocks),
         *(_descriptor(narrow, block) for block in blocks),
         *both,

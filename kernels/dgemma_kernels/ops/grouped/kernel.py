@@ -10,7 +10,7 @@ ranks, and with other versions of Triton.
 """
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dgemma.checks import require
+from dgemma_kernels.ops import ahead
 from dgemma_kernels.ops.blocks import gelu_tanh_times
 from dgemma_kernels.ops.configs import GLUON_RAN_WITH, is_hopper
 from dgemma_kernels.ops.grouped.tiles import find_tile
@@ -106,22 +108,22 @@ class ExpertProduct(NamedTuple):
     gated: bool = False
 
 
-def compile_products(products: Sequence[ExpertProduct], device: torch.device) -> None:
-    """Compile products of tensors on the meta device, all at the same time.
+def calls_of_products(products: Sequence[ExpertProduct], device: torch.device) -> list[partial[Tensor]]:
+    """Return calls for `ahead.start`, from tensors on the meta device.
 
-    Each of these kernels compiles for seconds. Otherwise they would compile one after the other, at their first calls.
-    If `hopper` does not support all products, nothing is compiled.
+    If `hopper` does not support all products, return none.
 
-    Example: `compile_products([ExpertProduct(rows, weights, narrow, b)], torch.device("cuda"))`.
+    Example: `ahead.start(calls_of_products([ExpertProduct(rows, weights, narrow, b)], torch.device("cuda")))`.
     """
     if not all(_fits_hopper(each.weights, each.b, each.narrow, each.x, device) for each in products):
-        return
+        return []
     from dgemma_kernels.ops.grouped import hopper
 
     tiles = torch.empty(1, 3, dtype=torch.int32, device="meta")
-    with ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads):
-        for x, weights, narrow, b, order, gated in products:
-            hopper.multiply(x, weights, narrow, b, tiles, order, gated=gated)
+    return [
+        partial(hopper.multiply, x, weights, narrow, b, tiles, order, gated=gated)
+        for x, weights, narrow, b, order, gated in products
+    ]
 
 
 def _launch(
@@ -150,6 +152,10 @@ def _launch(
             f"{tuple(weights.shape)}."
         )
     num_rows, rank = x.shape[0] if order is None else order.shape[0], 0 if b is None else b.shape[-1]
+    if order is not None:
+        require(
+            num_rows % x.shape[0] == 0, f"{owner}.order", f"have as many choices for each of {x.shape[0]} tokens", order
+        )
     is_plain = scale == 1 and by_row is None and flipped == flipped_b
     if (
         narrow is not None
@@ -160,6 +166,7 @@ def _launch(
     ):
         from dgemma_kernels.ops.grouped import hopper  # Gluon changes with every version of Triton
 
+        ahead.finish()
         return hopper.multiply(x, weights, narrow, b, tiles, order, gated=gated)
     is_thin = num_cols <= _LEAST
     tile_cols = _LEAST if is_thin else _COLS

@@ -26,26 +26,26 @@ def list_tiles(
     num_tiles: tl.tensor,
     size: tl.tensor,
     end: tl.tensor,
+    tile_rows: tl.tensor,
     E: tl.constexpr,
     TILES: tl.constexpr,
-    ROWS: tl.constexpr,
     MORE: tl.constexpr,
 ) -> None:
     """Write tiles from number `begin` on. size, end: (E,), the number of each expert's rows and where they end.
 
     tiles: (1 + num_tiles, 3) int32. The first row begins with the number of tiles that exist, and a zero. `hopper`
     counts the items of its queue there, and sets the counter to zero again. Every other row is (expert, first row,
-    rows) of a tile. A group has as few tiles of at most ROWS + MORE rows as possible. As many as possible have only
-    ROWS; the last has the rest.
+    rows) of a tile. A group has as few tiles of at most tile_rows + MORE rows as possible. As many as possible have
+    only tile_rows; the last has the rest.
     """
-    count = tl.cdiv(size, ROWS + MORE)
-    num_larger = tl.cdiv(tl.maximum(size - ROWS * count - MORE, 0), MORE)
+    count = tl.cdiv(size, tile_rows + MORE)
+    num_larger = tl.cdiv(tl.maximum(size - tile_rows * count - MORE, 0), MORE)
     until = tl.cumsum(count, 0)
     expert, tile = tl.arange(0, E), begin + tl.arange(0, TILES)
     number = tile[:, None] - (until - count)[None, :]  # within the expert's tiles: (TILES, E)
     is_own = (number >= 0) & (number < count[None, :])
-    first = number * ROWS + tl.minimum(number, num_larger[None, :]) * MORE
-    rows = tl.where(number < num_larger[None, :], ROWS + MORE, ROWS)
+    first = number * tile_rows + tl.minimum(number, num_larger[None, :]) * MORE
+    rows = tl.where(number < num_larger[None, :], tile_rows + MORE, tile_rows)
     rows = tl.where(number == (count - 1)[None, :], size[None, :] - first, rows)
     at, is_tile = tiles + 3 + tile * 3, tile < num_tiles
     tl.store(at, tl.sum(tl.where(is_own, expert[None, :], 0), 1), is_tile)

@@ -1,6 +1,5 @@
 """Products with the experts' weights, for tokens with their chosen experts, or for rows already grouped by expert."""
 
-from functools import lru_cache
 from typing import Any, TypeGuard
 
 import torch
@@ -29,41 +28,6 @@ def product_of_tokens(
         return multiply_tokens(x.contiguous(), weights, narrow, b, *rows, gated=gated)
     out = product_by_group(dispatch(x, groups), weights, groups.ends) + product_by_group(narrow, b, groups.ends)
     return gated_gelu(*out.chunk(2, dim=-1)) if gated else out
-
-
-@lru_cache(maxsize=64)
-def compile_products(
-    shape: torch.Size, rank: int, top_k: int, num_tokens: int, num_again: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Compile the products of `AdaptedExperts` at the same time. Otherwise the first step compiles one after the other.
-
-    shape: (E, D, F), that of the down weights. num_tokens: the number of tokens in the first forward pass and in the
-    backward pass. num_again: the number of tokens in the second forward pass.
-    """
-    from dgemma_kernels.ops.choices import fits
-    from dgemma_kernels.ops.grouped import ExpertProduct
-    from dgemma_kernels.ops.grouped import compile_products as compile_all
-
-    def empty(*sizes: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.empty(sizes, dtype=dtype, device="meta")
-
-    num_experts, width, inner = shape
-    if not fits(num_experts):
-        return
-    gate_up, up_a, up_b = (
-        empty(num_experts, *sizes) for sizes in ((2 * inner, width), (rank, width), (2 * inner, rank))
-    )
-    down, down_a, down_b = (empty(num_experts, *sizes) for sizes in ((width, inner), (rank, inner), (width, rank)))
-    products = []
-    for count in (num_again, num_tokens):
-        x, num_rows = empty(count, width), count * top_k
-        narrow, order = empty(num_rows, rank), empty(num_rows, dtype=torch.int64)
-        products.append(ExpertProduct(x, gate_up, narrow, up_b, order, gated=True))
-        products.append(ExpertProduct(empty(num_rows, inner), down, narrow, down_b))
-    products.append(ExpertProduct(x, gate_up, narrow, up_b, order))
-    products.append(ExpertProduct(x, down.mT, narrow, down_a.mT, order))
-    products.append(ExpertProduct(empty(num_rows, 2 * inner), gate_up.mT, narrow, up_a.mT))
-    compile_all(products, device)
 
 
 def thin_product(rows: Tensor, weights: Tensor, ends: Tensor, scale: float, by_row: Tensor | None = None) -> Tensor:

@@ -23,7 +23,6 @@ from dgemma.model.layers import product_dtype
 from dgemma.train.lora.expert_products import (
     Put,
     Take,
-    compile_products,
     contract_and_outer,
     grad_of_gates,
     in_rows,
@@ -63,14 +62,9 @@ class AdaptedExperts(Experts):
         mixed: Tensor = _KeptOutput.apply(self, kept, x, routing.weights, routing.experts, *trained_weights(self))
         return mixed
 
-    def compile_kernels(self, x: Tensor, top_k: int, num_again: int) -> None:
-        """Compile the kernels of a step, if it uses them.
-
-        A step has a forward pass of x (M, D), another forward pass of `num_again` tokens, and a backward pass of x.
-        """
-        if self.keeps_output and uses_kernel(self.gate_up_proj, x):
-            shape, rank = self.down_proj.shape, self.lora.rank
-            compile_products(shape, rank, top_k, x.shape[0], num_again, x.dtype, x.device)
+    def uses_kernels(self, x: Tensor) -> bool:
+        """Return True if steps with inputs like x (M, D) keep their output and compute it with our kernels."""
+        return self.keeps_output and uses_kernel(self.gate_up_proj, x)
 
     def hidden(self, x: Tensor, groups: Groups) -> Tensor:
         return self.hidden_after(self.narrow(x, groups), x, groups)

@@ -1,0 +1,157 @@
+"""Kernels of a step that trains adapters, compiled by other processes while its first forward pass runs.
+
+Otherwise the first step would compile one kernel after the other. The list has the kernels that take long: products of
+experts, and all kernels of the backward pass. A kernel that is missing here is compiled at its first launch.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dgemma.model.backbone import Layer
+from dgemma.train.lora.experts import AdaptedExperts
+from dgemma.train.lora.linear import AdaptedLinear
+
+
+class _StepSizes(NamedTuple):
+    """Sizes of a step: two forward passes and a backward pass over B rows of canvases and text."""
+
+    batch_size: int
+    row_len: int
+    num_noisy: int  # tokens of canvases in a row; the second forward pass has only these
+    num_seen: int  # tokens of text in a row that canvases see
+    experts: tuple[int, int, int]  # (E, D, F)
+    top_k: int
+    rank: int
+    heads: frozenset[tuple[int, int, int]]  # of each kind of layer: columns of queries, columns of keys, size of a head
+    linear: frozenset[tuple[tuple[int, ...], int]]  # of adapted layers with one input: outputs of each, size of input
+
+
+def start_kernels(layers: Sequence[Layer], x: Tensor, batch_size: int, num_noisy: int, num_seen: int) -> None:
+    """Start to compile the kernels of a step, if it uses them. The same sizes are started once.
+
+    x: (B · L, D), rows of L tokens, of which the first `num_noisy` are canvases. They see the next `num_seen`.
+
+    Example: `start_kernels(model.layers, x, 8, 256, 703)`.
+    """
+    experts = layers[0].experts
+    if not isinstance(experts, AdaptedExperts) or not experts.uses_kernels(x):
+        return
+    num_experts, width, inner = experts.down_proj.shape
+    sizes = _StepSizes(
+        batch_size,
+        x.shape[0] // batch_size,
+        num_noisy,
+        num_seen,
+        (num_experts, width, inner),
+        layers[0].router.top_k,
+        experts.lora.rank,
+        frozenset(
+            (attention.q_proj.weight.shape[0], attention.k_proj.weight.shape[0], attention.head_dim)
+            for attention in (layer.self_attn for layer in layers)
+        ),
+        frozenset(group for layer in layers for group in _adapted(layer)),
+    )
+    _start(sizes, x.dtype, x.device)
+
+
+def _adapted(layer: Layer) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yield outputs and inputs of the adapted linear layers that have the same input."""
+    attention, mlp = layer.self_attn, layer.mlp
+    inputs = [attention.q_proj, attention.k_proj, *([] if attention.v_proj is None else [attention.v_proj])]
+    for group in (inputs, [attention.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj], [layer.router.proj]):
+        if all(isinstance(each, AdaptedLinear) for each in group):
+            yield tuple(each.weight.shape[0] for each in group), group[0].weight.shape[1]
+
+
+@lru_cache(maxsize=64)
+def _start(sizes: _StepSizes, dtype: torch.dtype, device: torch.device) -> None:
+    from dgemma_kernels.ops import ahead
+    from dgemma_kernels.ops.choices import fits
+    from dgemma_kernels.ops.grouped import calls_of_products
+
+    if fits(sizes.experts[0]) and (products := calls_of_products(_products(sizes, dtype), device)):
+        ahead.start([*products, *_gradients(sizes, dtype)])
+
+
+def _products(sizes: _StepSizes, dtype: torch.dtype) -> list[Any]:
+    """Return the products with experts' weights of both forward passes, then those of the backward pass."""
+    from dgemma_kernels.ops.grouped import ExpertProduct
+
+    (num_experts, width, inner), rank = sizes.experts, sizes.rank
+    empty = partial(_empty, dtype=dtype)
+    gate_up, up_a, up_b = (
+        empty(num_experts, *shape) for shape in ((2 * inner, width), (rank, width), (2 * inner, rank))
+    )
+    down, down_a, down_b = (empty(num_experts, *shape) for shape in ((width, inner), (rank, inner), (width, rank)))
+    products = []
+    for row_len in (sizes.num_noisy, sizes.row_len):
+        num_tokens = sizes.batch_size * row_len
+        x, num_rows = empty(num_tokens, width), num_tokens * sizes.top_k
+        narrow, order = empty(num_rows, rank), _empty(num_rows, dtype=torch.int64)
+        products.append(ExpertProduct(x, gate_up, narrow, up_b, order, gated=True))
+        products.append(ExpertProduct(empty(num_rows, inner), down, narrow, down_b))
+    products.append(ExpertProduct(x, gate_up, narrow, up_b, order))
+    products.append(ExpertProduct(x, down.mT, narrow, down_a.mT, order))
+    products.append(ExpertProduct(empty(num_rows, 2 * inner), gate_up.mT, narrow, up_a.mT))
+    return products
+
+
+def _gradients(sizes: _StepSizes, dtype: torch.dtype) -> Iterator[partial[Any]]:
+    """Yield calls of the other kernels of the backward pass. Numbers that are not sizes are arbitrary."""
+    from dgemma_kernels.ops import adapters, choices, grouped, residual
+
+    (num_experts, width, inner), rank = sizes.experts, sizes.rank
+    num_tokens = sizes.batch_size * sizes.row_len
+    num_rows = num_tokens * sizes.top_k
+    empty = partial(_empty, dtype=dtype)
+    x, vector = empty(num_tokens, width), empty(width)
+    yield from _gradients_of_heads(sizes, empty)
+    for outputs, num_inputs in sizes.linear:
+        narrow, b = empty(num_tokens, len(outputs) * rank), empty(sum(outputs), rank)
+        if adapters.fits(len(outputs), rank):
+            grad = empty(num_tokens, sum(outputs))
+            yield partial(adapters.expand_gradient, grad, narrow, b, outputs, scale=2.0)
+            yield partial(adapters.contract_gradient, narrow, empty(num_tokens, num_inputs))
+    if residual.fits(x):
+        vectors, scalar = (vector, vector, vector), empty(num_tokens, 1)
+        yield partial(residual.after_attention_gradient, x, x, x, x, x, x, *vectors, vector, 1e-6)
+        yield partial(residual.after_experts_gradient, x, x, x, x, *vectors, scalar, 1e-6)
+        for weight, added in ((None, None), (vector, None), (vector, x)):
+            yield partial(residual.rms_norm_gradient, x, x, weight, 1e-6, added)
+    weights = _empty(num_tokens, sizes.top_k, dtype=torch.float32)
+    chosen, order = _empty(*weights.shape, dtype=torch.int64), _empty(num_rows, dtype=torch.int64)
+    logits, scales = empty(num_tokens, num_experts), empty(num_experts)
+    yield partial(choices.weigh_choices, logits, chosen, scales)
+    yield partial(choices.weigh_choices_gradient, weights, None, logits, chosen, scales)
+    gate_and_up, hidden, narrow = (empty(num_rows, size) for size in (2 * inner, inner, rank))
+    yield partial(grouped.gated_gradient, gate_and_up, hidden, weights, order)
+    ends, by_row = _empty(num_experts, dtype=torch.int32), _empty(num_rows, dtype=torch.float32)
+    up_b, down_a = empty(num_experts, 2 * inner, rank), empty(num_experts, rank, inner)
+    yield partial(grouped.contract_and_outer, gate_and_up, narrow, up_b, ends, scale=2.0)
+    yield partial(grouped.contract_and_outer, hidden, narrow, down_a.mT, ends, scale=2.0, by_row=by_row)
+
+
+def _gradients_of_heads(sizes: _StepSizes, empty: Callable[..., Tensor]) -> Iterator[partial[Any]]:
+    from dgemma_kernels.ops.heads import norm_heads_gradient
+
+    batch_size, num_tokens = sizes.batch_size, sizes.batch_size * sizes.row_len
+    for columns, kv_columns, head_dim in sizes.heads:
+        num_heads = [each // head_dim for each in (columns, kv_columns, kv_columns)]  # of queries, keys and values
+        num_first = sizes.num_noisy, *[sizes.num_noisy + sizes.num_seen] * 2  # tokens
+        firsts, seconds = (
+            [empty(batch_size, num, each, head_dim) for num, each in zip(nums, num_heads, strict=True)]
+            for nums in (num_first, [sizes.row_len - sizes.num_noisy] * 3)
+        )
+        weight, table = empty(head_dim), empty(num_tokens, head_dim)
+        for outputs, _ in sizes.linear:
+            if outputs[:2] == (columns, kv_columns):
+                inputs = empty(num_tokens, sum(outputs)), weight, weight, table, table
+                yield partial(norm_heads_gradient, *inputs, firsts, seconds, eps=1e-6)
+
+
+def _empty(*sizes: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(sizes, dtype=dtype, device="meta")

@@ -1,0 +1,69 @@
+"""Runs `ahead` without a GPU and prints as JSON how many kernels this process compiled, and what was called.
+
+Run it in a separate process, without TRITON_INTERPRET. With the argument "dead", the other processes are killed.
+"""
+
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+from torch._inductor import async_compile
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler
+from triton.runtime import _async_compile
+
+from dgemma_kernels.ops import ahead
+
+
+@triton.jit
+def _fill_kernel(x, VALUE: tl.constexpr):
+    tl.store(x + tl.arange(0, 32), VALUE)
+
+
+@triton.jit
+def _wrong_kernel(x):
+    tl.static_assert(False, "fails as intended")
+
+
+def fill(value: int) -> None:
+    _fill_kernel[(1,)](torch.empty(32, device="meta"), value)
+
+
+def fail() -> None:
+    _wrong_kernel[(1,)](torch.empty(32, device="meta"))
+
+
+def main() -> None:
+    import compile_ahead  # so that other processes find its functions
+
+    gpu, launchers, built = ahead.AbsentGPU(GPUTarget("cuda", 90, 32)), [], []
+    gpu.launcher_cls = lambda source, metadata: launchers.append(metadata.name)
+    triton.runtime.driver.set_active(gpu)
+    build = compiler.CUDABackend.make_cubin
+    compiler.CUDABackend.make_cubin = lambda *args: built.append(1) or build(*args)
+    torch.cuda.current_device = lambda: 0
+    compiler.get_ptxas_version(90)  # is read once; torch changes the path later
+    ptxas = Path(os.environ["TRITON_CACHE_DIR"]) / "ptxas"
+    ptxas.write_text(f'#!/bin/sh\n{knobs.nvidia.ptxas.path} "$@" && if [ "$1" = --version ]; then echo other; fi\n')
+    ptxas.chmod(0o755)
+    os.environ["TRITON_PTXAS_PATH"] = str(ptxas)
+    if "dead" in sys.argv:
+        async_compile.AsyncCompile.process_pool().shutdown()
+    fills = [partial(compile_ahead.fill, value) for value in (1, 2, 1)]
+    ahead.start([*fills, partial(compile_ahead.fail)])
+    os.environ["TRITON_LIBDEVICE_PATH"] = "elsewhere"  # as torch does while it compiles; Triton's keys contain it
+    ahead.finish()
+    kernels = compile_ahead._fill_kernel.device_caches[0][0].values()
+    names = [type(kernel).__name__ for kernel in kernels]
+    is_over = _async_compile.active_mode.get() is None and not ahead._started
+    print(json.dumps({"built": len(built), "kernels": names, "launchers": launchers, "is over": is_over}))
+
+
+if __name__ == "__main__":
+    main()

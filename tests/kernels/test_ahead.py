@@ -1,0 +1,27 @@
+"""Compilation in other processes: this process only loads the kernels, unless the others are gone."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.compile
+
+
+@pytest.mark.parametrize(("arguments", "num_built"), [((), 0), (("dead",), 2)], ids=["alive", "dead"])
+def test_other_processes_compile_and_this_one_does_without_them(tmp_path, arguments, num_built):
+    switches = ("TRITON_INTERPRET", "TRITON_OVERRIDE_ARCH", "TORCHINDUCTOR_COMPILE_THREADS")
+    environment = {name: value for name, value in os.environ.items() if name not in switches}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path)}
+    script = Path(__file__).with_name("compile_ahead.py")
+    command = [sys.executable, script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["built"] == num_built
+    assert found["kernels"] == ["CompiledKernel"] * 2
+    assert found["launchers"] == ["_fill_kernel"] * 2
+    assert found["is over"]
