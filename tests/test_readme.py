@@ -117,6 +117,13 @@ def test_links_of_a_page_resolve(page):
         assert not anchor or anchor in anchors(linked), f"{relative(page)} links to {target}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_every_table_row_of_a_page_belongs_to_a_header(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for table in re.findall(r"(?:^ *\|.*\n)+", text, flags=re.MULTILINE):  # rows without a blank line between them
+        assert re.search(r"\A.*\n *\|[-: |]+\|\n", table), f"{relative(page)} has rows without a header: {table[:80]}"
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in UNCHECKED], ids=relative)
 def test_files_that_a_page_names_exist(page):
     for name in re.findall(r"`((?:[\w.-]+/)+[\w*.-]*)(?:: \w+)?`", page.read_text()):
