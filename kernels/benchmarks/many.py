@@ -11,7 +11,7 @@ count:
 - one: `generate`, one prompt at a time
 - padded: `generate` on fixed batches whose rows all run to the end of the longest
 - dropping: `generate` on the same batches; a stop token ends a row, and `generate` drops it from the batch
-- many: `generate_many` with as many slots as a batch has rows
+- many: `generate_many` with batches of the same size
 """
 
 import argparse
@@ -31,7 +31,7 @@ from dgemma_kernels import accelerate
 
 GPU = torch.device("cuda")
 STOP_TOKEN = 106
-SETTINGS = ("prompts", "canvases", "slots", "steps")
+SETTINGS = ("prompts", "canvases", "batch_size", "steps")
 
 
 class Workload:
@@ -77,28 +77,31 @@ def run_batches(model: dgemma.Denoiser, work: Workload, size: int, options: dict
     return written
 
 
-def run_many(model: dgemma.Denoiser, work: Workload, slots: int, options: dict[str, Any]) -> list[int]:
+def run_many(model: dgemma.Denoiser, work: Workload, batch_size: int, options: dict[str, Any]) -> list[int]:
     """Run `generate_many`; return the canvases of each prompt."""
     pairs = zip(work.prompts, work.canvases, strict=True)
     prompts = ({"tokens": tokens, "max_new_tokens": canvases * work.canvas_len} for tokens, canvases in pairs)
     return [
-        len(result.steps) for result in dgemma.generate_many(model, prompts, slots=slots, eos_token_ids=[], **options)
+        len(result.steps)
+        for result in dgemma.generate_many(model, prompts, batch_size=batch_size, eos_token_ids=[], **options)
     ]
 
 
-def check_parity(model: dgemma.Denoiser, work: Workload, slots: int, options: dict[str, Any]) -> tuple[float, float]:
+def check_parity(
+    model: dgemma.Denoiser, work: Workload, batch_size: int, options: dict[str, Any]
+) -> tuple[float, float]:
     """Return the share of tokens that equal those of one prompt at a time, for `generate_many` and for a batch.
 
     In bfloat16 sums depend on the batch, so texts written by random weights diverge after some steps.
     """
-    rows = range(slots)
+    rows = range(batch_size)
     options = {**options, "max_new_tokens": 1, "eos_token_ids": []}
     alone = torch.cat(
         [dgemma.generate(model, work.prompts[row][None].to(GPU), seed=[row], **options).new_tokens for row in rows]
     )
     tokens, mask = work.padded(rows)
     batch = dgemma.generate(model, tokens, attention_mask=mask, **options).new_tokens
-    results = dgemma.generate_many(model, work.prompts[:slots], slots=slots // 2, **options)
+    results = dgemma.generate_many(model, work.prompts[:batch_size], batch_size=batch_size // 2, **options)
     many = torch.stack([result.new_tokens for result in results])
     return share_equal(many, alone), share_equal(batch, alone)
 
@@ -119,7 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=48)
     parser.add_argument("--canvases", type=int, default=12, help="the most canvases of an answer")
-    parser.add_argument("--slots", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--steps", type=int, default=12, help="steps of each canvas")
     parser.add_argument("--ways", nargs="+", default=["many", "dropping", "padded", "one"])
     parser.add_argument("--output", type=Path, help="by default results/<gpu>/many.json")
@@ -131,18 +134,18 @@ def main() -> None:
     config = dgemma.presets.diffusiongemma_26b_a4b()
     model = accelerate(dgemma.DiffusionGemma(config, device=GPU, dtype=torch.bfloat16).requires_grad_(False))
     work = Workload(arguments.prompts, arguments.canvases, config.canvas_length, config.vocab_size)
-    slots = arguments.slots
+    batch_size = arguments.batch_size
     options: dict[str, Any] = {"steps": arguments.steps, "stop": None, "progress": False}
     ways: dict[str, Callable[..., list[int]]] = {
-        "many": lambda options=options: run_many(model, work, slots, options),
-        "dropping": lambda options=options: run_batches(model, work, slots, options, drop=True),
-        "padded": lambda options=options: run_batches(model, work, slots, options, drop=False),
+        "many": lambda options=options: run_many(model, work, batch_size, options),
+        "dropping": lambda options=options: run_batches(model, work, batch_size, options, drop=True),
+        "padded": lambda options=options: run_batches(model, work, batch_size, options, drop=False),
         "one": lambda options=options: run_batches(model, work, 1, options, drop=False),
     }
     report: dict[str, Any] = {"run": describe_run(), **{name: getattr(arguments, name) for name in SETTINGS}}
     report["written_canvases"] = work.canvases
     report["prompt_tokens"] = sum(map(len, work.prompts))
-    many, batch = check_parity(model, work, slots, {**options, "steps": 3})
+    many, batch = check_parity(model, work, batch_size, {**options, "steps": 3})
     report["agree_with_one"] = {"many": many, "batch": batch}
     print(f"{describe_run()}\n{sum(work.canvases)} canvases, agree with one: {many:.3f}, batch {batch:.3f}", flush=True)
     if many < batch - 0.1:

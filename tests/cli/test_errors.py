@@ -43,6 +43,15 @@ def refuses(ran, *said):
         assert words in ran.err
 
 
+@pytest.mark.parametrize(("command", "name"), [("generate", "--slots"), ("serve", "--slots"), ("bench", "--batch")])
+def test_earlier_names_of_batch_size_work_and_the_help_does_not_show_them(command, name, capsys):
+    assert build_parser().parse_args([command, name, "3"]).batch_size == 3
+    with pytest.raises(SystemExit):
+        build_parser().parse_args([command, "--help"])
+    assert "--batch-size" in (text := capsys.readouterr().out)
+    assert name not in text.replace("--batch-size", "")
+
+
 NO_CHECKPOINT_READ = [
     (("write",), "invalid choice: 'write'"),
     (("generate", ""), "must not be empty"),

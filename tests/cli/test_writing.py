@@ -83,7 +83,7 @@ def test_a_file_of_prompts_gives_a_file_of_results_that_the_command_completes(co
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "run.jsonl"
     lines = ["Once", {"prompt": "It was", "id": 7}, {"messages": [{"role": "user", "content": "hi"}]}]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    words = ("generate", "-m", checkpoint, *QUICK, "--seed", "3", "--slots", "2", "--input", prompts, "--out", out)
+    words = ("generate", "-m", checkpoint, *QUICK, "--seed", "3", "--batch-size", "2", "--input", prompts, "--out", out)
     said = f"-n 1 is rounded up to 32, a multiple of the canvas length 32.\n{out} holds 3 results.\n"
     assert command(*words) == (0, "", said)
     tokenizer = dgemma.ByteTokenizer()

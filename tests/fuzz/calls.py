@@ -248,7 +248,7 @@ def targets(context: Any) -> list[Target]:
                 "horizon": 2,
                 "num_draws": 1,
                 "tail_token_id": 1,
-                "max_rows": 2,
+                "batch_size": 2,
                 "greedy": True,
                 "noise": None,
                 "mode": "joint",
@@ -485,7 +485,7 @@ def targets(context: Any) -> list[Target]:
                 lambda c: {
                     "model": model,
                     "prompts": [[130, 131], [140]],
-                    "slots": 2,
+                    "batch_size": 2,
                     "max_new_tokens": C,
                     "steps": 2,
                     "progress": False,

@@ -746,7 +746,7 @@ def test_rows_that_replace_one_another_write_the_tokens_of_generate(models):
     options = {"max_new_tokens": 8, "steps": 2, "eos_token_ids": range(3, 12)}
     wanted = [dgemma.generate(models[0], row[None], seed=[at], **options) for at, row in enumerate(prompts)]
     assert len({want.steps.shape[1] for want in wanted}) > 1
-    for got, want in zip(dgemma.generate_many(models[1], prompts, slots=2, **options), wanted, strict=True):
+    for got, want in zip(dgemma.generate_many(models[1], prompts, batch_size=2, **options), wanted, strict=True):
         assert torch.equal(got.new_tokens, want.new_tokens[0].cpu())
         assert torch.equal(got.steps, want.steps[0].cpu())
 

@@ -158,7 +158,7 @@ def test_texts_are_the_same_alone_in_a_batch_and_in_changing_batches(storyteller
     padded = torch.stack([torch.nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts])
     real = torch.stack([torch.arange(width) >= width - len(prompt) for prompt in prompts])
     together = dgemma.generate(storyteller, padded.to(DEVICE), attention_mask=real.to(DEVICE), seed=0, **options)
-    many = list(dgemma.generate_many(storyteller, prompts, slots=3, seed=0, **options))
+    many = list(dgemma.generate_many(storyteller, prompts, batch_size=3, seed=0, **options))
     for want, row, completion in zip(alone, together.new_tokens.cpu(), many, strict=True):
         assert torch.equal(row[: len(want)], want)  # alone, a row may end before the last canvas of the batch
         assert torch.equal(completion.new_tokens[: len(want)], want)

@@ -57,13 +57,13 @@ class Staggered(dgemma.StopRule):
 OPTIONS = {"max_new_tokens": 48, "steps": 6, "stop": Staggered(), "eos_token_ids": [1, 2, 3]}
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3, 5])
-def test_every_number_of_slots_gives_the_tokens_of_generate(slots):
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 5])
+def test_every_batch_size_gives_the_tokens_of_generate(batch_size):
     model = Conditioned()
     wanted = expected(model, PROMPTS, seed=40, **OPTIONS)
     assert len({len(want.steps[0]) for want in wanted}) > 1, "rows are meant to end after different numbers of blocks"
     assert len({steps for want in wanted for steps in want.steps[0].tolist()}) > 1
-    assert_equal(list(dgemma.generate_many(model, PROMPTS, slots=slots, seed=40, **OPTIONS)), wanted)
+    assert_equal(list(dgemma.generate_many(model, PROMPTS, batch_size=batch_size, seed=40, **OPTIONS)), wanted)
 
 
 def one_of_each(values):
@@ -77,7 +77,8 @@ def test_rows_at_different_steps_share_a_batch_under_every_sampler(sampler):
     for noise in noises(sampler, 64)[:1]:
         options = {"sampler": sampler, "noise": noise, "steps": 3, "stop": None, "max_new_tokens": 32}
         assert_equal(
-            list(dgemma.generate_many(model, PROMPTS[:3], slots=2, **options)), expected(model, PROMPTS[:3], **options)
+            list(dgemma.generate_many(model, PROMPTS[:3], batch_size=2, **options)),
+            expected(model, PROMPTS[:3], **options),
         )
 
 
@@ -85,7 +86,7 @@ def test_rows_at_different_steps_share_a_batch_under_every_sampler(sampler):
 def test_rows_at_different_steps_share_a_batch_under_every_stop_rule(stop):
     model, options = Conditioned(), {"stop": stop, "steps": 4, "max_new_tokens": 32}
     assert_equal(
-        list(dgemma.generate_many(model, PROMPTS[:3], slots=2, **options)), expected(model, PROMPTS[:3], **options)
+        list(dgemma.generate_many(model, PROMPTS[:3], batch_size=2, **options)), expected(model, PROMPTS[:3], **options)
     )
 
 
@@ -94,13 +95,13 @@ def test_the_real_model_writes_the_tokens_of_generate():
     options = {"max_new_tokens": 64, "steps": 3, "eos_token_ids": [5, 6], "top_p": 0.9, "allowed": range(400)}
     wanted = expected(model, PROMPTS, **options)
     assert len({len(want.steps[0]) for want in wanted}) > 1
-    assert_equal(list(dgemma.generate_many(model, PROMPTS, slots=3, **options)), wanted)
+    assert_equal(list(dgemma.generate_many(model, PROMPTS, batch_size=3, **options)), wanted)
 
 
 def test_guidance_works_row_by_row():
     model = dgemma.Guided(Conditioned(), strength=0.5, unconditional=4)
     assert_equal(
-        list(dgemma.generate_many(model, PROMPTS[:4], slots=2, **OPTIONS)), expected(model, PROMPTS[:4], **OPTIONS)
+        list(dgemma.generate_many(model, PROMPTS[:4], batch_size=2, **OPTIONS)), expected(model, PROMPTS[:4], **OPTIONS)
     )
 
 
@@ -112,7 +113,7 @@ def test_prompts_are_read_only_when_a_slot_is_free():
             taken.append(at)
             yield [5 + at % 50]
 
-    results = dgemma.generate_many(RowwiseDenoiser(), prompts(), slots=3, in_order=False, **OPTIONS)
+    results = dgemma.generate_many(RowwiseDenoiser(), prompts(), batch_size=3, in_order=False, **OPTIONS)
     for number in range(1, 5):
         next(results)
         assert len(taken) <= 3 + number
@@ -120,7 +121,7 @@ def test_prompts_are_read_only_when_a_slot_is_free():
 
 def test_results_as_they_finish_are_the_same_results():
     model = Conditioned()
-    options = {**OPTIONS, "slots": 3}
+    options = {**OPTIONS, "batch_size": 3}
     unsorted = list(dgemma.generate_many(model, PROMPTS, in_order=False, **options))
     wanted = expected(model, PROMPTS, **OPTIONS)
     assert_equal(sorted(unsorted, key=lambda result: result.index), wanted)
@@ -153,7 +154,7 @@ def test_a_checkpoint_brings_its_own_tokenizer():
     ("prompts", "options", "message"),
     [
         ("text", {}, "prompts must be a collection of prompts, got 'text'. Write .prompt.."),
-        ([[5]], {"slots": 0}, "slots must be an integer of at least 1, got 0."),
+        ([[5]], {"batch_size": 0}, "batch_size must be an integer of at least 1, got 0."),
         ([[5]], {"seed": 0.5}, "seed must be an integer"),
         ([[5]], {"stepz": 1}, "unexpected keyword argument 'stepz'"),
         ([[5]], {"canvas": 1}, "unexpected keyword argument 'canvas'"),
@@ -193,7 +194,7 @@ def test_a_removed_row_frees_its_place_and_the_others_go_on():
 
 
 def run(path, prompts=PROMPTS, **changes):
-    return list(dgemma.generate_many(Conditioned(), prompts, out=path, **{**OPTIONS, "slots": 2, **changes}))
+    return list(dgemma.generate_many(Conditioned(), prompts, out=path, **{**OPTIONS, "batch_size": 2, **changes}))
 
 
 @pytest.mark.parametrize("in_order", [True, False])
@@ -264,7 +265,7 @@ import sys, torch, dgemma
 torch.manual_seed(0)
 model = dgemma.DiffusionGemma(dgemma.presets.tiny())
 prompts = ([5 + at % 400, 6] for at in range(40))
-for result in dgemma.generate_many(model, prompts, slots=4, out=sys.argv[1], steps=2, max_new_tokens=64):
+for result in dgemma.generate_many(model, prompts, batch_size=4, out=sys.argv[1], steps=2, max_new_tokens=64):
     pass
 """
 

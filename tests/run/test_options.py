@@ -49,12 +49,30 @@ def test_an_unknown_option_is_refused_by_the_function_that_got_it(function):
 @pytest.mark.parametrize("function", [dgemma.generate_many, generate_on_ray, generate_with_torchrun])
 @pytest.mark.parametrize(
     ("prompts", "options", "named"),
-    [(["Once"], {"slots": 0}, "slots must be"), (["Once"], {"out": 3}, "out must be"), ("Once", {}, "prompts must be")],
+    [
+        (["Once"], {"batch_size": 0}, "batch_size must be"),
+        (["Once"], {"out": 3}, "out must be"),
+        ("Once", {}, "prompts must be"),
+    ],
 )
 def test_functions_for_many_prompts_refuse_the_same_arguments_before_they_start(function, prompts, options, named):
     more = {"workers": 1} if function is generate_on_ray else {}
     with pytest.raises(ValueError, match=f"{function.__name__} {named}"):
         function(dgemma.DiffusionGemma(dgemma.presets.tiny()), prompts, **options, **more)
+
+
+@pytest.mark.parametrize("function", [dgemma.generate_many, generate_on_ray, generate_with_torchrun])
+def test_functions_for_many_prompts_take_slots_for_batch_size_but_not_both(function, recwarn):
+    more = {"workers": 1} if function is generate_on_ray else {}
+    model = dgemma.DiffusionGemma(dgemma.presets.tiny())
+    with pytest.raises(ValueError, match=f"{function.__name__} batch_size must be an integer of at least 1, got 0"):
+        function(model, ["Once"], slots=0, **more)
+    with pytest.raises(
+        TypeError, match=f"{function.__name__} slots is the earlier name of batch_size. Pass only batch"
+    ):
+        function(model, ["Once"], slots=2, batch_size=2, **more)
+    assert not recwarn.list
+    assert "slots" not in inspect.signature(function).parameters
 
 
 def test_a_model_that_is_not_a_denoiser_is_refused():

@@ -57,7 +57,7 @@ def test_ray_answers_every_prompt_once_when_a_worker_is_killed(tmp_path, monkeyp
     try:
         cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
         ray.init(address=cluster.address, runtime_env={"env_vars": environment}, log_to_driver=False)
-        options = {**OPTIONS, "workers": 2, "gpus_per_worker": 0, "slots": 3, "out": tmp_path / "run.jsonl"}
+        options = {**OPTIONS, "workers": 2, "gpus_per_worker": 0, "batch_size": 3, "out": tmp_path / "run.jsonl"}
         results = list(generate_on_ray(Mortal, PROMPTS, **options))
         monkeypatch.setattr(spread, "_Team", None)  # it would wait
         with pytest.raises(TypeError):
@@ -86,7 +86,7 @@ SCRIPT = """
 import json, sys
 from tests.run.test_spread import OPTIONS, PROMPTS, Mortal
 from dgemma.run.spread import generate_with_torchrun
-for result in generate_with_torchrun(Mortal(), PROMPTS, out=sys.argv[1], slots=3, **OPTIONS):
+for result in generate_with_torchrun(Mortal(), PROMPTS, out=sys.argv[1], batch_size=3, **OPTIONS):
     print(json.dumps([result.index, result.new_tokens.tolist()]))
 """
 

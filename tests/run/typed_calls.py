@@ -14,7 +14,8 @@ dgemma.infill(model, tokens, [(2, 4)], steps=3, progress=False)
 for _ in dgemma.stream(model, tokens, stop=None, frozen=None):
     pass
 dgemma.edit(model, tokens, noise_level=0.4, allowed=[7, 8], record_top=3)
-dgemma.generate_many(model, ["Once"], slots=2, steps=3, out="run.jsonl")
+dgemma.generate_many(model, ["Once"], batch_size=2, steps=3, out="run.jsonl")
+dgemma.generate_many(model, ["Once"], slots=2)
 
 dgemma.generate(model, tokens, stepz=3)  # type: ignore[call-arg]
 dgemma.generate(model, tokens, steps="many")  # type: ignore[arg-type]
@@ -23,7 +24,7 @@ dgemma.infill(model, tokens, [(2, 4)], max_new_tokens=8)  # type: ignore[call-ar
 dgemma.edit(model, tokens, stepz=3)  # type: ignore[call-arg]
 dgemma.edit(model, tokens, record="all")  # type: ignore[arg-type]
 dgemma.generate_many(model, ["Once"], stepz=3)  # type: ignore[call-arg]
-dgemma.generate_many(model, ["Once"], slots="8")  # type: ignore[arg-type]
+dgemma.generate_many(model, ["Once"], batch_size="8")  # type: ignore[arg-type]
 generate_with_torchrun(model, ["Once"], canvas=tokens)  # type: ignore[call-arg]
 
 dgemma.train.TrainConfig(steps=1, batch_size=1, precision="weights")

@@ -108,13 +108,13 @@ def main() -> None:
     parser.add_argument("--model", default="dgemma/text")
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--slots", type=int, default=32)
+    parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--max-queue", type=int, default=128)
     parser.add_argument("--steps", type=int, default=4, help="forwards of each answer, which has one canvas")
     arguments = parser.parse_args()
     pairs = expected_texts(arguments.model, 23, arguments.steps)
     canvas_len = dgemma.DiffusionGemma.from_pretrained(arguments.model).config.canvas_length
-    options = ("--slots", str(arguments.slots), "--max-queue", str(arguments.max_queue))
+    options = ("--batch-size", str(arguments.batch_size), "--max-queue", str(arguments.max_queue))
     process, port = start_server(arguments.model, *options)
     try:
         load = Load(arguments.model, port, pairs, arguments.steps, canvas_len)

@@ -80,7 +80,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(folder):
-    server = Server(folder, free_port(), "--slots", "4", "--max-queue", "16")
+    server = Server(folder, free_port(), "--batch-size", "4", "--max-queue", "16")
     yield server
     server.process.terminate()
     assert server.process.wait(30) in (0, 128 + signal.SIGTERM)
@@ -122,7 +122,7 @@ def test_many_clients_get_their_own_answers_or_a_429(server):
     with ThreadPoolExecutor(40) as pool:
         results = list(pool.map(run, range(60)))
     answered = [(at, text) for at, text in results if text is not None]
-    # The server has 4 slots and a queue of 16. If all clients ask before it takes a request from the queue, only 16
+    # The server has 4 rows and a queue of 16. If all clients ask before it takes a request from the queue, only 16
     # requests fit.
     assert len(answered) >= 16
     assert all(text == alone[at] for at, text in answered)

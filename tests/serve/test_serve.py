@@ -45,7 +45,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def client(model):
-    with TestClient(create_app(model, TOKENIZER, name="toy", slots=2), base_url="http://localhost") as client:
+    with TestClient(create_app(model, TOKENIZER, name="toy", batch_size=2), base_url="http://localhost") as client:
         yield client
 
 
@@ -205,7 +205,7 @@ def test_a_required_tool_is_called_in_the_form_of_openai(model):
     pytest.importorskip("outlines_core")
     parameters = {"type": "object", "properties": {"far": {"type": "boolean"}}, "required": ["far"]}
     tool = {"type": "function", "function": {"name": "look", "parameters": parameters}}
-    with TestClient(create_app(model, WithTools(), name="toy", slots=2)) as client:
+    with TestClient(create_app(model, WithTools(), name="toy", batch_size=2)) as client:
         choice = chat(client, tools=[tool], tool_choice="required", seed=1, max_tokens=64).json()["choices"][0]
         assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
         (call,) = choice["message"]["tool_calls"]
@@ -324,8 +324,13 @@ def test_a_local_server_does_not_answer_for_other_hosts(model):
             assert client.get("/health", headers={"Host": host}).status_code == 200
 
 
-def test_a_server_without_slots_is_refused(model):
-    with pytest.raises(ValueError, match="create_app slots must be >= 1, got 0"):
+def test_a_server_without_rows_is_refused(model):
+    with pytest.raises(ValueError, match="create_app batch_size must be >= 1, got 0"):
+        create_app(model, TOKENIZER, name="toy", batch_size=0)
+    with (
+        pytest.warns(DeprecationWarning, match="create_app slots is now batch_size"),
+        pytest.raises(ValueError, match="create_app batch_size must be >= 1, got 0"),
+    ):
         create_app(model, TOKENIZER, name="toy", slots=0)
 
 
@@ -343,7 +348,7 @@ def test_the_engine_refuses_cancels_and_times_out():
     model = Slow(CONFIG)
 
     async def scenario():
-        engine = Engine(model, slots=1, max_queue=1)
+        engine = Engine(model, batch_size=1, max_queue=1)
         long = engine.submit(plan_of(model, max_new_tokens=64), seconds=60, drafts=False)
         while not engine.num_running:
             await asyncio.sleep(0.001)
@@ -377,7 +382,7 @@ def test_a_batch_that_fails_does_not_stop_the_engine():
     model = Broken(CONFIG)
 
     async def scenario():
-        engine = Engine(model, slots=2, max_queue=4)
+        engine = Engine(model, batch_size=2, max_queue=4)
         bad = dgemma.read_plan(model, torch.tensor([[5, 6, 7]]))
         with pytest.raises(ApiError, match="The model failed: RuntimeError: out of memory"):
             [event async for event in engine.submit(bad, seconds=60, drafts=False).events()]

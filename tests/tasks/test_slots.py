@@ -104,7 +104,7 @@ def test_later_slots_depend_on_earlier_answers():
 
 
 def draw_often(template, **options):
-    return decide_many(ToyModel(), [template] * 400, noise=toy.mask_noise(), greedy=False, max_rows=200, **options)
+    return decide_many(ToyModel(), [template] * 400, noise=toy.mask_noise(), greedy=False, batch_size=200, **options)
 
 
 def test_drawn_choices_follow_the_probabilities():
@@ -119,7 +119,7 @@ def test_each_distinct_canvas_is_predicted_once():
     slots(model, [[BOS], Slot([[0], [1], [2]]), [1]], noise=toy.mask_noise())
     assert model.num_rows == 1
     model = ToyModel()
-    slots(model, [[BOS], Slot([[0, 0], [0, 1], [1, 0]]), [1]], noise=toy.mask_noise(), max_rows=1)
+    slots(model, [[BOS], Slot([[0, 0], [0, 1], [1, 0]]), [1]], noise=toy.mask_noise(), batch_size=1)
     assert model.num_rows == 3  # the canvases __, 0_ and 1_
 
 
@@ -233,9 +233,18 @@ def test_a_real_model_gives_a_distribution_over_the_options(model, noise):
         assert choice.index == int(choice.probabilities.argmax())
     a, b = (list(choice.option) for choice in filled.answers)
     assert filled.tokens.tolist() == [2, 40, 41, *a, 60, 61, *b, 80]
-    few_rows = slots(model, template, noise=noise, max_rows=2)
+    few_rows = slots(model, template, noise=noise, batch_size=2)
     for one, other in zip(filled.answers, few_rows.answers, strict=True):
         torch.testing.assert_close(one.probabilities, other.probabilities, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("function", "templates"), [(slots, [[BOS]]), (decide_many, [[[BOS]]])])
+def test_the_earlier_name_of_batch_size_works_with_a_warning(function, templates):
+    with (
+        pytest.warns(DeprecationWarning, match=f"{function.__name__} max_rows is now batch_size"),
+        pytest.raises(ValueError, match=f"{function.__name__} batch_size must be an integer of at least 1, got 0"),
+    ):
+        function(ToyModel(), templates, noise=toy.mask_noise(), max_rows=0)
 
 
 def test_under_uniform_noise_probabilities_are_means_over_draws(model):
@@ -261,7 +270,7 @@ def test_a_batch_decides_each_template_as_if_it_were_alone(model, mode):
         [[2, 44, 45], Slot([[50], [53], [54]])],
     ]
     options = {"mode": mode, "greedy": False, "num_draws": 2, "horizon": 2, "temperature": 1.5}
-    together = list(decide_many(model, ragged, seed=7, max_rows=3, progress=False, **options))
+    together = list(decide_many(model, ragged, seed=7, batch_size=3, progress=False, **options))
     for row, filled in enumerate(together):
         alone = slots(model, ragged[row], seed=7 + row, **options)
         assert torch.equal(filled.tokens, alone.tokens)
@@ -277,7 +286,7 @@ def test_templates_are_read_as_they_are_needed_and_a_bad_one_is_named():
             taken.append(number)
             yield [[BOS], Slot([[0], [1]])] if number < 5 else [[BOS]]
 
-    answers = decide_many(ToyModel(), templates(), noise=toy.mask_noise(), max_rows=2)
+    answers = decide_many(ToyModel(), templates(), noise=toy.mask_noise(), batch_size=2)
     assert taken == []
     next(answers)
     assert taken == [0, 1]

@@ -152,7 +152,7 @@ def test_a_cache_is_cloned_selected_joined_and_rolled_back(bert):
 def test_many_prompts_of_other_lengths_write_the_tokens_of_generate(bert):
     prompts = [torch.tensor([5, 6, 7, 8]), torch.tensor([9]), torch.tensor([4, 5])]
     options = {"max_new_tokens": 12, "steps": 3, "eos_token_ids": []}
-    results = list(dgemma.generate_many(bert, prompts, slots=2, **options))
+    results = list(dgemma.generate_many(bert, prompts, batch_size=2, **options))
     for at, (got, row) in enumerate(zip(results, prompts, strict=True)):
         assert torch.equal(got.new_tokens, dgemma.generate(bert, row[None], seed=[at], **options).new_tokens[0])
 

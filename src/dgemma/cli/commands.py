@@ -53,8 +53,14 @@ def _add_generate(commands: Any) -> None:
         metavar="FILE",
         help="JSON lines file for the results; prompts with a result in it are skipped",
     )
-    group.add_argument("--slots", type=types.count, default=8, metavar="N", help="prompts at a time (%(default)s)")
+    group.add_argument("--batch-size", type=types.count, default=8, metavar="B", help="prompts at a time (%(default)s)")
+    _add_earlier_batch_size(group, "--slots")
     _add_options(parser)
+
+
+def _add_earlier_batch_size(parser: Any, name: str) -> None:
+    """Add a name that `--batch-size` had in earlier versions; the help does not show it."""
+    parser.add_argument(name, dest="batch_size", type=types.count, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def _add_race(commands: Any) -> None:
@@ -202,10 +208,7 @@ def _add_bench(commands: Any) -> None:
         epilog="example:\n  dgemma bench --batch-size 4 --steps 16",
     )
     parser.add_argument("--batch-size", type=types.count, default=1, metavar="B", help="rows per batch (%(default)s)")
-    # The name in earlier versions.
-    parser.add_argument(
-        "--batch", dest="batch_size", type=types.count, default=argparse.SUPPRESS, help=argparse.SUPPRESS
-    )
+    _add_earlier_batch_size(parser, "--batch")
     parser.add_argument(
         "--prefix", type=types.count, default=64, metavar="P", help="tokens in the prefix (%(default)s)"
     )
@@ -355,7 +358,7 @@ def _add_serve(commands: Any) -> None:
         description="Serve a model with an OpenAI-compatible API, and a page to try it. Needs pip install "
         "'dgemma[serve]'.",
         epilog="examples:\n  dgemma serve\n      then open http://127.0.0.1:8000\n"
-        "  dgemma serve -m google/diffusiongemma-26B-A4B-it --fast --slots 16\n"
+        "  dgemma serve -m google/diffusiongemma-26B-A4B-it --fast --batch-size 16\n"
         "  dgemma serve --replay run.html\n      then open /replay: click a word of the run, and the model writes it "
         "again\n\n"
         f"If the variable {API_KEY} is set, requests need that key.",
@@ -368,8 +371,13 @@ def _add_serve(commands: Any) -> None:
     )
     group.add_argument("--name", metavar="NAME", help="the model's name for clients (as in -m)")
     group.add_argument(
-        "--slots", type=types.count, default=8, metavar="N", help="requests that are denoised together (%(default)s)"
+        "--batch-size",
+        type=types.count,
+        default=8,
+        metavar="B",
+        help="requests that are denoised together (%(default)s)",
     )
+    _add_earlier_batch_size(group, "--slots")
     group.add_argument(
         "--max-queue", type=types.count, default=256, metavar="N", help="requests that may wait (%(default)s)"
     )

@@ -34,7 +34,7 @@ def run_serve(arguments: argparse.Namespace) -> None:
         loading.load_denoiser(arguments),
         tokenizer,
         name=arguments.name or arguments.model,
-        slots=arguments.slots,
+        batch_size=arguments.batch_size,
         api_key=key,
         limits=limits,
         hosts=(*_LOCAL, "[::1]") if is_local else None,

@@ -75,7 +75,7 @@ def _generate_many(arguments: argparse.Namespace) -> None:
     results = (generate_with_torchrun if is_shared else generate_many)(
         writer.denoiser,
         prompts,
-        slots=arguments.slots,
+        batch_size=arguments.batch_size,
         out=arguments.out,
         tokenizer=writer.tokenizer,
         in_order=False,

@@ -261,7 +261,7 @@ class DiffusionLM(TemplateLM):
             results = generate_many(
                 self.model,
                 prompts,
-                slots=self.batch_rows,
+                batch_size=self.batch_rows,
                 tokenizer=self.tokens,
                 progress=not disable_tqdm,
                 **{**self.settings, **dict(sampled)},
@@ -386,7 +386,7 @@ class DiffusionLM(TemplateLM):
             {"tokens": pair.context, "max_new_tokens": len(pair.continuation), "seed": self.seed} for pair in pairs
         ]
         results = generate_many(
-            self.model, prompts, slots=self.batch_rows, tokenizer=self.tokens, progress=False, **self.settings
+            self.model, prompts, batch_size=self.batch_rows, tokenizer=self.tokens, progress=False, **self.settings
         )
         return [
             result.new_tokens[: len(pair.continuation)].tolist() == pair.continuation

@@ -17,7 +17,7 @@ from dgemma.checks import as_int, as_lists, check_flags, require, short_repr, sh
 from dgemma.files import open_file
 from dgemma.progress import progress_bar
 from dgemma.run.batch import Batch, Row
-from dgemma.run.options import Default, TextOptions, fill_in, select, takes_options
+from dgemma.run.options import Default, TextOptions, fill_in, renames, select, takes_options
 from dgemma.run.plan import Plan, read_plan
 from dgemma.run.run_file import RunFile
 from dgemma.run.step import Denoiser, check_denoiser
@@ -44,21 +44,31 @@ class Completion:
 class ManyOptions(TextOptions, total=False):
     """Options of `generate_many`, which describes them, and of its forms on several GPUs."""
 
-    slots: Annotated[int, Default(8)]
+    batch_size: Annotated[int, Default(8)]
     out: str | Path | None
     tokenizer: Tokenizer | None
     in_order: Annotated[bool, Default(True)]
     progress: Annotated[bool, Default(True)]
 
 
+class ManyOrSlots(ManyOptions, total=False):
+    """The options of `generate_many`, for type checkers: `slots` is the earlier name of `batch_size`."""
+
+    slots: int
+
+
+takes_slots = renames("slots", "batch_size", warn=False)
+
+
+@takes_slots
 @takes_options(ManyOptions)
-def generate_many(model: Denoiser, prompts: Iterable[Any], **options: Unpack[ManyOptions]) -> Iterator[Completion]:
-    """Generate from many prompts, `slots` at a time, and yield a `Completion` for each.
+def generate_many(model: Denoiser, prompts: Iterable[Any], **options: Unpack[ManyOrSlots]) -> Iterator[Completion]:
+    """Generate from many prompts, `batch_size` at a time, and yield a `Completion` for each.
 
     When a row finishes, the next prompt takes its place; the other rows do not wait. In float32 on a CPU the tokens are
     those of `generate`, prompt by prompt, unless rounding decides between two almost equally probable tokens.
 
-    - `prompts`: any iterable. It is read as slots become free. A prompt is a text, a chat (a list of messages), token
+    - `prompts`: any iterable. It is read as rows become free. A prompt is a text, a chat (a list of messages), token
       ids (N,), or a dictionary with "prompt", "messages" or "tokens". A dictionary may also have "id", which is copied
       into the result, and its own "seed" and "max_new_tokens".
     - `seed`: prompt i has seed + i.
@@ -75,26 +85,27 @@ def generate_many(model: Denoiser, prompts: Iterable[Any], **options: Unpack[Man
     many = read_many("generate_many", prompts, options)
     reader = PromptReader(model, many["tokenizer"], select(options, TextOptions))
     file = None if many["out"] is None else RunFile(many["out"], reader.describe())
-    completed = _complete(model, reader, enumerate(prompts), slots=many["slots"], file=file)
+    completed = _complete(model, reader, enumerate(prompts), batch_size=many["batch_size"], file=file)
     return present(completed, prompts, in_order=many["in_order"], progress=many["progress"])
 
 
 def read_many(owner: str, prompts: Iterable[Any], options: ManyOptions) -> ManyOptions:
     """Check the prompts and the options of `generate_many`, and fill in the defaults.
 
-    Example: `read_many("generate_many", ["Once"], {})["slots"]` is 8.
+    Example: `read_many("generate_many", ["Once"], {})["batch_size"]` is 8.
     """
     many = fill_in(options, ManyOptions)
-    tokenizer, out, slots = many["tokenizer"], many["out"], as_int(many["slots"])
+    tokenizer, out, batch_size = many["tokenizer"], many["out"], as_int(many["batch_size"])
     check_flags(owner, in_order=many["in_order"], progress=many["progress"])
     is_tokenizer = tokenizer is None or isinstance(tokenizer, Tokenizer)
     require(is_tokenizer, f"{owner} tokenizer", "be a Tokenizer or None", tokenizer)
     require(out is None or isinstance(out, str | Path), f"{owner} out", "be a path or None", out)
-    require(slots is not None and slots >= 1, f"{owner} slots", "be an integer of at least 1", many["slots"])
+    is_count = batch_size is not None and batch_size >= 1
+    require(is_count, f"{owner} batch_size", "be an integer of at least 1", many["batch_size"])
     is_one = isinstance(prompts, str | bytes | Mapping | type) or getattr(prompts, "ndim", 1) == 0
     if is_one or not isinstance(prompts, Iterable):
         raise ValueError(f"{owner} prompts must be a collection of prompts, got {show(prompts)}. Write [prompt].")
-    return ManyOptions(**{**many, "slots": slots or 1})
+    return ManyOptions(**{**many, "batch_size": batch_size or 1})
 
 
 class PromptFile:
@@ -243,14 +254,14 @@ def _as_entry(prompt: Any, owner: str) -> Mapping[str, Any]:
 
 
 def _complete(
-    model: Denoiser, reader: PromptReader, prompts: Iterator[tuple[int, Any]], *, slots: int, file: RunFile | None
+    model: Denoiser, reader: PromptReader, prompts: Iterator[tuple[int, Any]], *, batch_size: int, file: RunFile | None
 ) -> Iterator[Completion]:
     """Yield results as they finish, or as they are found in the file."""
     batch = Batch(model)
     running: dict[int, Any] = {}  # prompts by index
     with nullcontext() if file is None else file:
         while True:
-            while len(batch) < slots and (following := next(prompts, None)) is not None:
+            while len(batch) < batch_size and (following := next(prompts, None)) is not None:
                 index, prompt = following
                 if file is not None and index in file:
                     yield load_completion(file, index, prompt)

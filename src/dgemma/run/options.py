@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_type_hints
 
@@ -105,6 +106,29 @@ def takes_options(options: type) -> Callable[[Function], Function]:
 
         checked.__signature__ = signature.replace(parameters=[*own, *listed])  # type: ignore[attr-defined]
         return checked  # type: ignore[return-value]
+
+    return decorate
+
+
+def renames(old: str, new: str, *, warn: bool = True) -> Callable[[Function], Function]:
+    """Accept the earlier name of a keyword argument. The signature shows only the new one.
+
+    Example: `renames("max_rows", "batch_size")`, as the outermost decorator of a function.
+    """
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def renamed(*args: Any, **kwargs: Any) -> Any:
+            if old in kwargs:
+                if new in kwargs:
+                    raise TypeError(f"{function.__name__} {old} is the earlier name of {new}. Pass only {new}.")
+                if warn:
+                    message = f"{function.__name__} {old} is now {new}. Change the name."
+                    warnings.warn(message, DeprecationWarning, stacklevel=2)
+                kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return renamed  # type: ignore[return-value]
 
     return decorate
 

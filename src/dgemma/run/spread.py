@@ -22,12 +22,14 @@ from dgemma.run.batch import Batch
 from dgemma.run.many import (
     Completion,
     ManyOptions,
+    ManyOrSlots,
     PromptReader,
     load_completion,
     present,
     read_many,
     restore_completion,
     store_completion,
+    takes_slots,
 )
 from dgemma.run.options import TextOptions, select, takes_options
 from dgemma.run.run_file import RunFile
@@ -48,10 +50,10 @@ class Worker:
         self,
         load: Callable[[], Denoiser],
         tokenizer: Tokenizer | None,
-        slots: int,
+        batch_size: int,
         options: Mapping[str, Any],
     ) -> None:
-        self.model, self.slots = load(), slots
+        self.model, self.batch_size = load(), batch_size
         self.reader = PromptReader(self.model, tokenizer, options)
         self._batch = Batch(self.model)
         self._waiting: deque[tuple[int, Any]] = deque()
@@ -76,7 +78,7 @@ class Worker:
 
     def step(self) -> list[dict[str, Any]]:
         """Take one step of the batch, and return the prompts that finished in it."""
-        while self._waiting and len(self._batch) < self.slots:
+        while self._waiting and len(self._batch) < self.batch_size:
             index, prompt = self._waiting.popleft()
             self._batch.add(self.reader.read(index, prompt))
             self._running[index] = prompt
@@ -88,6 +90,7 @@ class Worker:
         ]
 
 
+@takes_slots
 @takes_options(ManyOptions)
 def generate_on_ray(
     load: Callable[[], Denoiser],
@@ -95,13 +98,13 @@ def generate_on_ray(
     *,
     workers: int,
     gpus_per_worker: float = 1,
-    **options: Unpack[ManyOptions],
+    **options: Unpack[ManyOrSlots],
 ) -> Iterator[Completion]:
     """Run `generate_many` on a Ray cluster, with a model per worker. Results and file are those of `generate_many`.
 
-    load: called once in each worker, returns its model. Each worker has at most twice `slots` prompts. If a worker is
-    lost, its prompts go to the others, and a new one is started. A prompt that was lost three times raises an error.
-    Call `ray.init` first to choose a cluster. Needs `pip install "dgemma[ray]"`.
+    load: called once in each worker, returns its model. Each worker has at most twice `batch_size` prompts. If a
+    worker is lost, its prompts go to the others, and a new one is started. A prompt that was lost three times raises an
+    error. Call `ray.init` first to choose a cluster. Needs `pip install "dgemma[ray]"`.
 
     Example: `generate_on_ray(lambda: DiffusionGemma.from_pretrained(path, device="cuda"), prompts, workers=8)`.
     """
@@ -120,8 +123,8 @@ def generate_on_ray(
             num_gpus,
         )
     actor = ray.remote(num_gpus=gpus_per_worker)(Worker)
-    tokenizer, slots = many["tokenizer"], many["slots"]
-    team = _Team(ray, lambda: actor.remote(load, tokenizer, slots, of_text), workers, most=2 * slots)
+    tokenizer, batch_size = many["tokenizer"], many["batch_size"]
+    team = _Team(ray, lambda: actor.remote(load, tokenizer, batch_size, of_text), workers, most=2 * batch_size)
     file = None if many["out"] is None else RunFile(many["out"], team.settings)
     completed = team.run(enumerate(prompts), file)
     return present(completed, prompts, in_order=many["in_order"], progress=many["progress"])
@@ -203,9 +206,10 @@ class _Team:
         self._calls[self._actors[at].describe.remote()] = at
 
 
+@takes_slots
 @takes_options(ManyOptions)
 def generate_with_torchrun(
-    model: Denoiser, prompts: Iterable[Any], **options: Unpack[ManyOptions]
+    model: Denoiser, prompts: Iterable[Any], **options: Unpack[ManyOrSlots]
 ) -> Iterator[Completion]:
     """Run `generate_many` in every process of torchrun. The first process writes the file and yields all results.
 
@@ -222,7 +226,7 @@ def generate_with_torchrun(
     store, rank, world_size = next(iter(dist.rendezvous("env://")))
     # The store outlives a restart, so each attempt has its own keys.
     shared = dist.PrefixStore(f"dgemma-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-    worker = Worker(lambda: model, many["tokenizer"], many["slots"], select(options, TextOptions))
+    worker = Worker(lambda: model, many["tokenizer"], many["batch_size"], select(options, TextOptions))
     file = RunFile(many["out"], worker.describe()) if many["out"] is not None and rank == 0 else None
     if rank > 0:
         done = set(json.loads(shared.get("done")))
@@ -238,12 +242,12 @@ def generate_with_torchrun(
 
 
 def _take_turns(worker: Worker, prompts: Iterable[Any], shared: dist.Store, done: set[int]) -> Iterator[dict[str, Any]]:
-    """Take prompts as slots become free, and yield finished ones. Prompts that other processes took are skipped."""
+    """Take prompts as rows become free, and yield finished ones. Prompts that other processes took are skipped."""
     remaining = enumerate(prompts)
     is_exhausted = False
     new: list[tuple[int, Any]] = []
     while worker.num_prompts or not is_exhausted:
-        while not is_exhausted and worker.num_prompts + len(new) < worker.slots:
+        while not is_exhausted and worker.num_prompts + len(new) < worker.batch_size:
             wanted = shared.add("next", 1) - 1
             if wanted in done:
                 continue

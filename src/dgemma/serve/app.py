@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import require
+from dgemma.run.options import renames
 from dgemma.run.step import Denoiser
 from dgemma.serve.engine import Engine
 from dgemma.serve.errors import ApiError
@@ -26,12 +27,13 @@ from dgemma.serve.service import Service
 from dgemma.view.html import read_policy
 
 
+@renames("slots", "batch_size")
 def create_app(
     model: Denoiser,
     tokenizer: Tokenizer,
     *,
     name: str,
-    slots: int = 8,
+    batch_size: int = 8,
     api_key: str | None = None,
     limits: Limits | None = None,
     hosts: tuple[str, ...] | None = None,
@@ -39,16 +41,16 @@ def create_app(
 ) -> FastAPI:
     """Return the server as an ASGI application; run it with uvicorn.
 
-    name: the id that clients pass as `model`. slots: requests that are denoised at a time. hosts: values of the Host
+    name: the id that clients pass as `model`. batch_size: requests that run together. hosts: values of the Host
     header that are answered; None answers all. With an api_key, requests need `Authorization: Bearer KEY`.
     replay: a page of `to_html`, shown at /replay; a click there removes a word, and the model fills the hole.
 
     Example: `uvicorn.run(create_app(model, tokenizer, name="text"), host="127.0.0.1", port=8000)`.
     """
-    require(slots >= 1, "create_app slots", "be >= 1", slots)
+    require(batch_size >= 1, "create_app batch_size", "be >= 1", batch_size)
     limits = limits or Limits()
     policy = None if replay is None else read_policy(replay)
-    engine = Engine(model, slots=slots, max_queue=limits.queue)
+    engine = Engine(model, batch_size=batch_size, max_queue=limits.queue)
     service = Service(model, tokenizer, name, engine, limits, Metrics(engine))
 
     @contextlib.asynccontextmanager

@@ -70,16 +70,16 @@ class Job:
 
 
 class Engine:
-    """Runs at most `slots` requests at a time in one thread; up to `max_queue` more wait.
+    """Runs at most `batch_size` requests at a time in one thread; up to `max_queue` more wait.
 
     Requests with the same sampler, temperature and noise share a batch. A request that fails, is cancelled or runs out
     of time frees its place; the others go on.
 
-    Example: `engine = Engine(model, slots=8, max_queue=64); job = engine.submit(plan, seconds=60, drafts=False)`.
+    Example: `engine = Engine(model, batch_size=8, max_queue=64); job = engine.submit(plan, seconds=60, drafts=False)`.
     """
 
-    def __init__(self, model: Denoiser, *, slots: int, max_queue: int) -> None:
-        self.model, self.slots, self.max_queue = model, slots, max_queue
+    def __init__(self, model: Denoiser, *, batch_size: int, max_queue: int) -> None:
+        self.model, self.batch_size, self.max_queue = model, batch_size, max_queue
         self.num_steps = 0  # of all batches
         self._queue: deque[Job] = deque()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -174,7 +174,7 @@ class Engine:
             del self._running[row]
 
     def _admit(self) -> None:
-        while self._queue and len(self._running) < self.slots:
+        while self._queue and len(self._running) < self.batch_size:
             job = self._queue.popleft()
             self._running[job.row] = job
             self._batches.setdefault(_key(job.row), Batch(self.model)).add(job.row)

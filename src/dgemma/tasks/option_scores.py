@@ -102,8 +102,8 @@ def layouts_of(pieces: Sequence[Piece], places: Sequence[int], canvas_len: int, 
 class Reader:
     """Reads prefixes, and predicts canvases with open positions. Equal canvases of a row are predicted once."""
 
-    def __init__(self, model: Denoiser, noise: Noise, num_draws: int, max_rows: int) -> None:
-        self.model, self.noise, self.max_rows = model, noise, max_rows
+    def __init__(self, model: Denoiser, noise: Noise, num_draws: int, batch_size: int) -> None:
+        self.model, self.noise, self.batch_size = model, noise, batch_size
         self.num_draws = num_draws if noise.mask_token is None else 1  # masks are not random
 
     def read(self, texts: Sequence[Sequence[int]], cache: Cache | None) -> Cache:
@@ -136,8 +136,8 @@ class Reader:
             by_canvas.setdefault((factor.row, factor.canvas), []).append(factor)
         work = [(asked, draw) for asked in by_canvas.values() for draw in range(self.num_draws)]
         found: dict[Factor, list[float]] = {}
-        for start in range(0, len(work), self.max_rows):
-            chunk = work[start : start + self.max_rows]
+        for start in range(0, len(work), self.batch_size):
+            chunk = work[start : start + self.batch_size]
             for factor, log_prob in self._predict(cache, chunk, seeds, block):
                 found.setdefault(factor, []).append(log_prob)
         return {factor: _log_mean(values) for factor, values in found.items()}

@@ -23,7 +23,7 @@ from dgemma.model.cache import Cache
 from dgemma.progress import progress_bar
 from dgemma.run.arguments import check_vocabulary
 from dgemma.run.defaults import learnt_noise
-from dgemma.run.options import Default, fill_in, takes_options
+from dgemma.run.options import Default, fill_in, renames, takes_options
 from dgemma.run.step import Denoiser, check_denoiser
 from dgemma.tasks.option_scores import Blank, Layout, Piece, Reader, layouts_of
 
@@ -116,9 +116,10 @@ class SlotOptions(TypedDict, total=False):
     horizon: Annotated[int, Default(8)]
     num_draws: Annotated[int, Default(4)]
     tail_token_id: int | None
-    max_rows: Annotated[int, Default(8)]
+    batch_size: Annotated[int, Default(8)]
 
 
+@renames("max_rows", "batch_size")
 @typed
 @takes_options(SlotOptions)
 def slots(model: Denoiser, template: Template, **options: Unpack[SlotOptions]) -> FilledTemplate:
@@ -132,6 +133,7 @@ def slots(model: Denoiser, template: Template, **options: Unpack[SlotOptions]) -
     return filler.fill([filler.read("slots template", template, 0)])[0]
 
 
+@renames("max_rows", "batch_size")
 @typed
 @takes_options(SlotOptions)
 def decide_many(
@@ -139,7 +141,7 @@ def decide_many(
 ) -> Iterator[FilledTemplate]:
     """Fill the slots of any number of templates, and yield a `FilledTemplate` for each, in order.
 
-    templates: any iterable, read `max_rows` at a time. A template has fixed pieces and `Slot`s in order, fixed text
+    templates: any iterable, read `batch_size` at a time. A template has fixed pieces and `Slot`s in order, fixed text
     first. Pieces are token ids, or texts with a `tokenizer` (each tokenized separately, the first after bos).
 
     - `mode`: "sequential" fills slots from left to right, each given the answers before it. "independent" gives the
@@ -153,7 +155,7 @@ def decide_many(
       token takes one forward.
     - `num_draws`: without a mask token, open positions are drawn this many times, and probabilities are averaged.
     - `tail_token_id` fills the canvas after the template; None leaves it open.
-    - `max_rows` canvases are predicted at once.
+    - `batch_size` canvases are predicted at once.
 
     Example: `for filled in decide_many(model, templates, threshold=0.9): print(filled["mood"].option)`.
     """
@@ -212,7 +214,7 @@ def _index_of(slot: Slot, option: Any, number: int) -> int:
 def _decide(filler: "_Filler", templates: Iterable[Template], bar: Any) -> Iterator[FilledTemplate]:
     numbered = enumerate(templates)
     with bar:
-        while batch := list(itertools.islice(numbered, filler.max_rows)):
+        while batch := list(itertools.islice(numbered, filler.batch_size)):
             rows = [filler.read(f"decide_many templates[{number}]", template, number) for number, template in batch]
             for filled in filler.fill(rows):
                 bar.update()
@@ -254,7 +256,7 @@ class _Filler:
         given: Any = fill_in(options, SlotOptions)
         noise = learnt_noise(model) if given["noise"] is None else given["noise"]
         check_vocabulary(noise, model.config)
-        for name, least in (("num_draws", 1), ("max_rows", 1), ("horizon", 0)):
+        for name, least in (("num_draws", 1), ("batch_size", 1), ("horizon", 0)):
             require(given[name] >= least, f"{owner} {name}", f"be an integer of at least {least}", given[name])
         require(-(2**63) <= given["seed"] < 2**63, f"{owner} seed", "fit into 64 bits", given["seed"])
         require(0 < given["temperature"] < math.inf, f"{owner} temperature", "be above 0", given["temperature"])
@@ -267,9 +269,9 @@ class _Filler:
             )
         self.model, self.noise, self.tokenizer, self.mode = model, noise, given["tokenizer"], given["mode"]
         self.temperature, self.threshold, self.greedy = given["temperature"], given["threshold"], given["greedy"]
-        self.horizon, self.max_rows, self.seed = given["horizon"], given["max_rows"], given["seed"]
+        self.horizon, self.batch_size, self.seed = given["horizon"], given["batch_size"], given["seed"]
         self.tail = [] if tail is None else [tail] * model.config.canvas_length
-        self.reader = Reader(model, noise, given["num_draws"], given["max_rows"])
+        self.reader = Reader(model, noise, given["num_draws"], given["batch_size"])
 
     def read(self, owner: str, template: Template, number: int) -> _TemplateRow:
         """Tokenize a template and check it."""
