@@ -583,3 +583,16 @@ def test_errors_of_a_source_reach_the_caller(tmp_path):
 
     with pytest.raises(OSError, match="disk gone"):
         run(tmp_path, source=broken)
+
+
+@pytest.mark.parametrize(
+    "objective", [NextToken, lambda model, batch, seeds: None, 3], ids=["class", "function", "int"]
+)
+def test_an_objective_needs_the_members_of_measure(tmp_path, objective):
+    with pytest.raises(ValueError, match="train objective must be a Measure, got"):
+        run(tmp_path, objective=objective)
+
+
+def test_a_source_must_be_callable(tmp_path):
+    with pytest.raises(ValueError, match="train source must be a BatchSource, got 3"):
+        run(tmp_path, source=3)

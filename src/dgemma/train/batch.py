@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -106,6 +106,7 @@ class TrainBatch:
         return replace(self, **changes)
 
 
+@runtime_checkable
 class BatchSource(Protocol):
     """A pure function of (step, rows) that returns a batch, so that a resumed run sees the same batches.
 

@@ -81,9 +81,10 @@ def train(
     Example: `train(model, recipes.trl(model.config), source, TrainConfig(steps=2000, batch_size=64), out="run")`.
     """
     require_experts(model, "train")
-    for name, value, method in (("objective", objective, "total_counts"), ("source", source, "__call__")):
-        if not callable(value) or isinstance(value, type) or not hasattr(value, method):
-            require(False, f"train {name}", "be a Measure" if name == "objective" else "be a BatchSource", value)
+    for name, value, kind in (("objective", objective, Measure), ("source", source, BatchSource)):
+        # A class has these members too, but its instance is needed.
+        fits = isinstance(value, kind) and not isinstance(value, type)
+        require(fits, f"train {name}", f"be a {kind.__name__}", value)
     run = _Run(model, objective, source, config, Path(out), parallel or Parallel(), optimizer)
     with lock_folder(run.out) if run.parallel.is_main else nullcontext():
         run.start(allow_changes)

@@ -9,7 +9,7 @@ noise. All work over blocks, as in BD3-LM.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -54,6 +54,7 @@ class Terms:
     counts: Mapping[str, Tensor]
 
 
+@runtime_checkable
 class Measure(Protocol):
     """The interface of objectives. The call is a function of the model, the rows and their seeds alone.
 
