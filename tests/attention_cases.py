@@ -5,6 +5,7 @@ import torch
 import triton
 from torch import Tensor
 
+from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.attention import kernel as module
 from dgemma_kernels.ops.attention import reference
 
@@ -47,7 +48,7 @@ def exact(queries: Tensor, keys: Tensor, values: Tensor, length: Tensor, **mode:
 
 def pretend_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "is_hopper", lambda device: True)
-    monkeypatch.setattr(module, "GLUON_RAN_WITH", (triton.__version__,))
+    monkeypatch.setattr(configs, "GLUON_RAN_WITH", (triton.__version__,))
 
 
 # Errors of the interpreter.

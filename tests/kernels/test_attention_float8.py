@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 from torch import Tensor
 
 import attention_cases
@@ -60,7 +59,6 @@ def run_interpreted(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequ
     """
     if "native" not in request.node.name:
         pretend_hopper(monkeypatch)
-        monkeypatch.setattr(module, "GLUON_RAN_WITH", (triton.__version__,))
         monkeypatch.setattr(module, "_hopper_float8", interpreted)
         monkeypatch.setattr(module, "round_rows", norms_reference.round_rows)
         monkeypatch.setattr(module, "round_cache", on_gpu(module.round_cache))

@@ -25,6 +25,7 @@ from attention_cases import (
     native,
     pretend_hopper,
 )
+from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.attention import AttentionTile, attention, choose_kernel
 from dgemma_kernels.ops.attention import kernel as module
 from gluon_interpreter import Hazard, load
@@ -107,14 +108,15 @@ def test_a_tile_selects_the_triton_kernel(hopper, device):
 def test_auto_needs_a_tested_triton_for_the_hopper_kernel_and_names_its_version(hopper, monkeypatch):
     queries, keys = torch.empty(1, 32, 16, 256).bfloat16(), torch.empty(1, 8, 64, 256).bfloat16()
     assert choose_kernel(queries, keys, keys).kernel == "hopper"
-    monkeypatch.setattr(module, "GLUON_RAN_WITH", ("2.0.",))
+    monkeypatch.setattr(configs, "GLUON_RAN_WITH", ("2.0.",))
     choice = choose_kernel(queries, keys, keys)
     assert choice.kernel == "triton"
-    assert f'got {triton.__version__}: pip install "triton==2.0.*", or pass kernel="hopper"' in choice.reason
+    needs = f'Triton 2.0.*, got {triton.__version__} (pip install "triton==2.0.*")'
+    assert choice.reason == f'"auto" runs the Hopper kernel only with {needs}, "hopper" with any version'
 
 
 def test_an_explicit_kernel_runs_with_any_triton_and_any_number_of_rows(hopper, monkeypatch, device):
-    monkeypatch.setattr(module, "GLUON_RAN_WITH", ("2.0.",))
+    monkeypatch.setattr(configs, "GLUON_RAN_WITH", ("2.0.",))
     case = draw([5], 1, (2, 256), heads=4, dtype=torch.float16, device=device)
     want = attention(*case, kernel="triton")
     assert hopper == []

@@ -33,6 +33,7 @@ from dgemma_kernels.engine.graphs import CaptureError, Replay
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits
 from dgemma_kernels.engine.reading import LIMITS
 from dgemma_kernels.formats import ENCODERS
+from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.accept import kernel as accept
 from dgemma_kernels.ops.draws import kernel as draws
 from dgemma_kernels.ops.embedding import kernel as embedding
@@ -650,22 +651,32 @@ def test_unsupported_arguments_raise_with_a_reason(models, monkeypatch):
         accelerate(dgemma.DiffusionGemma(plain.config, device="cpu"))
 
 
-def test_the_reason_for_the_triton_kernel_of_attention_is_logged_and_is_a_warning_if_the_version_is_wrong(
-    monkeypatch, caplog, device
-):
+def test_the_reason_for_the_triton_kernel_of_attention_is_logged(caplog, device):
     caplog.set_level("INFO", "dgemma")
-    here = triton.__version__
-    cases = ((False, "2.0.", "INFO"), (True, here, "INFO"), (True, "2.0.", "WARNING"))
-    for is_hopper, tested_version, level in cases:
-        monkeypatch.setattr(forward, "is_hopper", lambda device, is_hopper=is_hopper: is_hopper)
-        monkeypatch.setattr(forward, "GLUON_RAN_WITH", (tested_version,))
-        accelerate(make_model(device))  # float32, which the Hopper kernel does not support
-        (record,) = caplog.records
-        assert record.levelname == level
-        assert record.message.startswith("accelerate runs the Triton kernel of attention: the Hopper kernel needs ")
-        caplog.clear()
+    accelerate(make_model(device))  # float32, which the Hopper kernel does not support
+    (record,) = caplog.records
+    assert record.levelname == "INFO"
+    assert record.message.startswith("accelerate runs the Triton kernel of attention: the Hopper kernel needs ")
+    caplog.clear()
     accelerate(make_model(device), attention="triton")  # requested, so there is nothing to explain
     assert not caplog.records
+
+
+def test_one_warning_names_all_kernels_that_another_version_of_triton_would_replace(monkeypatch, caplog, device):
+    caplog.set_level("INFO", "dgemma")
+    monkeypatch.setattr(forward, "is_hopper", lambda device: True)
+    monkeypatch.setattr(configs, "GLUON_RAN_WITH", ("2.0.",))
+    needs = f'others need Triton 2.0.*, got {triton.__version__} (pip install "triton==2.0.*").'
+    accelerate(make_model(device).bfloat16())
+    accelerate(make_model(device).bfloat16(), attention="triton")
+    accelerate(make_model(device).bfloat16(), "packed", attention="triton")  # the same with all versions
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("WARNING", f"accelerate runs slower kernels of attention and experts for long prompts: {needs}"),
+        ("WARNING", f"accelerate runs slower kernels of experts for long prompts: {needs}"),
+    ]
+    caplog.clear()
+    accelerate(make_model(device))  # float32, which no version replaces
+    assert {record.levelname for record in caplog.records} == {"INFO"}
 
 
 def test_uniform_draws_the_reference_bits(device):

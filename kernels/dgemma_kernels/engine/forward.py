@@ -27,7 +27,7 @@ from dgemma_kernels.ops.attention import (
     float8_factor,
     float8_obstacle,
 )
-from dgemma_kernels.ops.configs import GLUON_RAN_WITH, dense_config, expert_config, is_hopper, tensor_descriptors
+from dgemma_kernels.ops.configs import dense_config, expert_config, gluon_obstacle, is_hopper, tensor_descriptors
 from dgemma_kernels.ops.embedding import embed
 from dgemma_kernels.ops.experts import multiply_experts
 from dgemma_kernels.ops.mlp import dense_mlp, geglu, geglu_float8
@@ -93,8 +93,7 @@ class Forward:
             float8_factor(layer.key_norm) if prompt_attention and not layer.shape.is_sliding else 1.0
             for layer in weights.layers
         ]
-        if attention_kernel == "auto":
-            _log_triton(choices, table.device)
+        _log_choices(choices, weights, attention_kernel)
         # sqrt(hidden), rounded to the weights' dtype as in the published model
         self.embed_scale = float(torch.tensor(config.hidden_size**0.5, dtype=table.dtype))
         # The dense MLP runs next to the router and the experts, which wait for memory. Torch gives out 32 streams in
@@ -335,10 +334,17 @@ def _as(weight: Tensor | Quantized, rows: Tensor) -> Tensor | Quantized:
     return round_rows(rows) if isinstance(weight, Quantized) else rows
 
 
-def _log_triton(choices: Collection[KernelChoice], device: torch.device) -> None:
-    """Log why layers run attention's Triton kernel: a warning if another version of Triton would change that."""
-    wrong_version = is_hopper(device) and not triton.__version__.startswith(GLUON_RAN_WITH)
-    for choice in sorted(choices):
-        if choice.kernel == "triton":
-            level = logging.WARNING if wrong_version else logging.INFO
-            logger.log(level, "accelerate runs the Triton kernel of attention: %s.", choice.reason)
+def _log_choices(choices: Collection[KernelChoice], weights: ModelWeights, attention_kernel: KernelName) -> None:
+    """Warn if another version of Triton would be faster. Otherwise log why attention does not run its Hopper kernel."""
+    table = weights.embedding
+    untested = gluon_obstacle() if is_hopper(table.device) and table.dtype != torch.float32 else None
+    if untested is not None:
+        slower = ["attention"] if attention_kernel != "triton" else []
+        if isinstance(weights.layers[0].expert_gate_up, (Tensor, Quantized)):
+            slower.append("experts for long prompts")
+        if slower:
+            logger.warning("accelerate runs slower kernels of %s: others need %s.", " and ".join(slower), untested)
+    elif attention_kernel == "auto":
+        for choice in sorted(choices):
+            if choice.kernel == "triton":
+                logger.info("accelerate runs the Triton kernel of attention: %s.", choice.reason)

@@ -400,7 +400,7 @@ def expert_config(
     """
     tables = EXPERTS["bf16" if format == "float32" else format]
     table = tables.get(_tiles_of(device, format), tables["default"])
-    if not triton.__version__.startswith(GLUON_RAN_WITH):
+    if gluon_obstacle() is not None:
         table = tuple(config for config in table if not config.persistent)
     if one_order and format == "fp8":
         table = _of_one_order(table)
@@ -447,6 +447,17 @@ def dense_config(
 def _tiles_of(device: torch.device, format: str) -> str:
     """Return `gpu_name`, or "default" for weights of 4 bytes, which have no measured tiles."""
     return "default" if format == "float32" else gpu_name(device)
+
+
+def gluon_obstacle() -> str | None:
+    """Return the version of Triton that kernels in Gluon need, None if this version runs them.
+
+    Example: `gluon_obstacle()` is 'Triton 3.6.*, got 3.9.0 (pip install "triton==3.6.*")' with Triton 3.9.
+    """
+    if triton.__version__.startswith(GLUON_RAN_WITH):
+        return None
+    versions = ", ".join(f"{version}*" for version in GLUON_RAN_WITH)
+    return f'Triton {versions}, got {triton.__version__} (pip install "triton=={versions}")'
 
 
 def is_hopper(device: torch.device) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from dgemma_kernels.formats.float8 import Quantized
 from dgemma_kernels.ops.attention.kernel import check_arguments, hopper_obstacle
 from dgemma_kernels.ops.attention.parts import float8_unit
-from dgemma_kernels.ops.configs import GLUON_RAN_WITH
+from dgemma_kernels.ops.configs import gluon_obstacle
 from dgemma_kernels.ops.norms import round_rows
 
 _BLOCK = 128  # slots and columns per program
@@ -71,10 +71,7 @@ def float8_obstacle(queries: Tensor, keys: Tensor, values: Tensor) -> str | None
     """
     if queries.shape[3] != 512:
         return f"a head_dim of 512, got {queries.shape[3]}"
-    if not triton.__version__.startswith(GLUON_RAN_WITH):
-        versions = ", ".join(f"{version}*" for version in GLUON_RAN_WITH)
-        return f"Triton {versions}, got {triton.__version__}"
-    return hopper_obstacle(queries, keys, values)
+    return gluon_obstacle() or hopper_obstacle(queries, keys, values)
 
 
 def _hopper_float8() -> ModuleType:

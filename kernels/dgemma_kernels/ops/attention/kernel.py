@@ -23,7 +23,7 @@ from dgemma_kernels.ops.attention.parts import (
     part_of_keys,
     seen_slots,
 )
-from dgemma_kernels.ops.configs import GLUON_RAN_WITH, is_hopper, num_multiprocessors
+from dgemma_kernels.ops.configs import gluon_obstacle, is_hopper, num_multiprocessors
 
 KernelName = Literal["auto", "triton", "hopper"]
 
@@ -186,13 +186,8 @@ def choose_kernel(
     num_rows = queries.shape[1] * queries.shape[2] // keys.shape[1]
     if few_rows and num_rows <= _FEW_ROWS:
         return KernelChoice("triton", f"it is faster for at most {_FEW_ROWS} packed query rows, got {num_rows}")
-    if not triton.__version__.startswith(GLUON_RAN_WITH):
-        versions = ", ".join(f"{version}*" for version in GLUON_RAN_WITH)
-        return KernelChoice(
-            "triton",
-            f"the Hopper kernel was tested on a GPU only with Triton {versions}, got {triton.__version__}: "
-            f'pip install "triton=={versions}", or pass kernel="hopper"',
-        )
+    if untested := gluon_obstacle():
+        return KernelChoice("triton", f'"auto" runs the Hopper kernel only with {untested}, "hopper" with any version')
     return KernelChoice("hopper", "it can run and has more than 16 packed query rows")
 
 
@@ -222,7 +217,7 @@ def hopper_obstacle(queries: Tensor, keys: Tensor, values: Tensor) -> str | None
 def _computes_scores_once(head_dim: int, rotary_pairs: int | None, window: int | None, part: int) -> bool:
     """Return True if `hopper_shared` runs instead of `hopper`. With fixed parts `hopper` always runs, so that sums
     have one order."""
-    if rotary_pairs is None or window is not None or part or not triton.__version__.startswith(GLUON_RAN_WITH):
+    if rotary_pairs is None or window is not None or part or gluon_obstacle() is not None:
         return False
     return head_dim == _hopper_shared().TILE[2] and rotary_pairs <= _hopper_shared().ROTARY_PAIRS
 

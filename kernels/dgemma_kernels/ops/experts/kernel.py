@@ -26,12 +26,12 @@ from dgemma_kernels.formats.fourbit import COLS, OrderedRows
 from dgemma_kernels.formats.packed import DEPTH, HALF, ROWS, Weights
 from dgemma_kernels.ops.blocks import wait_for_launches_before
 from dgemma_kernels.ops.configs import (
-    GLUON_RAN_WITH,
     KEPT_OUTPUT,
     ExpertConfig,
     TileShape,
     dependent_launch,
     expert_config,
+    gluon_obstacle,
     is_hopper,
     tensor_descriptors,
 )
@@ -249,9 +249,7 @@ def float8_obstacle(gate_up_proj: ExpertWeights, down_proj: ExpertWeights) -> st
         return f"a model in bfloat16, got {gate_up_proj.dtype}"
     if not is_hopper(gate_up_proj.codes.device):
         return f"a Hopper GPU (compute capability 9.0), got weights on {gate_up_proj.codes.device}"
-    if not triton.__version__.startswith(GLUON_RAN_WITH):
-        return f"Triton {', '.join(GLUON_RAN_WITH)}*, got {triton.__version__}"
-    return None
+    return gluon_obstacle()
 
 
 def _fits_many(rows: Tensor, weights: ExpertWeights, tiles: ExpertTiles, width: int, hidden_width: int) -> bool:
