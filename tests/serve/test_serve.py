@@ -308,6 +308,10 @@ def test_a_key_is_needed_for_all_but_the_page_and_health(model):
         assert client.get("/health").status_code == client.get("/").status_code == 200
 
 
+def test_an_error_repeats_only_the_beginning_of_a_long_path(client):
+    assert len(client.get("/" + "a" * 10_000).json()["error"]["message"]) < 300
+
+
 def test_a_key_may_have_any_characters(model):
     with TestClient(create_app(model, TOKENIZER, name="toy", api_key="schlüssel 鍵")) as client:
         for key, status in (("schlüssel 鍵", 200), ("schlüssel", 401)):

@@ -84,7 +84,7 @@ def _describe_errors(app: FastAPI) -> None:
     async def http_error(request: Request, error: HTTPException) -> Response:
         if error.status_code == 400:  # FastAPI could not parse the body
             return await api_error(request, describe_mistake([{"type": "json_invalid"}]))
-        return await api_error(request, ApiError(error.status_code, f"{error.detail}: {request.url.path}"))
+        return await api_error(request, ApiError(error.status_code, f"{error.detail}: {request.url.path[:200]}"))
 
     @app.exception_handler(Exception)
     async def failure(request: Request, error: Exception) -> Response:
