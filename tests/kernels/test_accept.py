@@ -158,6 +158,15 @@ def test_the_verdict_counts_steps_and_detects_nan_and_stray_tokens(twin, device)
     assert result.verdict.tolist() == [[5, 0, 7, 7, 0], [0, 1, 0, 0, 0], [0, 0, 1, 0, 0]]
 
 
+@TWINS
+def test_the_verdict_reports_sampled_tokens_outside_the_vocabulary_that_were_not_accepted(twin, device):
+    tensors = inputs(torch.tensor([[0.2, 9.0]], device=device))  # the first one alone exceeds the bound of 0.1
+    tensors["tokens"][0, 1] = VOCAB
+    result = run(twin, tensors)
+    assert result.accepted.tolist() == [[True, False]]
+    assert result.verdict[2].tolist() == [1]
+
+
 LOGITS = torch.randn(4, 3, 24, 50, generator=torch.Generator().manual_seed(4)) * torch.linspace(1, 9, 24)[:, None]
 LOGITS[2:, :2] = LOGITS[
     1, :2

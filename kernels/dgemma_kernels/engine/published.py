@@ -1,7 +1,7 @@
 """The published sampler in one kernel launch, for CUDA graphs: its decision and all of `settle`.
 
-Results equal those of `dgemma.run.step.decide` and `settle` bit for bit, except that sums of entropies are rounded
-once.
+Results equal those of `dgemma.run.step.decide` and `settle` bit for bit, with two exceptions. Sums of entropies are
+rounded once. The verdict also reports sampled tokens outside the vocabulary that were not accepted.
 """
 
 from dataclasses import dataclass, replace
