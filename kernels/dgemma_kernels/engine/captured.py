@@ -107,7 +107,7 @@ class CapturedCausalStep:
             drawn, entropy = rule.draw(prediction, uniform)
             return settle_token(drawn, entropy, self._packed, stops, rule.pad_token_id)
 
-        launches = run if rule.top_k in (None, 1) and rule.top_p is None else predict  # see `_StaticStep.launch`
+        launches = run if rule.top_k in (None, 1) and rule.top_p is None else predict  # see `StaticStep.launch`
         self.graph = Replay(run, workspace.device, workspace.graph_memory, launches)
 
     def __call__(self, state: CausalState) -> CausalState:
@@ -168,8 +168,11 @@ class _StepOutcome(NamedTuple):
     sweep: VocabularySweep | None  # for `soften`; the graph returns it, so that its memory is not reused
 
 
-class _StaticStep:
-    """A denoising step over static tensors, for two graphs: `run`, and then `soften`."""
+class StaticStep:
+    """A denoising step over static tensors, for two graphs: `run`, and then `soften`.
+
+    With `postponed` tokens (B, C) the forward also reads these into the tail of the buffers, before the canvas.
+    """
 
     def __init__(
         self,
@@ -180,7 +183,7 @@ class _StaticStep:
         signal: Tensor | None,
         buffers: CacheBuffers,
     ) -> None:
-        self._workspace, self._knobs = workspace, knobs
+        self.workspace, self.knobs = workspace, knobs
         leaves, self._form = tree_flatten(carried(state))
         dense = torch.contiguous_format
         self.inputs = [x.clone(memory_format=dense) if isinstance(x, Tensor) else x for x in leaves]
@@ -193,8 +196,8 @@ class _StaticStep:
 
     def run(self) -> _StepOutcome:
         """Take the step."""
-        prediction, settled = _predict_and_settle(self._denoiser, self._state, self._knobs)
-        record = record_step(self._state, prediction, settled, cache=_NO_CACHE, knobs=self._knobs)
+        prediction, settled = _predict_and_settle(self._denoiser, self._state, self.knobs)
+        record = record_step(self._state, prediction, settled, cache=_NO_CACHE, knobs=self.knobs)
         self._prediction = prediction
         results = (carried(settled.state), _tensor_fields(record), tuple(prediction.statistics))
         after, fields_of_record, statistics = tree_map(
@@ -208,7 +211,7 @@ class _StaticStep:
         A sampler in PyTorch, or a constraint, may index by the prediction, which `compile_together` does not compute.
         For such steps, run only the forward.
         """
-        knobs, state = self._knobs, self._state
+        knobs, state = self.knobs, self._state
         all_kernels = published.is_published(state, knobs) and knobs.top_k is None and knobs.top_p is None
         if all_kernels and state.language is None:
             self.run()
@@ -228,7 +231,7 @@ class _StaticStep:
 
     def soften(self, changes: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Return the soft embedding of the last `run`. Load it and the changes as the inputs of the next step."""
-        signal = self._workspace.soft_embedding(self._prediction.only_swept(self._read_logits))
+        signal = self.workspace.soft_embedding(self._prediction.only_swept(self._read_logits))
         self.signal.copy_(signal.view_as(self.signal))
         # A new value may share memory with an input, which the copies below overwrite. So it is cloned first.
         input_memory = {_memory(x) for x in _tensors(self.inputs)}
@@ -238,23 +241,14 @@ class _StaticStep:
 
 
 class CapturedStep:
-    """One denoising step over static tensors, and the soft embedding for the next step.
+    """CUDA graphs of a denoising step, and of the soft embedding for the next step.
 
-    With `postponed` tokens (B, C) the forward also reads these into the tail of the buffers, before the canvas. `load`
-    copies in the state that the step starts from, `replay` runs the step, and `results` has its output. `soften` then
-    computes the soft embedding, and loads the state that the step has produced.
+    `load` copies in the state that the step starts from, `replay` runs the step, and `results` has its output. `soften`
+    then computes the soft embedding, and loads the state that the step has produced.
     """
 
-    def __init__(
-        self,
-        workspace: Workspace,
-        state: DenoiseState,
-        knobs: Knobs,
-        postponed: Tensor | None,
-        signal: Tensor | None,
-        buffers: CacheBuffers,
-    ) -> None:
-        step = _StaticStep(workspace, state, knobs, postponed, signal, buffers)
+    def __init__(self, step: StaticStep) -> None:
+        workspace, knobs = step.workspace, step.knobs
         self._knobs, self._softcap = knobs, workspace.softcap
         self._inputs, self._postponed, self._signal, self._logits = (
             step.inputs,

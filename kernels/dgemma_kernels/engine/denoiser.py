@@ -24,7 +24,14 @@ from dgemma.run.knobs import Knobs
 from dgemma.run.records import StepRecord
 from dgemma.run.step import Denoiser
 from dgemma_kernels.engine.cache import BufferPool, FusedCache, memory_of
-from dgemma_kernels.engine.captured import CapturedCausalStep, CapturedDenoise, CapturedStep, carried, list_shapes
+from dgemma_kernels.engine.captured import (
+    CapturedCausalStep,
+    CapturedDenoise,
+    CapturedStep,
+    StaticStep,
+    carried,
+    list_shapes,
+)
 from dgemma_kernels.engine.checks import check_model, check_options, require_gpu
 from dgemma_kernels.engine.forward import Forward, choose_kernels
 from dgemma_kernels.engine.graphs import GraphMemory, Turn, in_turn, remembered, use_here
@@ -321,7 +328,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
             captured = remembered(
                 buffers.graphs,
                 ("step", knobs, type(state), str(form), list_shapes(leaves), num_postponed),
-                lambda: CapturedStep(self._workspace, state, knobs, postponed, signal, buffers),
+                lambda: CapturedStep(StaticStep(self._workspace, state, knobs, postponed, signal, buffers)),
             )
             captured.load(leaves, postponed, signal)
             logits = captured.replay()
