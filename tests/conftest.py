@@ -29,6 +29,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = ""
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests first that share runs of several processes.
+
+    A worker without tests takes the last tests of another worker, and would make the runs again.
+    """
+    items.sort(key=lambda item: "runs" not in getattr(item, "fixturenames", ()))
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()  # the garbage collector need not visit the millions of objects of imported modules again
 
