@@ -28,7 +28,7 @@ class LeaveOneOutGibbs(Sampler):
     multiplied by this number, is added to the ranking.
 
     Every step is a forward. Of N steps about N/(corrections + 1) are ancestral, including the first and the last; these
-    divide the time of the schedule into equal parts. The memory is the noise level of the canvas, (B,).
+    divide the time of the schedule into equal parts. The state's `memory` is the noise level of the canvas, (B,).
 
     Example: `LeaveOneOutGibbs(corrections=2)` with `noise=UniformNoise(vocab_size)`.
     """

@@ -75,7 +75,7 @@ class Updater:
         return Replayed(self._measure, self.parameters.values(), lambda part: sizes_of(part.batch, canvas_len))
 
     def update(self, step_input: StepInput, *, step: int, steps: int | None, warmup: int) -> TrainStep:
-        """Update the weights after `step` updates, without waiting for the device.
+        """Update the weights, which had `step` updates before, without waiting for the device.
 
         The learning rate rises for `warmup` updates, and falls until update `steps`, if that is known.
         """

@@ -27,7 +27,7 @@ class _StepSizes(NamedTuple):
     top_k: int
     rank: int
     heads: frozenset[tuple[int, int, int]]  # of each kind of layer: columns of queries, columns of keys, size of a head
-    linear: frozenset[tuple[tuple[int, ...], int]]  # of adapted layers with one input: outputs of each, size of input
+    linear: frozenset[tuple[tuple[int, ...], int]]  # of adapted layers that share an input: output sizes, input size
 
 
 def start_kernels(layers: Sequence[Layer], x: Tensor, batch_size: int, num_noisy: int, num_seen: int) -> None:
@@ -59,7 +59,7 @@ def start_kernels(layers: Sequence[Layer], x: Tensor, batch_size: int, num_noisy
 
 
 def _adapted(layer: Layer) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield outputs and inputs of the adapted linear layers that have the same input."""
+    """Yield the output sizes and the input size of each group of adapted layers that share an input."""
     attention, mlp = layer.self_attn, layer.mlp
     inputs = [attention.q_proj, attention.k_proj, *([] if attention.v_proj is None else [attention.v_proj])]
     for group in (inputs, [attention.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj], [layer.router.proj]):

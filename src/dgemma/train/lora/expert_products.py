@@ -10,7 +10,7 @@ from dgemma.model.fused import compiles_on, fusible
 from dgemma.model.layers import gated_gelu, wide_dtype
 from dgemma.model.quantized import Weight
 
-_FEW_OUTPUTS = 16  # of a product that has its own kernel
+_FEW_OUTPUTS = 16  # a product with at most this many outputs has its own kernel
 
 
 def product_of_tokens(
