@@ -11,6 +11,10 @@ import dgemma
 from dgemma._moved import MOVED, REPLACED
 
 CHANGELOG = (Path(__file__).parents[1] / "CHANGELOG.md").read_text()
+EARLIER_NAMES = [
+    ("dgemma.data.sudoku", "Completion", "CompletedPuzzles"),
+    ("dgemma.serve.replay", "Replay", "ReplayPage"),
+]
 FOLDERS = {"dgemma.checkpoint", "dgemma.diffusion.language"}  # old paths that exist again, with other content
 
 
@@ -59,6 +63,16 @@ def test_importing_a_module_that_a_function_replaces_keeps_the_function():
     with pytest.raises(ImportError, match=re.escape("dgemma.run.generate")):
         importlib.import_module("dgemma.generate")
     assert dgemma.generate is function
+
+
+@pytest.mark.parametrize(("module", "old", "new"), EARLIER_NAMES)
+def test_an_earlier_name_of_a_class_leads_to_the_class_with_a_warning(module, old, new):
+    pytest.importorskip("uvicorn")
+    found = importlib.import_module(module)
+    with pytest.warns(DeprecationWarning, match=re.escape(f"{module}.{old} is now {new}.")):
+        assert getattr(found, old) is getattr(found, new)
+    with pytest.raises(AttributeError, match=f"module '{module}' has no attribute 'stepz'"):
+        found.stepz  # noqa: B018
 
 
 def test_importing_train_for_names_its_replacement():

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -56,11 +57,19 @@ def test_the_unlisted_names_are_these():
         dgemma.stepz  # noqa: B018
 
 
-def test_no_two_classes_have_the_same_name():
+def test_no_two_classes_or_types_have_the_same_name():
     roots = (ROOT / "src" / "dgemma", ROOT / "kernels" / "dgemma_kernels")
-    nodes = (node for root in roots for path in root.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
+    nodes = [node for root in roots for path in root.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
     count = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
-    assert [name for name, times in count.items() if times > 1] == []
+    variables = set()  # type variables: modules may use the same letter or word for theirs
+    for node in nodes:
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            if isinstance(target, ast.Name) and re.fullmatch(r"_?[A-Z]\w*[a-z]\w*", target.id):
+                if isinstance(node.value, ast.Call) and ast.unparse(node.value.func) in ("TypeVar", "ParamSpec"):
+                    variables.add(target.id)
+                else:
+                    count[target.id] += 1
+    assert [name for name, times in (count + Counter(variables)).items() if times > 1] == []
 
 
 @pytest.mark.slow

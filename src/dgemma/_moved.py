@@ -1,4 +1,4 @@
-"""Module paths of earlier versions: importing one loads its replacement with a DeprecationWarning.
+"""Module paths and class names of earlier versions: each leads to its replacement with a DeprecationWarning.
 
 An import fails, and names the replacement, if a function now has the module's name or if several modules replace it.
 """
@@ -6,9 +6,10 @@ An import fails, and names the replacement, if a function now has the module's n
 import importlib
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 _FOLDERS = {
     "checkpoint": "stored_sizes tokenizer",
@@ -68,6 +69,22 @@ class _Finder:
             raise ImportError(f"{old} was replaced by {REPLACED[old]}. Change the import.")
         warnings.warn(f"{old} is now {MOVED[old]}. Change the import.", DeprecationWarning, stacklevel=2)
         sys.modules[old] = importlib.import_module(MOVED[old])
+
+
+def earlier_names(module: str, **names: str) -> Callable[[str], Any]:
+    """Return a module's `__getattr__`, which leads from earlier names of its classes to the current ones.
+
+    Example: `__getattr__ = earlier_names(__name__, Replay="ReplayPage")`.
+    """
+
+    def find(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        message = f"{module}.{name} is now {names[name]}. Change the name."
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return getattr(sys.modules[module], names[name])
+
+    return find
 
 
 sys.meta_path.append(_Finder())

@@ -21,7 +21,7 @@ from dgemma.train.batch import TrainBatch
 
 __all__ = ["Document", "PromptSource", "TextSource", "TokenFile", "permute", "read_documents", "scan"]
 
-_Place = TypeVar("_Place", int, Tensor)
+_Number = TypeVar("_Number", int, Tensor)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -114,7 +114,7 @@ class TextSource:
             fill=torch.from_numpy(np.stack([m.fill for m in built_rows])),
         )
 
-    def _first(self, place: _Place) -> _Place:
+    def _first(self, place: _Number) -> _Number:
         """Return the start of a row, in canvases from the epoch's start."""
         return place // 2 * (2 * self.num_canvases - 1) + place % 2 * self.num_canvases
 

@@ -17,7 +17,7 @@ from dgemma.run.loop import refuse_step, start_block
 from dgemma.run.plan import Plan
 from dgemma.run.step import Denoiser, judge
 
-_Item = TypeVar("_Item")
+_Element = TypeVar("_Element")
 
 
 class Row:
@@ -211,7 +211,7 @@ def _present(group: _Group | None) -> list[Row]:
     return [] if group is None else [row for row in group.rows if row is not None]
 
 
-def _parts(items: list[_Item]) -> Iterator[list[_Item]]:
+def _parts(items: list[_Element]) -> Iterator[list[_Element]]:
     """Split a list into parts whose sizes are powers of two, so that an engine captures graphs for few batch sizes."""
     while items:
         size = 1 << (len(items).bit_length() - 1)

@@ -22,7 +22,7 @@ from dgemma.values import find_unknown
 
 _KIND = "trajectory"
 _COLUMNS = tuple(f.name for f in fields(RecordedStep) if f.type is Tensor)
-Place = tuple[int, int]  # a block, and a step's place in it
+StepPlace = tuple[int, int]  # a block, and a step's place in it
 
 
 class Recording:
@@ -213,7 +213,7 @@ class Recording:
             spread[i, step.rows.long()] = column
         return spread
 
-    def _place(self) -> Place:
+    def _place(self) -> StepPlace:
         """The block of the next recorded step, and its place there."""
         block = len(self.commits)
         return block, self.steps[-1].index + 1 if self.steps and self.steps[-1].block == block else 0
@@ -227,13 +227,13 @@ class Recording:
         return beginning
 
     def _add_change(
-        self, place: Place, changes: Changes, moment: Moment, written: Mapping[str, Any] | None = None
+        self, place: StepPlace, changes: Changes, moment: Moment, written: Mapping[str, Any] | None = None
     ) -> None:
         values = merge_changes(dict(written or {}), list_changes(changes, moment.state, moment.knobs))
         if values:
             self.changes.append(Change(block=place[0], index=place[1], values=tree_map(_on_cpu, values)))
 
-    def _changes_before(self, place: Place, moment: Moment) -> dict[str, Any]:
+    def _changes_before(self, place: StepPlace, moment: Moment) -> dict[str, Any]:
         """The changes before the step at `place`, on the device of the run."""
         values: dict[str, Any] = {}
         for change in self.changes:

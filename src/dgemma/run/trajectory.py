@@ -18,13 +18,13 @@ from dgemma.progress import progress_bar
 from dgemma.run import arguments
 from dgemma.run.changes import Changes, apply_changes, merge_changes, snapshot
 from dgemma.run.loop import run_plan, start_block
-from dgemma.run.recording import Place, Recording
+from dgemma.run.recording import Recording, StepPlace
 from dgemma.run.records import BlockCommit, Events, Moment, OnStep, Output, StepRecord, shows_progress
 from dgemma.run.step import Denoiser, check_denoiser, clock, shape
 from dgemma.values import find_unknown
 
 Result = TypeVar("Result")
-Script = Callable[[Place, Moment, StepRecord | None], Changes]
+Script = Callable[[StepPlace, Moment, StepRecord | None], Changes]
 
 
 class Trajectory(Recording):
@@ -48,7 +48,7 @@ class Trajectory(Recording):
         """
         again = Trajectory(self.plan, top=self.top)
 
-        def script(place: Place, moment: Moment, record: StepRecord | None) -> Changes:
+        def script(place: StepPlace, moment: Moment, record: StepRecord | None) -> Changes:
             if strict and len(again) > len(self):
                 _refuse_difference(f"the end: {len(self)} steps in the run, more in the replay")
             return self._changes_before(place, moment)
@@ -117,7 +117,7 @@ class Trajectory(Recording):
         """
         self._check_place(block, step)
 
-        def script(place: Place, moment: Moment, record: StepRecord | None) -> Changes:
+        def script(place: StepPlace, moment: Moment, record: StepRecord | None) -> Changes:
             changes = self._changes_before(place, moment)
             if place == (block, step):
                 state, knobs = apply_changes(changes, moment.state, moment.knobs)
@@ -161,7 +161,7 @@ class Trajectory(Recording):
 
         unchanged = not changes and seed is None and on_step is None
 
-        def script(place: Place, moment: Moment, record: StepRecord | None) -> Changes:
+        def script(place: StepPlace, moment: Moment, record: StepRecord | None) -> Changes:
             if place > (block, step) and not unchanged:
                 return on_step(record) if on_step is not None and record is not None else None
             earlier = self._changes_before(place, moment)

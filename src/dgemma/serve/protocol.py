@@ -31,7 +31,7 @@ class CalledTool(_Body):
     function: FunctionCall
 
 
-class Message(_Body):
+class ChatMessage(_Body):
     """One turn of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -57,7 +57,7 @@ class StreamOptions(_Body):
     include_obfuscation: StrictBool = False
 
 
-class Schema(_Body):
+class AnswerSchema(_Body):
     name: str = ""
     description: str | None = None
     strict: bool | None = None
@@ -66,10 +66,10 @@ class Schema(_Body):
 
 class ResponseFormat(_Body):
     type: Literal["text", "json_schema"]
-    json_schema: Schema | None = None
+    json_schema: AnswerSchema | None = None
 
 
-class Function(_Body):
+class ToolFunction(_Body):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -78,7 +78,7 @@ class Function(_Body):
 
 class Tool(_Body):
     type: Literal["function"]
-    function: Function
+    function: ToolFunction
 
 
 class NamedFunction(_Body):
@@ -123,7 +123,7 @@ class TextRequest(_Body):
 class ChatRequest(TextRequest):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None

@@ -2,10 +2,11 @@
 
 import socket
 import threading
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import uvicorn
 
+from dgemma._moved import earlier_names
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.run.step import Denoiser
 from dgemma.run.trajectory import Trajectory
@@ -46,4 +47,5 @@ class ReplayPage:
         return f'<iframe src="{self.url}" {look}></iframe>'
 
 
-Replay = ReplayPage  # the name in earlier versions
+if not TYPE_CHECKING:  # a type checker would take every missing name for one of these
+    __getattr__ = earlier_names(__name__, Replay="ReplayPage")

@@ -38,7 +38,7 @@ from dgemma.serve.text import GrowingText
 from dgemma.tasks.infill import infill
 from dgemma.view.pieces import Pieces
 
-Language = TypeVar("Language", bound=Regex)
+AnyRegex = TypeVar("AnyRegex", bound=Regex)
 
 _COLDEST = 1e-3  # the temperature that replaces 0 for samplers that always draw
 
@@ -214,7 +214,7 @@ def _tool_calls(tools: str, tokenizer: Tokenizer) -> ToolCalls:
     return _tried(ToolCalls(json.loads(tools), tokenizer))
 
 
-def _tried(constraint: Language) -> Language:
+def _tried(constraint: AnyRegex) -> AnyRegex:
     # A pattern with too many states is refused here, before the request enters the queue.
     try_pattern(constraint.pattern, type(constraint).__name__)
     return constraint

@@ -29,7 +29,7 @@ from dgemma.train.canvases import (
     noise_canvases,
 )
 from dgemma.train.one_pass import (
-    Attention,
+    AttentionKind,
     canvas_masks,
     canvas_positions,
     embed_canvases,
@@ -115,7 +115,7 @@ class Objective:
     # "global": the mean over all tokens of a step. "process", "micro_batch" or "example" (a row): the mean over the
     # tokens of each one, then the mean of these means.
     reduction: Literal["example", "micro_batch", "process", "global"] = "global"
-    attention: Attention = "dense"  # or "blocks", which skips masked keys, for long rows on a GPU
+    attention: AttentionKind = "dense"  # or "blocks", which skips masked keys, for long rows on a GPU
 
     def __post_init__(self) -> None:
         if isinstance(self.t_range, list):

@@ -25,7 +25,7 @@ from dgemma.run.step import Denoiser
 from dgemma.train import head
 from dgemma.train.canvases import Canvases
 
-Attention = Literal["dense", "blocks"]
+AttentionKind = Literal["dense", "blocks"]
 
 # (row, head, query, key) → whether the query sees the key: a mask function of FlexAttention, on broadcastable tensors.
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -46,7 +46,7 @@ class CleanText(NamedTuple):
 
 
 def read_clean(
-    model: DiffusionGemma, tokens: Tensor, *, documents: Tensor | None = None, attention: Attention = "dense"
+    model: DiffusionGemma, tokens: Tensor, *, documents: Tensor | None = None, attention: AttentionKind = "dense"
 ) -> CleanText:
     """Read tokens (B, P) causally, with gradients. documents (B, P) numbers texts that must not see each other.
 
@@ -66,7 +66,7 @@ def text_positions(tokens: Tensor) -> Tensor:
 
 
 def text_masks(
-    model: DiffusionGemma, tokens: Tensor, *, documents: Tensor | None, attention: Attention
+    model: DiffusionGemma, tokens: Tensor, *, documents: Tensor | None, attention: AttentionKind
 ) -> list[Mask | None]:
     """Return each layer's mask for clean tokens (B, P), with the arguments of `read_clean`."""
     batch_size, num_tokens = tokens.shape
@@ -94,7 +94,7 @@ def canvas_masks(
     *,
     documents: tuple[Tensor, Tensor] | None = None,
     aligned: bool = False,
-    attention: Attention = "dense",
+    attention: AttentionKind = "dense",
     canvases_first: bool = False,
 ) -> list[Mask | None]:
     """Return each layer's mask for canvases that start at positions (B, K), after `num_clean` tokens of clean text.
@@ -179,10 +179,10 @@ def _masks(
     rule_of: Callable[[LayerShape], Rule | Literal["causal"] | None],
     batch_size: int,
     size: tuple[int, int],
-    attention: Attention,
+    attention: AttentionKind,
 ) -> list[Mask | None]:
     """Return the mask of each layer; layers of one kind share it."""
-    if attention not in get_args(Attention):
+    if attention not in get_args(AttentionKind):
         raise ValueError(f"read_clean attention must be 'dense' or 'blocks', got {attention!r}. Use one of them.")
     shapes = [model.config.layer_shape(layer) for layer in range(model.config.num_hidden_layers)]
     rules = {shape.kind: rule_of(shape) for shape in shapes}

@@ -1,5 +1,8 @@
 """Sudoku: puzzles with one solution, their symmetries and splits, and their form as tokens."""
 
+from typing import TYPE_CHECKING
+
+from dgemma._moved import earlier_names
 from dgemma.data.sudoku.completion import CompletedPuzzles, complete, is_solution, retry, sudoku_noise
 from dgemma.data.sudoku.encoding import (
     DIGIT_TOKENS,
@@ -43,4 +46,5 @@ __all__ = [
     "to_text",
 ]
 
-Completion = CompletedPuzzles  # the name in earlier versions
+if not TYPE_CHECKING:  # a type checker would take every missing name for one of these
+    __getattr__ = earlier_names(__name__, Completion="CompletedPuzzles")
