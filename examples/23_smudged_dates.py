@@ -70,10 +70,10 @@ def source(step: int, rows: range) -> TrainBatch:
     """Random dates with up to two smudges, as prompt and answer."""
     draws = [random.Random(f"{step} {row}") for row in rows]
     dates = [draw.choice(DATES) for draw in draws]
-    given = prompts([smudge(date, draw.randrange(3), draw) for date, draw in zip(dates, draws, strict=True)])
+    questions = prompts([smudge(date, draw.randrange(3), draw) for date, draw in zip(dates, draws, strict=True)])
     answers = torch.tensor([TOKENIZER.encode(written(date), bos=False) for date in dates])
-    prompt_len = torch.full((len(rows),), given.shape[1])
-    tokens = torch.cat((given, answers), dim=1)
+    prompt_len = torch.full((len(rows),), questions.shape[1])
+    tokens = torch.cat((questions, answers), dim=1)
     return TrainBatch(tokens=tokens, prompt_len=prompt_len, length=torch.full_like(prompt_len, tokens.shape[1]))
 
 

@@ -72,6 +72,18 @@ def test_no_two_classes_or_types_have_the_same_name():
     assert [name for name, times in (count + Counter(variables)).items() if times > 1] == []
 
 
+def test_names_of_values_are_nouns_and_not_these_participles():
+    refused, found = {"given", "held", "said", "told"}, []
+    for folder in ("src", "kernels", "tests", "examples", "docs"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                name = node.arg if isinstance(node, ast.arg) else getattr(node, "id", getattr(node, "attr", None))
+                is_defined = isinstance(node, ast.arg) or isinstance(getattr(node, "ctx", None), ast.Store)
+                if is_defined and name in refused:
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {name}")
+    assert found == []
+
+
 @pytest.mark.slow
 def test_folders_and_slow_packages_load_when_they_are_first_used():
     script = """

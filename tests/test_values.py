@@ -72,8 +72,8 @@ def test_gibbs_takes_all_its_steps_unless_a_rule_is_given(named):
         model(dgemma.describe_sampler(GIBBS) if named else None, **rule), prompt(), sampler=None if named else GIBBS
     )
     assert (plan.knobs.sampler, plan.knobs.stop) == (GIBBS, None)
-    given = dgemma.read_plan(model(dgemma.describe_sampler(GIBBS)), prompt(), stop=dgemma.StepCap(3))
-    assert given.knobs.stop == dgemma.StepCap(3)
+    plan = dgemma.read_plan(model(dgemma.describe_sampler(GIBBS)), prompt(), stop=dgemma.StepCap(3))
+    assert plan.knobs.stop == dgemma.StepCap(3)
     other = dgemma.read_plan(model({"name": "entropy-bound", "greedy": True}, **rule), prompt())
     assert other.knobs.sampler == dgemma.EntropyBound(greedy=True)
     assert other.knobs.stop == dgemma.StableAndConfident(stability=2, confidence=0.25)

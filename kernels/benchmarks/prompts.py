@@ -137,7 +137,7 @@ def time_read(model: FusedDenoiser, batch: int, length: int) -> list[float]:
 
 def add_read(results: Results, part: str, model: FusedDenoiser, batch: int, length: int) -> None:
     torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated()
+    bytes_before = torch.cuda.memory_allocated()
     times = time_read(model, batch, length)
     middle = statistics.median(times)
 
@@ -158,7 +158,7 @@ def add_read(results: Results, part: str, model: FusedDenoiser, batch: int, leng
         floor_ms=floor,
         of_floor=floor / middle,
         floors=least,
-        more_gb=(torch.cuda.max_memory_allocated() - held) / 1e9,
+        more_gb=(torch.cuda.max_memory_allocated() - bytes_before) / 1e9,
     )
 
 

@@ -469,8 +469,8 @@ def main() -> None:
     results.add("build", **seconds)
     if "step" in options.parts:
         time_step(results, "step", model, 1, PROMPT)
-        peak, held = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
-        results.add("memory", peak_gib=peak / 2**30, held_gib=held / 2**30)
+        peak, at_end = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+        results.add("memory", peak_gib=peak / 2**30, held_gib=at_end / 2**30)
         keep()
     if "profile" in options.parts:
         profile_step(results, model)
@@ -496,8 +496,8 @@ def main() -> None:
     for wanted, flags in ((options.transformers, []), (options.compiled, ["--compiled"])):
         if wanted:
             command = [sys.executable, str(Path(__file__).with_name("transformers_step.py")), *flags]
-            said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-            results.add("transformers", said=said.strip().splitlines()[-1])
+            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+            results.add("transformers", output=output.strip().splitlines()[-1])
             keep()
 
 

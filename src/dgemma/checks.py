@@ -56,7 +56,7 @@ def require_tensor(
     """
     fits = isinstance(value, Tensor) and value.layout is torch.strided and value.dim() == len(shape)
     fits = fits and (dtypes is None or value.dtype in dtypes)
-    fits = fits and all(size is None or size == given for size, given in zip(shape, value.shape, strict=True))
+    fits = fits and all(size is None or size == length for size, length in zip(shape, value.shape, strict=True))
     if not fits or (contiguous and not value.is_contiguous()):
         require(False, name, rule, value, fix)
 

@@ -131,12 +131,12 @@ def test_a_dtype_may_be_given_by_its_name_and_must_be_one_of_weights(sharded):
 
 def test_shards_stay_under_the_limit_and_the_index_accounts_for_every_byte(sharded):
     index = json.loads((sharded / "model.safetensors.index.json").read_text())
-    held = {}
+    files = {}
     for file in sharded.glob("*.safetensors"):
         tensors = load_file(file)
         assert sum(t.nbytes for t in tensors.values()) <= 20_000 or len(tensors) == 1
-        held |= dict.fromkeys(tensors, file.name)
-    assert index["weight_map"] == held
+        files |= dict.fromkeys(tensors, file.name)
+    assert index["weight_map"] == files
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in random_model().state_dict().values())
 
 

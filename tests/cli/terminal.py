@@ -94,8 +94,8 @@ def run_with_a_reader_that_leaves(*words: object) -> Ended:
     command = [sys.executable, "-m", "dgemma", *map(str, words)]
     with subprocess.Popen(command, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
-        said = process.stderr.read()
-        return Ended(process.wait(_PATIENCE), said.decode(), b"")
+        errors = process.stderr.read()
+        return Ended(process.wait(_PATIENCE), errors.decode(), b"")
 
 
 def run_with_closed_streams(*words: object, closed: tuple[int, ...]) -> Ended:

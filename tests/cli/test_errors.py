@@ -34,12 +34,12 @@ COMMANDS = (
 CONTRADICTION = "55" + "." * 79
 
 
-def refuses(ran, *said):
+def refuses(ran, *messages):
     assert ran.code == 2
     assert ran.out == ""
     assert ran.err.count("\n") == 1
     assert ran.err.endswith("\n")
-    for words in said:
+    for words in messages:
         assert words in ran.err
 
 
@@ -121,10 +121,10 @@ NO_CHECKPOINT_READ = [
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), NO_CHECKPOINT_READ, ids=[" ".join(w[:3])[:40] for w, _ in NO_CHECKPOINT_READ]
+    ("words", "message"), NO_CHECKPOINT_READ, ids=[" ".join(w[:3])[:40] for w, _ in NO_CHECKPOINT_READ]
 )
-def test_bad_arguments_get_one_sentence(command, words, said):
-    refuses(command(*words), f"dgemma {words[0]}:" if words[1:] else "dgemma:", said)
+def test_bad_arguments_get_one_sentence(command, words, message):
+    refuses(command(*words), f"dgemma {words[0]}:" if words[1:] else "dgemma:", message)
 
 
 def test_a_prompt_longer_than_the_context_is_refused(command, checkpoint):
@@ -159,7 +159,7 @@ def test_a_folder_without_a_model_is_not_a_checkpoint(command, checkpoint, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("entry", "said"),
+    ("entry", "message"),
     [
         ({"sampler": {"name": "best"}}, "must be one of ancestral,"),
         ({"sampler": {"name": "threshold", "bound": 1}}, "must fit threshold, which takes tau=…"),
@@ -169,14 +169,14 @@ def test_a_folder_without_a_model_is_not_a_checkpoint(command, checkpoint, tmp_p
         ({"noise": {"kind": "mask", "mask_token_id": 1.5}}, "mask_token_id must be an integer in [0, vocab_size), got"),
     ],
 )
-def test_a_mistake_in_a_config_is_named_by_file_and_entry(command, checkpoint, tmp_path, entry, said):
+def test_a_mistake_in_a_config_is_named_by_file_and_entry(command, checkpoint, tmp_path, entry, message):
     folder, (name,) = shutil.copytree(checkpoint, tmp_path / "model"), entry
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | entry))
     where = f'"{name}" in {file} '
     ran = command("generate", "-m", folder, "Hi")
-    refuses(ran, f"dgemma generate: {where}", said, f"Correct it there, or pass another with --{name}.")
-    refuses(command("bench", "-m", folder), f"dgemma bench: {where}", said, "Correct it there.")  # without an option
+    refuses(ran, f"dgemma generate: {where}", message, f"Correct it there, or pass another with --{name}.")
+    refuses(command("bench", "-m", folder), f"dgemma bench: {where}", message, "Correct it there.")  # without an option
     others = ("--sampler", "ancestral", "--noise", "uniform")
     assert command("generate", "-m", folder, *others, "-n", 32, "--steps", 1, "Hi").code == 0
 
@@ -329,7 +329,7 @@ def _source_path() -> dict[str, str]:
 def test_a_schema_file_that_is_missing_or_no_json_is_named(command, checkpoint, tmp_path):
     pytest.importorskip("outlines_core")
     (tmp_path / "cut.json").write_text('{"type": ')
-    for name, said in (("none.json", "does not exist. Check the path."), ("cut.json", "is not valid JSON")):
+    for name, message in (("none.json", "does not exist. Check the path."), ("cut.json", "is not valid JSON")):
         ran = command("generate", "-m", checkpoint, "--json-schema", tmp_path / name, "Hi")
         assert (ran.code, ran.err.count("\n")) == (2, 1)
-        assert f"{tmp_path / name} {said}" in ran.err
+        assert f"{tmp_path / name} {message}" in ran.err

@@ -15,7 +15,7 @@ from dgemma.model.quantize import quantize
 
 
 @pytest.mark.parametrize(
-    ("stored", "given", "asked", "release"),
+    ("stored", "option", "asked", "release"),
     [
         ("bf16", None, "bf16", False),
         ("int4", None, "int4", True),
@@ -24,7 +24,7 @@ from dgemma.model.quantize import quantize
         ("bf16", "nvfp4", "nvfp4", True),
     ],
 )
-def test_the_kernels_get_the_requested_weights_and_the_model_is_released(stored, given, asked, release, monkeypatch):
+def test_the_kernels_get_the_requested_weights_and_the_model_is_released(stored, option, asked, release, monkeypatch):
     # Otherwise the bf16 experts would stay in memory next to the fp8 ones: 69 GiB at the published size instead of 27.
     # `release` frees them while they are rounded.
     kernels = pytest.importorskip("dgemma_kernels")
@@ -46,7 +46,7 @@ def test_the_kernels_get_the_requested_weights_and_the_model_is_released(stored,
     monkeypatch.setattr(
         kernels, "accelerate", lambda model, weights, release: SimpleNamespace(weights=weights, release=release)
     )
-    denoiser = loading.load_denoiser(Namespace(fast=True, weights=given, model="any"))
+    denoiser = loading.load_denoiser(Namespace(fast=True, weights=option, model="any"))
     gc.collect()
     assert (denoiser.weights, denoiser.release) == (asked, release)
     assert loaded[0]() is None

@@ -77,7 +77,7 @@ def test_bench_refuses_a_batch_that_no_memory_holds_before_it_allocates_one(comm
 
 
 @pytest.mark.parametrize(
-    ("given", "fast", "weights", "named"),
+    ("options", "fast", "weights", "named"),
     [
         ((), False, None, ""),
         (("--fast",), True, None, " --fast"),
@@ -85,9 +85,9 @@ def test_bench_refuses_a_batch_that_no_memory_holds_before_it_allocates_one(comm
         (("--fast", "--weights", "fp8"), True, "fp8", " --fast --weights fp8"),
     ],
 )
-def test_bench_names_the_model_and_the_weight_format(command, checkpoint, monkeypatch, given, fast, weights, named):
+def test_bench_names_the_model_and_the_weight_format(command, checkpoint, monkeypatch, options, fast, weights, named):
     monkeypatch.setattr(loading, "load_denoiser", loading.load_model)  # the kernels would need a GPU
-    bench = ("bench", "-m", checkpoint, "--steps", "1", "--repeats", "1", *given)
+    bench = ("bench", "-m", checkpoint, "--steps", "1", "--repeats", "1", *options)
     found = json.loads(command(*bench, "--json").out)
     assert (found["fast"], found["weights"]) == (fast, weights)
     assert command(*bench).out.startswith(f"{checkpoint}{named} on CPU")

@@ -19,7 +19,7 @@ def test_the_wrong_answer_of_a_random_model_is_reported(command, solver):
     assert ran.code == 1
     assert found["right"] is False
     assert found["puzzle"] == PUZZLE
-    assert all(given in ("0", answer) for given, answer in zip(PUZZLE, found["solution"], strict=True))
+    assert all(clue in ("0", answer) for clue, answer in zip(PUZZLE, found["solution"], strict=True))
     assert set(found["solution"]) <= set("123456789")
 
 
@@ -72,8 +72,8 @@ def test_the_solution_of_another_puzzle_is_wrong(command, solver, monkeypatch):
     generation = SimpleNamespace(trajectory=None)
 
     def complete(model, puzzles, **options):
-        given = torch.as_tensor(puzzles)
-        return sudoku.CompletedPuzzles(puzzles=given, grids=grids, steps=torch.tensor([1]), generation=generation)
+        clues = torch.as_tensor(puzzles)
+        return sudoku.CompletedPuzzles(puzzles=clues, grids=grids, steps=torch.tensor([1]), generation=generation)
 
     monkeypatch.setattr(sudoku, "complete", complete)
     assert json.loads(command("sudoku", "-m", solver, "--json", another).out)["right"] is True
@@ -94,7 +94,7 @@ def test_a_wrong_answer_is_retried_up_to_the_limit(command, solver, tmp_path):
     found = json.loads(ran.out)
     assert ran.code == 1
     assert (found["attempts"], found["steps"]) == (3, 3)
-    assert all(given in ("0", answer) for given, answer in zip(PUZZLE, found["solution"], strict=True))
+    assert all(clue in ("0", answer) for clue, answer in zip(PUZZLE, found["solution"], strict=True))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run-2.html", "run-3.html", "run.html"]
 
 
@@ -107,4 +107,4 @@ def test_a_solver_without_a_named_noise_runs_under_masks(command, solver):
 def test_a_new_puzzle_is_printed_before_its_solution(command, solver):
     puzzle, answer = command("sudoku", "-m", solver, "--steps", "1").out.split()
     assert 81 - puzzle.count("0") == 30
-    assert all(given in ("0", digit) for given, digit in zip(puzzle, answer, strict=True))
+    assert all(clue in ("0", digit) for clue, digit in zip(puzzle, answer, strict=True))

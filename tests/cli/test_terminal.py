@@ -67,7 +67,7 @@ def test_a_signal_that_ends_the_command_leaves_the_cursor_visible(checkpoint, nu
 
 
 @pytest.mark.parametrize(
-    ("closed", "code", "said"),
+    ("closed", "code", "message"),
     [
         ((0,), 0, None),
         ((1,), 1, "dgemma: standard output is closed. Redirect it to a file or to /dev/null.\n"),
@@ -76,13 +76,13 @@ def test_a_signal_that_ends_the_command_leaves_the_cursor_visible(checkpoint, nu
     ],
     ids=["input", "output", "errors", "all"],
 )
-def test_a_closed_standard_stream_is_no_crash(checkpoint, closed, code, said, tmp_path):
+def test_a_closed_standard_stream_is_no_crash(checkpoint, closed, code, message, tmp_path):
     page = tmp_path / "page.html"
     words = ("generate", "-m", checkpoint, "-n", "8", "--steps", "2", "--quiet", "Once", "--html", page)
     ended = terminal.run_with_closed_streams(*words, closed=closed)
     assert ended.code == code
     assert bool(ended.piped) == (1 not in closed)
-    assert said is None or ended.terminal == said
+    assert message is None or ended.terminal == message
     assert page.exists() == (code == 0)
     if code == 0:  # a file that gets the number of a closed stream would also get its messages
         assert page.read_text().startswith("<!doctype html>")
@@ -171,13 +171,13 @@ def test_characters_outside_the_output_encoding_are_escaped(checkpoint):
 
 
 @pytest.mark.parametrize(
-    ("given", "is_printed"),
+    ("terminal_options", "is_printed"),
     [({}, False), ({"pipe_out": True}, True), ({"kind": "dumb"}, True), ({"columns": 25}, True), ({"lines": 14}, True)],
     ids=["board", "piped", "dumb", "narrow", "low"],
 )
-def test_the_answer_is_printed_if_the_board_is_not_shown(solver, given, is_printed):
+def test_the_answer_is_printed_if_the_board_is_not_shown(solver, terminal_options, is_printed):
     """A board and its last line are 14 lines of 25 characters. The cursor needs one more column and line."""
     almost = "0" + SOLUTION[1:]
-    ended = terminal.run("sudoku", "-m", solver, "--steps", "1", almost, **given)
-    printed = ended.piped.decode() if "pipe_out" in given else ended.terminal
+    ended = terminal.run("sudoku", "-m", solver, "--steps", "1", almost, **terminal_options)
+    printed = ended.piped.decode() if "pipe_out" in terminal_options else ended.terminal
     assert (SOLUTION[1:] in printed) is is_printed

@@ -28,8 +28,8 @@ def write(model, ids, **options):
 def test_generate_prints_prompt_and_continuation_and_nothing_else(command, checkpoint, model):
     ran = command("generate", "-m", checkpoint, *QUICK, "Once", "upon")
     tokenizer = dgemma.ByteTokenizer()
-    said = "-n 1 is rounded up to 32, a multiple of the canvas length 32.\n"
-    assert ran == (0, "Once upon" + tokenizer.decode(write(model, tokenizer.encode("Once upon"))) + "\n", said)
+    note = "-n 1 is rounded up to 32, a multiple of the canvas length 32.\n"
+    assert ran == (0, "Once upon" + tokenizer.decode(write(model, tokenizer.encode("Once upon"))) + "\n", note)
     assert command("generate", "-m", checkpoint, "-n", "32", "--steps", "1", "Once").err == ""
     assert "\x1b[" not in ran.out
 
@@ -84,8 +84,8 @@ def test_a_file_of_prompts_gives_a_file_of_results_that_the_command_completes(co
     lines = ["Once", {"prompt": "It was", "id": 7}, {"messages": [{"role": "user", "content": "hi"}]}]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     words = ("generate", "-m", checkpoint, *QUICK, "--seed", "3", "--batch-size", "2", "--input", prompts, "--out", out)
-    said = f"-n 1 is rounded up to 32, a multiple of the canvas length 32.\n{out} holds 3 results.\n"
-    assert command(*words) == (0, "", said)
+    note = f"-n 1 is rounded up to 32, a multiple of the canvas length 32.\n{out} holds 3 results.\n"
+    assert command(*words) == (0, "", note)
     tokenizer = dgemma.ByteTokenizer()
     rows = [tokenizer.encode("Once"), tokenizer.encode("It was"), tokenizer.chat("hi")]
     found = sorted((json.loads(line) for line in out.read_text().splitlines()[1:]), key=lambda line: line["index"])
@@ -156,11 +156,11 @@ def test_earlier_turns_are_not_read_again(command, checkpoint, model, monkeypatc
 
 def test_infill_writes_a_token_for_every_underscore_and_keeps_the_rest(command, checkpoint):
     found = json.loads(command("infill", "-m", checkpoint, "--steps", "2", "--json", "The ___ sat_on a __.").out)
-    given = dgemma.ByteTokenizer().encode("The ___ sat_on a __.")
+    original = dgemma.ByteTokenizer().encode("The ___ sat_on a __.")
     holes = [5, 6, 7, 18, 19]  # a single underscore is itself
     assert [i for i, value in enumerate(found["log_probs"]) if value != 0] == holes
-    kept = [i for i in range(len(given)) if i not in holes]
-    assert [found["tokens"][i] for i in kept] == [given[i] for i in kept]
+    kept = [i for i in range(len(original)) if i not in holes]
+    assert [found["tokens"][i] for i in kept] == [original[i] for i in kept]
     assert found["text"].startswith("The ")
     assert " sat_on a " in found["text"]
 
@@ -171,9 +171,9 @@ def test_positions_after_the_text_are_filled_with_end_tokens(command, checkpoint
     tails = []
     library = getattr(writing, words[0])
 
-    def watched(*given, tail_token_id, **options):
+    def watched(*args, tail_token_id, **options):
         tails.append(tail_token_id)
-        return library(*given, tail_token_id=tail_token_id, **options)
+        return library(*args, tail_token_id=tail_token_id, **options)
 
     monkeypatch.setattr(writing, words[0], watched)
     assert command(words[0], "-m", checkpoint, "--steps", "1", words[1]).code == 0
@@ -207,11 +207,11 @@ def test_edit_does_not_change_the_words_of_keep(command, checkpoint):
         *("--keep", "old", "--keep", "old m"),
         text,
     )
-    found, given = json.loads(ran.out)["tokens"], dgemma.ByteTokenizer().encode(text)
+    found, original = json.loads(ran.out)["tokens"], dgemma.ByteTokenizer().encode(text)
     kept = [0, 4, 5, 6, 7, 8, 13, 14, 15]
-    assert [found[i] for i in kept] == [given[i] for i in kept]
+    assert [found[i] for i in kept] == [original[i] for i in kept]
     # Each of the other 16 letters stays by chance with probability 1/384.
-    assert sum(a == b for a, b in zip(found, given, strict=True)) < len(kept) + 4
+    assert sum(a == b for a, b in zip(found, original, strict=True)) < len(kept) + 4
 
 
 def test_a_page_and_an_animation_are_written_without_a_display(command, checkpoint, tmp_path, monkeypatch):

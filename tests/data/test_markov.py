@@ -227,8 +227,8 @@ def test_positions_of_a_masked_text_differ_only_with_a_first_token():
     bare = model.denoise(canvas, model.new_cache(1)).logits[0]
     torch.testing.assert_close(bare, bare[:1].expand_as(bare), atol=1e-4, rtol=0)
     canvas[0, 0] = 5
-    told = model.denoise(canvas, model.new_cache(1)).logits[0, 1:]
-    assert (told[1:] - told[:-1]).abs().amax(1).min() > 0.01
+    logits = model.denoise(canvas, model.new_cache(1)).logits[0, 1:]
+    assert (logits[1:] - logits[:-1]).abs().amax(1).min() > 0.01
 
 
 def test_tables_that_are_not_a_chain_are_refused():

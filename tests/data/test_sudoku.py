@@ -314,8 +314,8 @@ def test_completion_writes_what_the_model_knows(some, keep_clues):
 
 def test_a_puzzle_may_be_given_as_text(some):
     texts = sudoku.to_text(some.puzzles)
-    for given, solutions in ((texts, some.solutions), (texts[0], some.solutions[:1])):
-        done = sudoku.complete(Oracle(solutions), given, sampler=Confidence(greedy=True), steps=1, stop=None)
+    for puzzles, solutions in ((texts, some.solutions), (texts[0], some.solutions[:1])):
+        done = sudoku.complete(Oracle(solutions), puzzles, sampler=Confidence(greedy=True), steps=1, stop=None)
         assert done.scores(solutions)["exact"] == 1.0
     with pytest.raises(ValueError, match="parse must get 81 characters per puzzle"):
         sudoku.complete(Oracle(some.solutions[:1]), "530")

@@ -77,8 +77,8 @@ def test_temperature_is_per_row_and_divides(logits):
 def test_forbidden_tokens_have_no_probability_and_no_entropy(logits, form):
     allowed = torch.zeros(37, dtype=torch.bool)
     allowed[[3, 4, 9]] = True
-    given = {"vocab": allowed, "positions": allowed.expand(5, 37), "rows": allowed.expand(2, 5, 37)}[form]
-    shaped = Prediction(logits).shaped(allowed=given)
+    mask = {"vocab": allowed, "positions": allowed.expand(5, 37), "rows": allowed.expand(2, 5, 37)}[form]
+    shaped = Prediction(logits).shaped(allowed=mask)
     reference = Categorical(logits=logits[..., [3, 4, 9]])
     torch.testing.assert_close(shaped.entropy, reference.entropy())
     assert torch.isin(shaped.argmax, torch.tensor([3, 4, 9])).all()

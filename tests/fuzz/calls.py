@@ -142,12 +142,12 @@ def _state(context: Any) -> dict[str, Any]:
 
 
 def _step(context: Any) -> dict[str, Any]:
-    given = _state(context)
+    state = _state(context)
     return {
         "denoiser": context.model,
-        "state": dgemma.start_state(**given),
+        "state": dgemma.start_state(**state),
         "cache": context.model.encode(prompt()),
-        "knobs": given["knobs"],
+        "knobs": state["knobs"],
     }
 
 
@@ -192,7 +192,7 @@ def targets(context: Any) -> list[Target]:
         Target(dgemma.generate, _full_run),
         Target(dgemma.generate, _run()),
         Target(
-            lambda **given: list(dgemma.stream(**given)),
+            lambda **arguments: list(dgemma.stream(**arguments)),
             lambda c: {k: v for k, v in _run()(c).items() if k != "progress"},
             "stream",
         ),
@@ -257,7 +257,7 @@ def targets(context: Any) -> list[Target]:
             },
         ),
         Target(
-            lambda **given: list(dgemma.decide_many(**given)),
+            lambda **arguments: list(dgemma.decide_many(**arguments)),
             lambda c: {"model": model, "templates": [["a ", dgemma.Slot(["b", "cd"])]], "tokenizer": byte},
             "decide_many",
         ),
@@ -265,7 +265,7 @@ def targets(context: Any) -> list[Target]:
         Target(dgemma.start_state, _state),
         Target(dgemma.step, _step),
         Target(
-            lambda **given: apply_changes(**given),
+            lambda **arguments: apply_changes(**arguments),
             lambda c: {"changes": {"top_k": 3}, "state": _step(c)["state"], "knobs": _step(c)["knobs"]},
             "apply_changes",
         ),
@@ -300,7 +300,7 @@ def targets(context: Any) -> list[Target]:
         ),
         Target(dgemma.Prediction, lambda c: {"logits": torch.zeros(2, C, V)}),
         Target(
-            lambda **given: prediction().shaped(**given).entropy,
+            lambda **arguments: prediction().shaped(**arguments).entropy,
             lambda c: {"temperature": torch.ones(2), "allowed": None, "top_k": 3, "top_p": 0.5},
             "Prediction.shaped",
         ),
@@ -339,7 +339,7 @@ def targets(context: Any) -> list[Target]:
         ),
         Target(lambda batch_size: model.new_cache(batch_size), lambda c: {"batch_size": 2}, "new_cache"),
         Target(
-            lambda **given: dgemma.DiffusionGemma(**given),
+            lambda **arguments: dgemma.DiffusionGemma(**arguments),
             lambda c: {"config": TINY, "device": "cpu", "dtype": torch.float32, "conventions": None},
             "DiffusionGemma",
         ),
@@ -349,7 +349,7 @@ def targets(context: Any) -> list[Target]:
             "from_pretrained",
         ),
         Target(
-            lambda **given: model.save_pretrained(**given),
+            lambda **arguments: model.save_pretrained(**arguments),
             lambda c: {"path": c.folder / "saved", "max_shard_size": "5GB"},
             "save_pretrained",
         ),
@@ -361,8 +361,8 @@ def targets(context: Any) -> list[Target]:
         ),
         Target(dgemma.ModelConfig.from_hf, lambda c: {"source": TINY.to_hf()}, "ModelConfig.from_hf"),
         Target(
-            lambda **given: dgemma.generate(
-                dgemma.Guided(**given), prompt(), max_new_tokens=C, steps=1, progress=False
+            lambda **arguments: dgemma.generate(
+                dgemma.Guided(**arguments), prompt(), max_new_tokens=C, steps=1, progress=False
             ),
             lambda c: {"denoiser": model, "strength": 1.0, "unconditional": 4},
             "Guided",
@@ -378,7 +378,9 @@ def targets(context: Any) -> list[Target]:
                 "device": None,
             },
         ),
-        Target(lambda **given: dgemma.Trajectory(**given), lambda c: {"plan": run.plan, "top": 3}, "Trajectory"),
+        Target(
+            lambda **arguments: dgemma.Trajectory(**arguments), lambda c: {"plan": run.plan, "top": 3}, "Trajectory"
+        ),
         Target(run.array, lambda c: {"name": "entropy"}, "Trajectory.array"),
         Target(run.at, lambda c: {"block": 0, "step": 1}, "Trajectory.at"),
         Target(
@@ -411,7 +413,7 @@ def targets(context: Any) -> list[Target]:
         Target(describe_noise, lambda c: {"noise": noise}),
         Target(train.LoRA, lambda c: {"rank": 2, "alpha": 4.0, "targets": ("attention",)}),
         Target(
-            lambda **given: train.add_lora(tiny_model(), **given),
+            lambda **arguments: train.add_lora(tiny_model(), **arguments),
             lambda c: {"lora": train.LoRA(rank=2), "seed": 0},
             "add_lora",
         ),
@@ -455,7 +457,7 @@ def targets(context: Any) -> list[Target]:
         Target(scan, lambda c: {"file": file, "row_len": 16, "context": 8}),
         Target(TokenFile.open, lambda c: {"folder": c.tokens}, "TokenFile.open"),
         Target(
-            lambda **given: list(read_documents(**given)),
+            lambda **arguments: list(read_documents(**arguments)),
             lambda c: {"paths": c.text, "separator": "\f"},
             "read_documents",
         ),
@@ -481,7 +483,7 @@ def targets(context: Any) -> list[Target]:
     if many is not None:
         listed.append(
             Target(
-                lambda **given: list(many(**given)),
+                lambda **arguments: list(many(**arguments)),
                 lambda c: {
                     "model": model,
                     "prompts": [[130, 131], [140]],
@@ -520,14 +522,14 @@ def prepare(folder: Path) -> Any:
 def attempt(context: Any, source: random.Random, folder: Path) -> None:
     context.folder = folder
     target = source.choice(context.targets)
-    given = target.make(context)
+    arguments = target.make(context)
     for _ in range(source.choice((1, 1, 1, 2))):
-        if given:
-            name, value = source.choice(sorted(given)), odd_value(context, source)
+        if arguments:
+            name, value = source.choice(sorted(arguments)), odd_value(context, source)
             if name not in _CALLBACKS or not callable(value):  # errors in a callback are the caller's
-                given[name] = value
+                arguments[name] = value
     try:
-        result = target.function(**given)
+        result = target.function(**arguments)
         if isinstance(result, GeneratorType):
             result = list(result)
         if isinstance(result, AbstractContextManager):

@@ -457,7 +457,7 @@ def test_experts_are_released_layer_by_layer_and_the_model_then_raises(weights, 
     parameters = [weakref.ref(layer.experts.down_proj) for layer in model.layers]
     alive: list[list[bool]] = []  # at the start of each layer
     first, second = ENCODERS[weights]
-    note = lambda *given: alive.append([one() is not None for one in parameters]) or first(*given)  # noqa: E731
+    note = lambda *args: alive.append([one() is not None for one in parameters]) or first(*args)  # noqa: E731
     monkeypatch.setitem(ENCODERS, weights, (note, second))
     fast = accelerate(model, weights, release=True)
     assert alive == [[True, True], [False, True]]

@@ -24,16 +24,16 @@ def draw_inputs(device, dtype, width, num_experts):
 @pytest.mark.parametrize(("width", "num_experts"), [(300, 16), (1100, 10), (64, 128)])
 @pytest.mark.parametrize(("dtype", "limit"), DTYPES)
 def test_inputs_and_scores_of_a_token_match_float64(device, width, num_experts, dtype, limit):
-    *given, _ = draw_inputs(device, dtype, width, num_experts)
-    got = kernel.score_token(*given, 1e-6)
-    want = reference.score_token(*(tensor.double() for tensor in given), 1e-6)
+    *inputs, _ = draw_inputs(device, dtype, width, num_experts)
+    got = kernel.score_token(*inputs, 1e-6)
+    want = reference.score_token(*(tensor.double() for tensor in inputs), 1e-6)
     for result, expected in zip(got, want, strict=True):
         assert error(result, expected) < limit
 
 
 def test_the_experts_input_of_a_token_may_be_float8(device):
-    *given, _ = draw_inputs(device, torch.float32, 300, 16)
-    rounded, plain = (kernel.score_token(*given, 1e-6, float8=float8)[2] for float8 in (True, False))
+    *inputs, _ = draw_inputs(device, torch.float32, 300, 16)
+    rounded, plain = (kernel.score_token(*inputs, 1e-6, float8=float8)[2] for float8 in (True, False))
     assert isinstance(rounded, Quantized)
     assert error(rounded.decode(), plain.double()) < 0.04  # three bits after the leading one
 

@@ -138,5 +138,5 @@ def test_a_95_percent_interval_holds_the_truth_in_94_of_100_or_more(kind):
         nats = rows.nats.reshape(-1, num_texts)
         center = nats.mean(-1)
         half = half_width(0.95, num_texts - 1) * nats.std(-1) / math.sqrt(num_texts)
-        held = ((center - entropy).abs() < half).double().mean().item()
-        assert held > 0.94 - 4 * math.sqrt(0.94 * 0.06 / len(nats)), (num_texts, held)
+        coverage = ((center - entropy).abs() < half).double().mean().item()
+        assert coverage > 0.94 - 4 * math.sqrt(0.94 * 0.06 / len(nats)), (num_texts, coverage)

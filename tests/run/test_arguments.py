@@ -173,9 +173,12 @@ def test_arguments_that_do_not_fit_raise_one_sentence_before_any_work(model, cha
 
 @pytest.mark.parametrize("mask", [[[0, 0, 0], [0, 0, 0]], [[1, 1, 1], [0, 0, 0]]], ids=["nowhere", "in-one-row"])
 def test_a_prompt_of_padding_is_refused_like_an_empty_one(model, mask):
-    for tokens, given in ((torch.full((2, 3), 5), torch.tensor(mask)), (torch.zeros(2, 0, dtype=torch.long), None)):
+    for tokens, attention_mask in (
+        (torch.full((2, 3), 5), torch.tensor(mask)),
+        (torch.zeros(2, 0, dtype=torch.long), None),
+    ):
         with pytest.raises(ValueError, match=r"must hold at least one token per row\. Start with the bos"):
-            dgemma.generate(model, tokens, attention_mask=given)
+            dgemma.generate(model, tokens, attention_mask=attention_mask)
 
 
 def test_the_error_for_a_prompt_on_another_device_says_how_to_move_it(model):

@@ -401,16 +401,16 @@ def write_in_place(record):
 
 @pytest.mark.parametrize("process", ["uniform", "mask"])
 def test_a_replay_repeats_writes_in_place(model, prompt, process, tmp_path):
-    given = options(process, stop=None, record=True)
-    out = dgemma.generate(model, prompt, on_step=write_in_place, **given)
-    assert not torch.equal(out.new_tokens, dgemma.generate(model, prompt, **given).new_tokens)
+    settings = options(process, stop=None, record=True)
+    out = dgemma.generate(model, prompt, on_step=write_in_place, **settings)
+    assert not torch.equal(out.new_tokens, dgemma.generate(model, prompt, **settings).new_tokens)
     assert (out.new_tokens[:, 1] == 77).all()
-    assert dgemma.generate(model, prompt, on_step=lambda record: None, **given).trajectory.changes == []
+    assert dgemma.generate(model, prompt, on_step=lambda record: None, **settings).trajectory.changes == []
     out.trajectory.save(tmp_path / "run.safetensors")
     again = Trajectory.load(tmp_path / "run.safetensors").replay(model)  # raises if they differ
     assert torch.equal(again.new_tokens, out.new_tokens)
     assert torch.equal(out.trajectory.fork(model, block=1, step=1).new_tokens, out.new_tokens)
-    shared = {name: value for name, value in given.items() if name not in ("max_new_tokens", "eos_token_ids")}
+    shared = {name: value for name, value in settings.items() if name not in ("max_new_tokens", "eos_token_ids")}
     filled = dgemma.infill(model, prompt.repeat(1, 3), [(2, 9)], on_step=write_in_place, **shared)
     for trajectory in filled.trajectories:
         assert trajectory.changes

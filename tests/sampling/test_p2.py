@@ -25,9 +25,9 @@ def half_way(*, frozen=None):
     return replace(state, step=torch.tensor([1]), next_noise_level=torch.tensor([0.5], dtype=torch.float64))
 
 
-def logits(held):
-    """Position l gives token 0 the probability held[l] and the rest to token 1."""
-    p = torch.tensor([held])
+def logits(probabilities):
+    """Position l gives token 0 the probability `probabilities[l]` and the rest to token 1."""
+    p = torch.tensor([probabilities])
     return torch.stack([p, 1 - p], dim=-1).log()
 
 

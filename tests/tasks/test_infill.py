@@ -423,14 +423,14 @@ def test_a_stop_rule_saves_forwards(model):
     ],
 )
 def test_arguments_that_do_not_fit_are_refused_before_any_work(arguments, sentence):
-    given = {"tokens": text(2, 20), "holes": [(5, 8)], **arguments}
+    call = {"tokens": text(2, 20), "holes": [(5, 8)], **arguments}
 
     class NoWork(CopyFromTheRight):
         def encode(self, *args, **kwargs):
             raise AssertionError("work was done")
 
     with pytest.raises(ValueError, match=sentence):
-        infill(NoWork(16), given.pop("tokens"), given.pop("holes"), **given)
+        infill(NoWork(16), call.pop("tokens"), call.pop("holes"), **call)
 
 
 def test_unknown_options_and_levels_are_refused(model):

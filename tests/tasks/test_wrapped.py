@@ -129,8 +129,8 @@ def test_without_a_mask_rows_of_one_length_run_together(bert):
     tokens = torch.tensor([[2, 7, 30], [2, 21, 0], [2, 9, 5]])
     real = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1]])
     canvas = torch.full((3, 8), MASK)
-    given = [model.denoise(canvas, model.encode(tokens, None, real)).logits for model in (bert, plain)]
-    torch.testing.assert_close(*given, atol=1e-5, rtol=1e-5)
+    logits = [model.denoise(canvas, model.encode(tokens, None, real)).logits for model in (bert, plain)]
+    torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
 
 
 def test_a_cache_is_cloned_selected_joined_and_rolled_back(bert):

@@ -52,7 +52,7 @@ class CacheBuffers:
             if shape.window is not None:
                 self.sliding = both
         self.counters = torch.zeros(2, batch_size, dtype=torch.int64, device=where["device"])
-        self.lengths, self.held = self.counters  # tokens of each row; those that a sliding layer still has
+        self.lengths, self.window_lengths = self.counters  # tokens of each row; those that a sliding layer still has
         self.graphs: OrderedDict[Any, Any] = OrderedDict()
         self._last_read: Any = None
         self._times_read = 0
@@ -292,7 +292,7 @@ class FusedCache:
             self._num_slots += num_new
         else:
             grown = self._lengths + counts
-            self.buffers.held.add_(counts)
+            self.buffers.window_lengths.add_(counts)
             self._set_lengths(grown)
             self._num_slots = int(grown.max())
         self.num_held += num_new
@@ -308,8 +308,8 @@ class FusedCache:
 
         def run() -> None:  # a second run does nothing, so capture may run it twice
             if buffers.sliding is not None:
-                forget(buffers.sliding[0], buffers.sliding[1], buffers.held, buffers.keep)
-            buffers.held.clamp_(max=buffers.keep)
+                forget(buffers.sliding[0], buffers.sliding[1], buffers.window_lengths, buffers.keep)
+            buffers.window_lengths.clamp_(max=buffers.keep)
 
         remembered(buffers.graphs, "trim", lambda: Replay(run, self.pool.device, self.pool.graph_memory)).replay()
         self.num_held = buffers.keep
@@ -419,7 +419,7 @@ class FusedCache:
     def _hold(self, lengths: Tensor) -> None:
         """Set the counters for `lengths` tokens, as they are after `trim`."""
         self.num_held = min(self._num_slots, self.pool.keep)
-        self.buffers.held.copy_(lengths.clamp(max=self.pool.keep))
+        self.buffers.window_lengths.copy_(lengths.clamp(max=self.pool.keep))
         self._set_lengths(lengths)
 
     def _set_lengths(self, lengths: Tensor) -> None:

@@ -178,7 +178,7 @@ class Forward:
         inputs: Tensor | Quantized = _as(layers[0].qkv, normed)
         for index, (layer, (next_norm, next_product)) in enumerate(zip(layers, following, strict=True)):
             keys, values = buffers.keys[index], buffers.values[index]
-            slot = buffers.lengths if layer.shape.window is None else buffers.held
+            slot = buffers.lengths if layer.shape.window is None else buffers.window_lengths
             projected, scales = self._unscaled(inputs, layer.qkv)
             rotary_pairs = self._shared_pairs(layer.shape)
             queries = prepare_qkv(

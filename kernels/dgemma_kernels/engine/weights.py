@@ -201,8 +201,8 @@ def _with_float8(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: _view_float8(value, torch.float8_e4m3fn) for name, value in fields.items()}
 
 
-def _view_float8(held: Any, dtype: torch.dtype) -> Any:
-    return replace(held, values=held.values.view(dtype)) if isinstance(held, Quantized) else held
+def _view_float8(weight: Any, dtype: torch.dtype) -> Any:
+    return replace(weight, values=weight.values.view(dtype)) if isinstance(weight, Quantized) else weight
 
 
 def _fuse(linears: Sequence[nn.Linear | QuantizedLinear], dtype: torch.dtype) -> Tensor:
@@ -235,8 +235,8 @@ def _fuse_float8(linears: Sequence[nn.Linear | QuantizedLinear], dtype: torch.dt
     """Fuse the weights of several linears in float8. Those of float8 linears keep their values and scales."""
     pieces: list[Float8Weight | Quantized] = []
     for linear in linears:
-        held: Weight = linear.weight
-        pieces.append(held if isinstance(held, Float8Weight) else quantize(_plain(linear, dtype)))
+        weight: Weight = linear.weight
+        pieces.append(weight if isinstance(weight, Float8Weight) else quantize(_plain(linear, dtype)))
     values, scale = torch.cat([piece.values for piece in pieces]), torch.cat([piece.scale for piece in pieces])
     return _for_library(Quantized(values=values, scale=scale, dtype=dtype), part)
 

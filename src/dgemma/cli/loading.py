@@ -46,15 +46,15 @@ class Writer(NamedTuple):
 def pick_constraint(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Regex | None:
     """Return the constraint that --regex, --json-schema or --choice describes."""
     names = ("regex", "json_schema", "choice")
-    given = [name for name in names if getattr(arguments, name, None) is not None]
-    if len(given) > 1:
+    flags = [name for name in names if getattr(arguments, name, None) is not None]
+    if len(flags) > 1:
         raise ValueError("--regex, --json-schema and --choice must not be combined. Keep one of them.")
-    if not given:
+    if not flags:
         return None
-    value = getattr(arguments, given[0])
-    if given == ["json_schema"]:
+    value = getattr(arguments, flags[0])
+    if flags == ["json_schema"]:
         return JsonSchema(read_json(value), tokenizer)
-    return Regex(value, tokenizer) if given == ["regex"] else Choice(value, tokenizer)
+    return Regex(value, tokenizer) if flags == ["regex"] else Choice(value, tokenizer)
 
 
 def load_model(arguments: argparse.Namespace, *, dtype: torch.dtype | None = None) -> DiffusionGemma:

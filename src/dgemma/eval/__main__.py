@@ -15,11 +15,11 @@ def main() -> None:
         sys.exit(str(error))
     from lm_eval.__main__ import cli_evaluate
 
-    given = {argument.split("=")[0] for argument in sys.argv}
-    if given & {"--tasks", "-t"}:
-        if "--include_path" not in given:
+    options = {argument.split("=")[0] for argument in sys.argv}
+    if options & {"--tasks", "-t"}:
+        if "--include_path" not in options:
             sys.argv += ["--include_path", str(Path(__file__).parent / "tasks")]
-        if "validate" not in given and not given & {"--model", "-M", "--config", "-C"}:
+        if "validate" not in options and not options & {"--model", "-M", "--config", "-C"}:
             sys.argv += ["--model", "dgemma"]  # the harness's own default needs other packages
     cli_evaluate()
 

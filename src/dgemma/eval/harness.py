@@ -401,8 +401,8 @@ class DiffusionLM(TemplateLM):
     def _note(self, request: Any, **values: Any) -> None:
         """Keep what was measured for a request."""
         place = {"task": getattr(request, "task_name", None), "doc_id": getattr(request, "doc_id", None)}
-        given = {"context": request[0], "continuation": request[1]} if isinstance(request, tuple) else place
-        self._details.append({**given, **values})
+        source = {"context": request[0], "continuation": request[1]} if isinstance(request, tuple) else place
+        self._details.append({**source, **values})
 
     def _write_details(self) -> None:
         if self._details_path is not None:

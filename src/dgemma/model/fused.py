@@ -216,8 +216,8 @@ def _compiled(function: Callable[..., object], dynamic: bool | None) -> Callable
     @torch.no_grad()  # with gradients, and for inputs that require them, it would be compiled again
     def run(*args: Any) -> object:
         values = [value.detach() if isinstance(value, Tensor) else value for value in args]
-        for value, given in zip(values, args, strict=True):
-            if isinstance(value, Tensor) and value.dim() and not isinstance(given, nn.Parameter):
+        for value, argument in zip(values, args, strict=True):
+            if isinstance(value, Tensor) and value.dim() and not isinstance(argument, nn.Parameter):
                 torch._dynamo.maybe_mark_dynamic(value, 0)
         return compiled(*values)
 

@@ -50,9 +50,9 @@ def stream_causal(model: Denoiser, prompt_tokens: Tensor, **options: Unpack[Caus
     """
     if not isinstance(model, Denoiser) or not model.has_causal_mode:
         raise TypeError(f"generate_causal model must have a causal mode, got {type(model).__name__}. Use generate.")
-    given = fill_in(options, CausalOptions)
-    temperature, max_new_tokens = given["temperature"], given["max_new_tokens"]
-    plan = read_plan(model, prompt_tokens, **given)
+    settings = fill_in(options, CausalOptions)
+    temperature, max_new_tokens = settings["temperature"], settings["max_new_tokens"]
+    plan = read_plan(model, prompt_tokens, **settings)
     if temperature is None or not isinstance(plan.knobs.temperature, ConstantTemperature):
         raise ValueError(
             f"generate_causal.temperature must be one number, got {temperature!r}. Use generate for a schedule: "
@@ -66,7 +66,7 @@ def stream_causal(model: Denoiser, prompt_tokens: Tensor, **options: Unpack[Caus
         pad_token_id=plan.pad_token_id,
     )
     num_tokens = model.generation.max_new_tokens if max_new_tokens is None else max_new_tokens
-    cache, last = _read_prompt(model, prompt_tokens, given["attention_mask"])
+    cache, last = _read_prompt(model, prompt_tokens, settings["attention_mask"])
     seeds = plan.seeds[0]
     none = torch.zeros_like(seeds, dtype=torch.bool)
     state = CausalState(token=last, number=torch.zeros_like(seeds), done=none, broken=none, seeds=seeds)

@@ -368,7 +368,7 @@ def _read_options(name: str, model: Denoiser, tokens: Any, options: InfillOption
             f"{name} tokens must have at most {longest} positions (max_position_embeddings), got {tokens.shape[1]}. "
             "Shorten the text."
         )
-    given, of_canvas = fill_in(options, InfillOptions), select(options, CanvasOptions)
+    settings, of_canvas = fill_in(options, InfillOptions), select(options, CanvasOptions)
     allowed, constraint = of_canvas.pop("allowed", None), of_canvas.pop("constraint", None)
     # The plan is for one canvas after a prefix of one token, the shortest possible prefix. Longer prefixes always fit,
     # because a canvas after a longer prefix ends within the text, and the length of the text was checked above.
@@ -380,16 +380,16 @@ def _read_options(name: str, model: Denoiser, tokens: Any, options: InfillOption
     if allowed is not None:
         shape = (tokens.shape[0], tokens.shape[1])
         allowed = arguments.read_allowed(f"{name} allowed", allowed, plan.noise, shape, tokens.device)
-    real = _read_mask(name, given["attention_mask"], tokens)
-    check_flags(name, record=given["record"], progress=given["progress"])
+    real = _read_mask(name, settings["attention_mask"], tokens)
+    check_flags(name, record=settings["record"], progress=settings["progress"])
     writer = _Writer(
         name=name,
         model=model,
         plan=replace(plan, span=Span(allowed=allowed)),
-        tail_token_id=given["tail_token_id"],
-        on_step=given["on_step"],
-        record_top=given["record_top"] if given["record"] else None,
-        progress=given["progress"],
+        tail_token_id=settings["tail_token_id"],
+        on_step=settings["on_step"],
+        record_top=settings["record_top"] if settings["record"] else None,
+        progress=settings["progress"],
         constraint=constraint,
     )
     return tokens.long(), real, writer

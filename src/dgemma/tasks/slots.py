@@ -253,25 +253,29 @@ class _Filler:
 
     def __init__(self, owner: str, model: Denoiser, options: SlotOptions) -> None:
         check_denoiser(owner, model)
-        given: Any = fill_in(options, SlotOptions)
-        noise = learnt_noise(model) if given["noise"] is None else given["noise"]
+        settings: Any = fill_in(options, SlotOptions)
+        noise = learnt_noise(model) if settings["noise"] is None else settings["noise"]
         check_vocabulary(noise, model.config)
         for name, least in (("num_draws", 1), ("batch_size", 1), ("horizon", 0)):
-            require(given[name] >= least, f"{owner} {name}", f"be an integer of at least {least}", given[name])
-        require(-(2**63) <= given["seed"] < 2**63, f"{owner} seed", "fit into 64 bits", given["seed"])
-        require(0 < given["temperature"] < math.inf, f"{owner} temperature", "be above 0", given["temperature"])
-        require(0 <= given["threshold"] <= 1, f"{owner} threshold", "be a probability", given["threshold"])
-        tail = given["tail_token_id"]
+            require(settings[name] >= least, f"{owner} {name}", f"be an integer of at least {least}", settings[name])
+        require(-(2**63) <= settings["seed"] < 2**63, f"{owner} seed", "fit into 64 bits", settings["seed"])
+        require(0 < settings["temperature"] < math.inf, f"{owner} temperature", "be above 0", settings["temperature"])
+        require(0 <= settings["threshold"] <= 1, f"{owner} threshold", "be a probability", settings["threshold"])
+        tail = settings["tail_token_id"]
         if tail is not None and (not 0 <= tail < noise.vocab_size or tail == noise.mask_token):
             raise ValueError(
                 f"{owner} tail_token_id must be a real token below {noise.vocab_size}, got {tail}. "
                 "Use None to leave noise there."
             )
-        self.model, self.noise, self.tokenizer, self.mode = model, noise, given["tokenizer"], given["mode"]
-        self.temperature, self.threshold, self.greedy = given["temperature"], given["threshold"], given["greedy"]
-        self.horizon, self.batch_size, self.seed = given["horizon"], given["batch_size"], given["seed"]
+        self.model, self.noise, self.tokenizer, self.mode = model, noise, settings["tokenizer"], settings["mode"]
+        self.temperature, self.threshold, self.greedy = (
+            settings["temperature"],
+            settings["threshold"],
+            settings["greedy"],
+        )
+        self.horizon, self.batch_size, self.seed = settings["horizon"], settings["batch_size"], settings["seed"]
         self.tail = [] if tail is None else [tail] * model.config.canvas_length
-        self.reader = Reader(model, noise, given["num_draws"], given["batch_size"])
+        self.reader = Reader(model, noise, settings["num_draws"], settings["batch_size"])
 
     def read(self, owner: str, template: Template, number: int) -> _TemplateRow:
         """Tokenize a template and check it."""
