@@ -194,9 +194,9 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def _poisoned_memory() -> Iterator[None]:
     """Fill every `torch.empty` with NaN, or the largest integer, so that tests detect elements that no kernel wrote."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_deterministic_debug_mode("warn")  # `use_deterministic_algorithms` would import torch's compiler
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 @pytest.fixture(autouse=True)
