@@ -183,6 +183,20 @@ def test_the_soft_embedding_of_equal_probabilities_fits_float16(device):
     assert torch.equal(got, torch.full_like(got, 2000.0 * fast._forward.embed_scale))
 
 
+def test_the_soft_embedding_is_the_same_with_the_embedding_as_the_left_operand(models, monkeypatch):
+    fast = models[1]
+    logits = torch.randn(2, CANVAS, VOCAB, generator=torch.Generator().manual_seed(0)).to(fast.device)
+    prediction = FusedPrediction(Logits(logits), (SoftCap(30.0),))
+    probabilities = (30.0 * (logits.double() / 30.0).tanh()).softmax(-1)
+    embedding = models[0].embed_tokens.weight.detach().double()
+    want = probabilities @ embedding * embedding.shape[1] ** 0.5
+    for rows in ((), (2 * CANVAS,)):
+        monkeypatch.setitem(configs.EMBEDDING_LEFT, configs.gpu_name(fast.device), rows)
+        got = fast._workspace.soft_embedding(prediction)
+        assert got.is_contiguous()
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)  # sums of 40 products in float32
+
+
 @pytest.mark.slow
 def test_infill_gives_the_same_with_the_fused_denoiser_and_the_reference(models):
     tokens = draw_tokens(1, 5)  # the canvas covers the last four, and only one of them is a hole

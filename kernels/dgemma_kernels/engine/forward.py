@@ -27,7 +27,14 @@ from dgemma_kernels.ops.attention import (
     float8_factor,
     float8_obstacle,
 )
-from dgemma_kernels.ops.configs import dense_config, expert_config, gluon_obstacle, is_hopper, tensor_descriptors
+from dgemma_kernels.ops.configs import (
+    dense_config,
+    embedding_left,
+    expert_config,
+    gluon_obstacle,
+    is_hopper,
+    tensor_descriptors,
+)
 from dgemma_kernels.ops.embedding import embed
 from dgemma_kernels.ops.experts import multiply_experts
 from dgemma_kernels.ops.mlp import dense_mlp, geglu, geglu_float8
@@ -131,7 +138,7 @@ class Forward:
         if table is None and weights.dtype == torch.float16:  # a sum of unscaled weights could exceed its range
             return self._multiply(scale_rows(weights, scale), self.weights.embedding.T).mul_(self.embed_scale)
         if table is None:
-            return scale_rows(self._multiply(weights, self.weights.embedding.T), scale, factor=self.embed_scale)
+            return scale_rows(self._soft_product(weights), scale, factor=self.embed_scale)
         probabilities = Quantized(values=weights, scale=scale, dtype=self.weights.embedding.dtype)
         if probabilities.shape[0] <= _DEEP and tensor_descriptors(table.scale.device) and not self.batch_invariant:
             return multiply_deep(probabilities, table).mul_(self.embed_scale)
@@ -139,6 +146,13 @@ class Forward:
         sums = torch.empty(probabilities.shape[0], table.shape[0], device=table.scale.device)
         self._multiply_unscaled(probabilities, table, self._one, out=sums)
         return scale_rows(sums, scale, table.scale, factor=self.embed_scale, dtype=probabilities.dtype)
+
+    def _soft_product(self, weights: Tensor) -> Tensor:
+        """Return weights @ embedding, without their scale: (R, V) → (R, D)."""
+        embedding = self.weights.embedding
+        if embedding_left(weights.shape[0], weights.device) and not self.batch_invariant:
+            return self._multiply(embedding.T, weights).T.contiguous()
+        return self._multiply(weights, embedding.T)
 
     def _embed_canvas(self, canvas: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
         weights = self.weights
