@@ -39,6 +39,10 @@ def fail() -> None:
     _wrong_kernel[(1,)](torch.empty(32, device="meta"))
 
 
+def refuse() -> None:
+    raise ValueError
+
+
 def main() -> None:
     import compile_ahead  # so that other processes find its functions
 
@@ -56,7 +60,7 @@ def main() -> None:
     if "dead" in sys.argv:
         async_compile.AsyncCompile.process_pool().shutdown()
     fills = [partial(compile_ahead.fill, value) for value in (1, 2, 1)]
-    ahead.start([*fills, partial(compile_ahead.fail)])
+    ahead.start([partial(compile_ahead.refuse), *fills, partial(compile_ahead.fail)])
     os.environ["TRITON_LIBDEVICE_PATH"] = "elsewhere"  # as torch does while it compiles; Triton's keys contain it
     ahead.finish()
     kernels = compile_ahead._fill_kernel.device_caches[0][0].values()

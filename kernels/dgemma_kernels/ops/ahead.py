@@ -103,7 +103,8 @@ def _start(mode: AsyncCompileMode, processes: "_Processes", calls: Sequence[part
     with only_compiling():
         for call in calls:
             processes.use(call)
-            call()
+            with suppress(ValueError):  # a kernel that refuses these sizes is not launched later
+                call()
 
 
 class _Processes(Executor):

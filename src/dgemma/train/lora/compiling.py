@@ -1,7 +1,7 @@
 """Kernels of a step that trains adapters, compiled by other processes while its first forward pass runs.
 
-Otherwise the first step would compile one kernel after the other. The list has the kernels that take long: products of
-experts, and all kernels of the backward pass. A kernel that is missing here is compiled at its first launch.
+Otherwise the first step would compile one kernel after the other. A kernel that is missing here, or not ready in time,
+is compiled at its first launch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -74,7 +74,7 @@ def _start(sizes: _StepSizes, dtype: torch.dtype, device: torch.device) -> None:
     from dgemma_kernels.ops.grouped import calls_of_products
 
     if fits(sizes.experts[0]) and (products := calls_of_products(_products(sizes, dtype), device)):
-        ahead.start([*products, *_gradients(sizes, dtype)])
+        ahead.start([*products, *_other_calls(sizes, dtype)])
 
 
 def _products(sizes: _StepSizes, dtype: torch.dtype) -> list[Any]:
@@ -100,56 +100,61 @@ def _products(sizes: _StepSizes, dtype: torch.dtype) -> list[Any]:
     return products
 
 
-def _gradients(sizes: _StepSizes, dtype: torch.dtype) -> Iterator[partial[Any]]:
-    """Yield calls of the other kernels of the backward pass. Numbers that are not sizes are arbitrary."""
+def _other_calls(sizes: _StepSizes, dtype: torch.dtype) -> Iterator[partial[Any]]:
+    """Yield calls of the other kernels. Arguments that are not sizes are arbitrary."""
     from dgemma_kernels.ops import adapters, choices, grouped, residual
 
     (num_experts, width, inner), rank = sizes.experts, sizes.rank
     num_tokens = sizes.batch_size * sizes.row_len
     num_rows = num_tokens * sizes.top_k
     empty = partial(_empty, dtype=dtype)
-    x, vector = empty(num_tokens, width), empty(width)
-    yield from _gradients_of_heads(sizes, empty)
+    yield from _calls_of_heads(sizes, empty)
     for outputs, num_inputs in sizes.linear:
-        narrow, b = empty(num_tokens, len(outputs) * rank), empty(sum(outputs), rank)
-        if adapters.fits(len(outputs), rank):
-            grad = empty(num_tokens, sum(outputs))
-            yield partial(adapters.expand_gradient, grad, narrow, b, outputs, scale=2.0)
-            yield partial(adapters.contract_gradient, narrow, empty(num_tokens, num_inputs))
-    if residual.fits(x):
-        vectors, scalar = (vector, vector, vector), empty(num_tokens, 1)
-        yield partial(residual.after_attention_gradient, x, x, x, x, x, x, *vectors, vector, 1e-6)
-        yield partial(residual.after_experts_gradient, x, x, x, x, *vectors, scalar, 1e-6)
-        for weight, added in ((None, None), (vector, None), (vector, x)):
-            yield partial(residual.rms_norm_gradient, x, x, weight, 1e-6, added)
+        x, narrow, out = (empty(num_tokens, columns) for columns in (num_inputs, len(outputs) * rank, sum(outputs)))
+        a, b = empty(len(outputs) * rank, num_inputs), empty(sum(outputs), rank)
+        yield partial(adapters.contract, x, a, 2.0)
+        yield partial(adapters.expand, narrow, b, outputs)
+        yield partial(adapters.expand_gradient, out, narrow, b, outputs, scale=2.0)
+        yield partial(adapters.contract_gradient, narrow, x)
+    x, vector, scalar = empty(num_tokens, width), empty(width), empty(num_tokens, 1)
+    vectors = vector, vector, vector
+    yield partial(residual.after_experts, x, x, x, *vectors, scalar, 1e-6)
+    yield partial(residual.after_experts_gradient, x, x, x, x, *vectors, scalar, 1e-6)
+    yield partial(residual.after_attention_gradient, x, x, x, x, x, x, *vectors, vector, 1e-6)
+    for weight, added in ((None, None), (vector, None), (vector, x)):
+        yield partial(residual.rms_norm_gradient, x, x, weight, 1e-6, added)
     weights = _empty(num_tokens, sizes.top_k, dtype=torch.float32)
     chosen, order = _empty(*weights.shape, dtype=torch.int64), _empty(num_rows, dtype=torch.int64)
     logits, scales = empty(num_tokens, num_experts), empty(num_experts)
+    yield partial(choices.choose_experts, logits, scales, sizes.top_k)
+    yield partial(choices.group_choices, chosen, num_experts)
     yield partial(choices.weigh_choices, logits, chosen, scales)
     yield partial(choices.weigh_choices_gradient, weights, None, logits, chosen, scales)
-    gate_and_up, hidden, narrow = (empty(num_rows, size) for size in (2 * inner, inner, rank))
-    yield partial(grouped.gated_gradient, gate_and_up, hidden, weights, order)
+    gate_and_up, hidden, narrow = (empty(num_rows, columns) for columns in (2 * inner, inner, rank))
     ends, by_row = _empty(num_experts, dtype=torch.int32), _empty(num_rows, dtype=torch.float32)
     up_b, down_a = empty(num_experts, 2 * inner, rank), empty(num_experts, rank, inner)
+    yield partial(grouped.multiply_rows, hidden, down_a, ends, scale=2.0)
+    yield partial(grouped.gated_gradient, gate_and_up, hidden, weights, order)
     yield partial(grouped.contract_and_outer, gate_and_up, narrow, up_b, ends, scale=2.0)
     yield partial(grouped.contract_and_outer, hidden, narrow, down_a.mT, ends, scale=2.0, by_row=by_row)
 
 
-def _gradients_of_heads(sizes: _StepSizes, empty: Callable[..., Tensor]) -> Iterator[partial[Any]]:
-    from dgemma_kernels.ops.heads import norm_heads_gradient
+def _calls_of_heads(sizes: _StepSizes, empty: Callable[..., Tensor]) -> Iterator[partial[Any]]:
+    from dgemma_kernels.ops.heads import norm_heads, norm_heads_gradient
 
     batch_size, num_tokens = sizes.batch_size, sizes.batch_size * sizes.row_len
     for columns, kv_columns, head_dim in sizes.heads:
-        num_heads = [each // head_dim for each in (columns, kv_columns, kv_columns)]  # of queries, keys and values
-        num_first = sizes.num_noisy, *[sizes.num_noisy + sizes.num_seen] * 2  # tokens
+        num_heads, kv_heads = columns // head_dim, kv_columns // head_dim
+        first_keys, num_text = sizes.num_noisy + sizes.num_seen, sizes.row_len - sizes.num_noisy
         firsts, seconds = (
-            [empty(batch_size, num, each, head_dim) for num, each in zip(nums, num_heads, strict=True)]
-            for nums in (num_first, [sizes.row_len - sizes.num_noisy] * 3)
+            [empty(batch_size, *part, head_dim) for part in ((of_queries, num_heads), *[(of_keys, kv_heads)] * 2)]
+            for of_queries, of_keys in ((sizes.num_noisy, first_keys), (num_text, num_text))  # tokens
         )
         weight, table = empty(head_dim), empty(num_tokens, head_dim)
         for outputs, _ in sizes.linear:
             if outputs[:2] == (columns, kv_columns):
                 inputs = empty(num_tokens, sum(outputs)), weight, weight, table, table
+                yield partial(norm_heads, *inputs, num_heads=num_heads, kv_heads=kv_heads, eps=1e-6)
                 yield partial(norm_heads_gradient, *inputs, firsts, seconds, eps=1e-6)
 
 
