@@ -104,6 +104,7 @@ def accelerate(
 def _without_layers(model: DiffusionGemma) -> DiffusionGemma:
     """Return the model without its layers, for its defaults and checks. Later casts of the model do not change it."""
     rest = copy.copy(model)
+    # `delattr` would remove the layers of the original too, because a shallow copy shares this dictionary.
     rest._modules = {"embed_tokens": nn.Embedding.from_pretrained(model.embed_tokens.weight.detach())}
     return rest
 
@@ -189,7 +190,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
     def __getstate__(self) -> dict[str, Any]:
         """Return the content of a copy or a pickle: weights. A copy makes new graphs and buffers."""
         weights = None  # None: the weights are the model's own
-        if "layers" not in self._model._modules:
+        if "layers" not in dict(self._model.named_children()):
             own_weights = self._forward.weights
             weights = _without_embedding(own_weights)  # stored with the model
         return {

@@ -1,5 +1,8 @@
 """The small parts of a layer: normalisation and the gated MLP."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,6 +19,24 @@ def product_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype of products of x under the current autocast."""
     autocast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
     return torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+
+
+@contextmanager
+def replace_weights(places: Sequence[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
+    """Replace parameters, each given by its module and name, by computed tensors within the context.
+
+    Example: `with replace_weights([(norm, "weight", norm.weight.bfloat16())]): y = norm.forward(x)`.
+    """
+    # `setattr` refuses a tensor that is not a Parameter, and a Parameter would have no gradient function. With
+    # `torch.func.functional_call`, the replacement would end with one call of one module.
+    parameters = [getattr(module, name) for module, name, _ in places]
+    for module, name, weight in places:
+        module._parameters[name] = weight  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for (module, name, _), parameter in zip(places, parameters, strict=True):
+            module._parameters[name] = parameter
 
 
 @fusible_with(kernels=Kernels("rms_norm", (0,)))

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dgemma.checks import require
 from dgemma.model.experts import Experts, Routing, combine, dispatch, group_by_expert
-from dgemma.model.layers import wide_dtype
+from dgemma.model.layers import replace_weights, wide_dtype
 from dgemma.model.quantized import quantized_weights
 from dgemma.train.parallel import Model, Parallel, Result, save_parts
 
@@ -327,22 +327,12 @@ class _SpreadExperts(Experts):
 
         # A received row is passed as a token that chose one expert with weight 1, so `super().forward` computes it.
         ones = torch.ones(own_experts.shape[0], 1, device=x.device, dtype=wide_dtype(x))
-        with _own_weights(self):
+        # The parts are computed from Parameters, so gradients flow into these.
+        own = [(self, name, cast(DTensor, weight).to_local()) for name, weight in self.named_parameters(recurse=False)]
+        with replace_weights(own):
             out = super().forward(own_rows, Routing(ones, ones, own_experts[:, None]))
         out = _Exchange.apply(out, receive, send, group)  # (M · A, D), sorted by expert again
         return combine(out, routing.weights, groups, x.dtype)
-
-
-@contextmanager
-def _own_weights(module: nn.Module) -> Iterator[None]:
-    """Replace the module's weights by this process's part of them within the context."""
-    whole = dict(module._parameters)
-    # `setattr` refuses a part, because the part is not a Parameter. It is computed from a Parameter, with a gradient.
-    module._parameters.update({name: cast(DTensor, weight).to_local() for name, weight in whole.items()})  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        module._parameters.update(whole)
 
 
 class _Exchange(torch.autograd.Function):

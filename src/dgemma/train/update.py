@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dgemma.checks import show
 from dgemma.model.diffusion import DiffusionGemma
@@ -209,9 +209,15 @@ def ready_to_train(model: DiffusionGemma, config: TrainConfig) -> Iterator[None]
             yield
     finally:
         for layer in layers:
-            layer._compiled_call_impl = None
+            _undo_compile(layer)
         model.recompute_activations = recompute
         torch.set_float32_matmul_precision(matmul)
+
+
+def _undo_compile(layer: nn.Module) -> None:
+    """Let a layer run eagerly again."""
+    # torch has no public function for this. Compiling `forward` instead would not compile its hooks.
+    layer._compiled_call_impl = None
 
 
 def _kernels_for(device: torch.device) -> ModuleType | None:

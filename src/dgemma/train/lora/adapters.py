@@ -18,6 +18,7 @@ from dgemma.checks import require, show, typed
 from dgemma.files import open_tensors, parse_json, write_tensors
 from dgemma.model.diffusion import DiffusionGemma, require_experts
 from dgemma.model.experts import Experts
+from dgemma.model.layers import replace_weights
 from dgemma.model.quantize import requantize
 from dgemma.model.quantized import QuantizedWeight, quantized_weights, set_weight
 from dgemma.train.lora.experts import AdaptedExperts
@@ -134,13 +135,11 @@ def rounded_once(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     before = [weight.grad for weight in weights]
     for weight in weights:
         weight.grad = None  # autograd would add to each old gradient in a separate launch
-    for (module, name), rounded in zip(places, _Rounded.apply(dtype, *weights) if places else (), strict=True):
-        module._parameters[name] = rounded
+    rounded = _Rounded.apply(dtype, *weights) if places else ()
     try:
-        yield
+        with replace_weights([(*place, weight) for place, weight in zip(places, rounded, strict=True)]):
+            yield
     finally:
-        for (module, name), weight in zip(places, weights, strict=True):
-            module._parameters[name] = weight
         _add_gradients(weights, before)
 
 
