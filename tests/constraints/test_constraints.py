@@ -147,7 +147,9 @@ def test_holes_become_texts_of_the_language():
 def test_a_recorded_run_is_replayed_with_its_constraint(tmp_path):
     out = generate(dgemma.Regex("[ab]{20,30}", TOKENIZER), max_new_tokens=2 * CANVAS_LEN, record=True)
     out.trajectory.save(tmp_path / "run.safetensors")
-    dgemma.Trajectory.load(tmp_path / "run.safetensors").replay(MODEL)
+    again = dgemma.Trajectory.load(tmp_path / "run.safetensors").replay(MODEL)
+    assert torch.equal(again.new_tokens, out.new_tokens)
+    assert all(re.fullmatch("[ab]{20,30}", text) for text in texts(again))
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,10 @@ def test_a_knob_that_could_change_after_capture_is_refused(change):
 
 
 def test_a_frozen_sampler_may_contain_another():
-    dgemma.Knobs(sampler=Wrapper(dgemma.EntropyBound()), temperature=dgemma.LinearTemperature())
+    sampler = Wrapper(dgemma.EntropyBound(bound=0.3))
+    knobs = dgemma.Knobs(sampler=sampler, temperature=dgemma.LinearTemperature())
+    assert knobs.sampler is sampler
+    assert knobs.sampler.inner == dgemma.EntropyBound(bound=0.3)
 
 
 def test_the_noise_level_applies_only_to_blocks_with_a_canvas(model):
