@@ -20,9 +20,9 @@ from dgemma.model.config import Conventions, ModelConfig
 from dgemma_kernels.engine.graphs import GraphMemory, Replay, Turn, in_turn, remembered, use_here
 from dgemma_kernels.ops.prefix import forget
 
-_SMALLEST = 1024  # slots of a full layer; then powers of two up to _LINEAR, then multiples of it
+_SMALLEST = 1024  # fewest slots of a full layer; more are powers of two up to _LINEAR, then multiples of it
 _LINEAR = 16_384
-_LEAST_TAIL = 8192  # tokens of a forward that fit any buffers, over all rows; then powers of two
+_LEAST_TAIL = 8192  # tokens of the smallest tail, over all rows; larger tails have 2, 4, 8 ... times as many
 _GAP = 64  # zeros before a sliding layer's first slot, which a tile of `attention` may read but no token sees
 _FREE_SHARE = 1 / 8  # share of a GPU's memory that a pool may keep in unused buffers and in logits
 _MOST_FREE = 16  # limit of a pool's unused buffers: their graphs use memory that the share does not count

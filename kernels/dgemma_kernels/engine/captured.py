@@ -268,7 +268,7 @@ class CapturedStep:
         changes = step.find_changes(outcome)
         self.keeps_form = changes is not None
         self.soft_graph = Replay(lambda: step.soften(changes or []), workspace.device, workspace.graph_memory)
-        # Without a GPU, a `Replay` runs its function when it is made, and its first replay does nothing: use it up
+        # Without a GPU, the first replay does nothing, because the constructor has run the function. So it is used up
         # here.
         self.soft_graph.replay()
         self._results = _Results((outcome.after, outcome.record, outcome.statistics), self._inputs)

@@ -357,7 +357,8 @@ def _log_choices(choices: Collection[KernelChoice], weights: ModelWeights, atten
         if isinstance(weights.layers[0].expert_gate_up, (Tensor, Quantized)):
             slower.append("experts for long prompts")
         if slower:
-            logger.warning("accelerate runs slower kernels of %s: others need %s.", " and ".join(slower), untested)
+            parts = " and ".join(slower)
+            logger.warning("accelerate runs slower kernels of %s. The faster ones need %s.", parts, untested)
     elif attention_kernel == "auto":
         for choice in sorted(choices):
             if choice.kernel == "triton":

@@ -56,7 +56,7 @@ class Turn:
 def use_here(*tensors: Tensor) -> None:
     """Keep the memory of tensors from being reused before the current stream is done with them.
 
-    For tensors that another thread may have made on its stream. It has no effect on their own stream.
+    Call it for tensors that another thread may have made on another stream. For other tensors it changes nothing.
     """
     for tensor in tensors:
         if tensor.is_cuda:
@@ -90,9 +90,9 @@ class GraphMemory:
     """Memory that graphs share (a pool). After a failed capture, the next graphs share a new pool.
 
     Torch reuses memory only on the stream that allocated it, so all graphs are captured on one stream. cuBLAS keeps a
-    workspace per stream. When a graph of a stream is freed, torch may free that workspace, which other graphs still
-    use. Memory of the pool stays valid as long as a graph uses it. So a capture has to allocate its workspaces in the
-    pool, and its streams must have no older workspaces. Functions first run on another stream, and `prepare` drops
+    workspace per stream. When a graph of a stream is freed, torch from 2.12 on frees that workspace, which other graphs
+    still use. Memory of the pool stays valid as long as a graph uses it. So a capture has to allocate its workspaces in
+    the pool, and its streams must have no older workspaces. Functions first run on another stream, and `prepare` frees
     workspaces that lie outside the pool. `sides` are the other streams that functions use.
 
     Example: `Replay(fn, device, GraphMemory(device))`.
@@ -111,8 +111,8 @@ class GraphMemory:
     def prepare(self) -> None:
         """Make the next capture allocate all of its memory in the pool.
 
-        Torch drops a stream's workspaces when a graph of that stream is reset. It does not capture into a pool again
-        after the last graph of the pool is gone, so one small graph stays.
+        Torch from 2.12 on frees a stream's workspaces when a graph of that stream is reset. It does not capture into a
+        pool again after the last graph of the pool is gone, so one small graph stays.
         """
         zero = torch.zeros((), device=self._device)
         if self._keeper is None:

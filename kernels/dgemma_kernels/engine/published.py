@@ -32,7 +32,7 @@ def is_published(state: DenoiseState, knobs: Knobs) -> bool:
         and type(state.noise) is UniformNoise
         and state.awaited is None
         and state.allowed is None
-        # With a constraint, the draft must be a text of its language. The argmax is one; a noisy canvas may not be.
+        # A constraint must allow the draft. It allows every argmax, but not every noisy canvas.
         and (state.language is None or getattr(knobs.sampler, "commit", None) == "argmax")
         and not state.injected
     )

@@ -31,10 +31,10 @@ class ReadLimits:
 
 
 LIMITS = ReadLimits(most=8192, captured_soon=2048, captured_later=8192)
-# Users choose weights of four bits to save memory, so their limits are lower.
+# Lower limits, because users choose weights of four bits to save memory.
 FOUR_BIT_LIMITS = ReadLimits(most=1024, captured_soon=256, captured_later=256)
-_TOKEN_BYTES = 400_000  # of activations and the tail of sliding layers, per token of a forward of the published model
-_MEMORY_SHARE = 1 / 8  # of a GPU that a forward may use
+_TOKEN_BYTES = 400_000  # of activations and of sliding layers' tails, per token of a forward of the published model
+_MEMORY_SHARE = 1 / 8  # of a GPU's memory that a forward may use
 _MOST = 32_768
 
 
@@ -92,7 +92,9 @@ class CausalReader:
         return logits[:, None]
 
     def _read_chunk(self, tokens: Tensor, cache: FusedCache, num_slots: int, last: bool) -> Tensor:
-        """Run one chunk (B, T) into the tail of the cache, which gets `num_slots` in all → (B, T, D) if `last`.
+        """Run one chunk (B, T) into the tail of the cache → (B, T, D) if `last`.
+
+        The cache gets room for `num_slots` more tokens per row: the chunk, the rest of the prompt, and a canvas.
 
         A captured chunk is padded to one of a few sizes. Padding is after the chunk in a causal forward, so it changes
         no other token.

@@ -3,9 +3,10 @@
 The upper byte of a bfloat16 holds the sign and seven of the eight exponent bits. Nearly all weights of a row are at
 least 2^-14 times its largest weight, so those seven bits take only eight values. A packed weight is its unchanged lower
 byte and a code of four bits: the sign, and an index into the eight values. Each row has a power of two as its scale,
-applied to float32 sums, where it changes only the exponent. Other weights, which are zero or much smaller, are
-outliers. In their place, the packed weights have the smallest of the eight values. A list stores the outliers, and the
-product is corrected.
+applied to float32 sums, where it changes only the exponent.
+
+The few smaller weights, zeros included, are outliers. A list stores them. In their place, the packed weights have a
+placeholder, 2^-15 times the row's scale. The product is corrected for this.
 
 The bytes that a program reads together are contiguous. For 128 rows these are the lower bytes of 64 columns, the lower
 bytes of the next 64 columns, and the codes of both, two per byte. Within 64 columns, weights have the order in which
@@ -235,7 +236,7 @@ def _load_block(
 def _add_outliers(
     sums: tl.tensor, inputs: tl.tensor, inside: tl.tensor, place: tl.tensor, value: tl.tensor, row: tl.tensor
 ) -> tl.tensor:
-    """Add the product with a matrix of one outlier per column, and subtract the product with their placeholders."""
+    """Correct the sums for some outliers: add their products with the inputs, subtract those of their placeholders."""
     real = place >= 0
     columns = tl.where(real, place & 0xFFFF, 0)
     rows = tl.load(inputs + columns[None, :], mask=inside[:, None] & real[None, :], other=0.0).T
@@ -275,9 +276,10 @@ def multiply_packed(
     M: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ) -> tl.tensor:
-    """Multiply the 128 rows of one of an expert's BLOCKS blocks by M rows of inputs: (128, M) float32.
+    """Multiply a block of an expert's weights, 128 rows, by M rows of inputs: (128, M) float32.
 
-    inputs: (M, 1) pointers to the rows. `weights.data` is a tensor descriptor if DESCRIBED, else a pointer.
+    An expert has BLOCKS blocks. inputs: (M, 1) pointers to the rows. `weights.data` is a tensor descriptor if
+    DESCRIBED, else a pointer.
     """
     LIST: tl.constexpr = 32 if WIDTH > 1024 else 16  # a block has about 29 outliers at width 2816, and 9 at width 704
     row = (expert * BLOCKS + block) * 128  # among the rows of all experts

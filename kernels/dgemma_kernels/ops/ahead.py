@@ -1,7 +1,7 @@
-"""Compilation of kernels before their first launch, in the processes that torch's compiler has anyway.
+"""Compilation of kernels before their first launch, in the worker processes of torch's compiler.
 
-A process compiles without a GPU, and Triton's files on disk pass on the result. A thread here waits for it and loads
-it. If the process fails, the thread compiles the kernel itself.
+A worker compiles without a GPU and writes the result to Triton's folder on disk. A thread of this process waits for the
+worker and loads the kernel from there. If the worker fails, the thread compiles the kernel itself.
 """
 
 import os
@@ -22,14 +22,14 @@ from triton.compiler import make_backend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-_SECONDS = 60.0  # after which a thread no longer waits for a process; the largest kernel compiles in 7
+_SECONDS = 60.0  # after which a thread no longer waits for a worker; the largest kernel compiles in 7
 _MOST_THREADS = 32
-_started: list[AsyncCompileMode] = []  # of the process, as Triton's kernels are
+_started: list[AsyncCompileMode] = []  # global, as are the kernels that Triton has loaded
 _compiling = threading.RLock()  # `only_compiling` replaces a function that all threads share
 
 
 def start(calls: Sequence[partial[Any]]) -> None:
-    """Start to compile the kernels that these calls launch, each call in a process. Nothing is launched.
+    """Start to compile the kernels that these calls launch, each call in a worker. Nothing is launched.
 
     Tensors of the calls are on the meta device.
 
@@ -37,7 +37,7 @@ def start(calls: Sequence[partial[Any]]) -> None:
     """
     from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 
-    # torch sets it later, in the midst of a step. From then on Triton would look for its files elsewhere.
+    # Triton's folder. torch would set it only later, during a step, and Triton would not find the files written before.
     os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(torch.cuda.current_device()))
     processes = _Processes(ThreadPoolExecutor(_MOST_THREADS))
     mode = AsyncCompileMode(processes, ignore_errors=True)
@@ -47,7 +47,7 @@ def start(calls: Sequence[partial[Any]]) -> None:
 
 
 def finish() -> None:
-    """Wait for what was started, if anything was. A kernel that fails to compile raises at its launch.
+    """Wait for all kernels that `start` compiles. A kernel that fails to compile raises at its launch.
 
     Example: `finish()`.
     """
@@ -78,15 +78,15 @@ def only_compiling() -> Iterator[list[Any]]:
 
 
 class _Setup(NamedTuple):
-    """Parts of the keys of compiled kernels that belong to the process that launches them, not to the kernels."""
+    """Parts of the key by which Triton finds a compiled kernel: those that depend on the launching process."""
 
     target: GPUTarget
     settings: dict[str, str]  # Triton's environment variables
-    tools: str  # the version of the assembler. Triton reads it once, but torch later sets TRITON_PTXAS_PATH
+    tools: str  # version of the assembler, as Triton first read it; torch later sets TRITON_PTXAS_PATH
 
 
 def _compile_for(setup: _Setup, call: Callable[[], Any]) -> None:
-    """Compile the kernels of a call in another process, for a GPU that it does not use."""
+    """Compile the kernels of a call in a worker, for a GPU that the worker does not use."""
     others = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     environment = patch.dict(os.environ, others | setup.settings, clear=True)
     same_tools = patch.object(type(make_backend(setup.target)), "hash", lambda backend: setup.tools)
@@ -108,7 +108,7 @@ def _start(mode: AsyncCompileMode, processes: "_Processes", calls: Sequence[part
 
 
 class _Processes(Executor):
-    """Threads that load kernels. Each waits for a process of torch's compiler, which compiles the kernels of a call."""
+    """Threads that load kernels. Each waits for a worker of torch's compiler, which compiles the kernels of a call."""
 
     call: Callable[[], Any]
     job: Future[None] | None
@@ -119,14 +119,14 @@ class _Processes(Executor):
         self.threads, self.setup = threads, _Setup(target, settings, make_backend(target).hash())
 
     def use(self, call: Callable[[], Any]) -> None:
-        """Compile the next kernels by this call."""
+        """Let a worker run `call`, to compile the kernels that are submitted next."""
         self.call, self.job = call, None
 
     def submit(self, load: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]
         from torch._inductor import async_compile
 
         if self.job is None and async_compile.get_compile_threads() > 1:
-            with suppress(OSError, RuntimeError):  # torch's processes have ended
+            with suppress(OSError, RuntimeError):  # torch's workers have ended
                 pool = async_compile.AsyncCompile.process_pool()
                 self.job = pool.submit(partial(_compile_for, self.setup, self.call))
         return self.threads.submit(_load_after, self.job, load)
@@ -136,7 +136,7 @@ def _load_after(job: Future[None] | None, load: Callable[[], Any]) -> Any:
     if job is not None:
         wait([job], _SECONDS)
     kernel = load()
-    # C code for the host. The first launch would build it.
+    # Build the launcher, which is C code for the host. Otherwise the first launch would build it.
     driver.active.launcher_cls(kernel.src, kernel.metadata)
     return kernel
 

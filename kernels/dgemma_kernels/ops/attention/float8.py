@@ -1,8 +1,8 @@
 """Causal attention of long chunks with both products in float8, and the rounding of its operands.
 
 Keys and values of the whole prefix are rounded anew in every call, to buffers that live as long as the call. So the
-cache keeps its dtype, and nothing has to follow its changes. For a chunk of 8,192 tokens, rounding takes 1 to 2 % of
-the time of the attention. Kernel: `hopper_float8`. Reference: `reference.py`.
+cache keeps its dtype, and no copy of it has to be kept up to date. For a chunk of 8,192 tokens, rounding takes 1 to 2 %
+of the time of the attention. Kernel: `hopper_float8`. Reference: `reference.py`.
 """
 
 import math
@@ -54,10 +54,12 @@ def attention_float8(
 
 
 def float8_factor(key_norm: Tensor) -> float:
-    """Return the least power of two, at least 1, with which normed keys times `key_norm` (H,) fit into float8.
+    """Return `key_factor` for keys that are normed and then multiplied by `key_norm` (H,).
 
-    Example: `float8_factor(torch.full((512,), 3.0))` is 4.0. Normed keys times 3 are at most 67.9, and float8 reaches
-    28 times the factor.
+    It is the least power of two, at least 1, by which such keys can be divided to fit into float8.
+
+    Example: `float8_factor(torch.full((512,), 3.0))` is 4.0. These keys are at most 67.9, and float8 in units of
+    `float8_unit` reaches 28.
     """
     largest = key_norm.abs().max().item() * key_norm.shape[0] ** 0.5
     limit = torch.finfo(torch.float8_e4m3fn).max * float8_unit(key_norm.shape[0])

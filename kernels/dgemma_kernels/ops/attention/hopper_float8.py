@@ -6,7 +6,7 @@ the tensor cores read both operands of a float8 product along the dimension that
 
 In float8 products, tensor cores add in about 14 bits, so no sum there spans more than one tile. The weights of a tile
 are relative to the maximum of that tile, so that a large weight elsewhere does not round them to zero. The sums over
-tiles are in float32, relative to the maximum of the newest tile.
+tiles are in float32, relative to the maximum of the newest tile, within `_SPAN`.
 
 Barriers: a part of a tile is `full` when its copy is complete, and `free` when its last reader is done. The weights of
 a tile are `ready` when both warpgroups may read them, and `read` when the other warpgroup is done with them.
@@ -33,8 +33,9 @@ _BYTES = gl.constexpr(128 * 128)  # per copy of keys or values
 _K_BUFFERS = gl.constexpr(4)
 _V_BUFFERS = gl.constexpr(3)  # per warpgroup
 _GAIN = gl.constexpr(8.0)  # in bits: weights are at most 2**8, and those below 2**-10 are zero
-# In bits below the largest maximum so far. Sums relative to a lower maximum could overflow. So a tile with a lower
-# maximum is added as if its maximum were at this limit. Even 2**18 such keys change the result by only 2**-22.
+# The sums are relative to a maximum at most this many bits below the largest so far; otherwise they could overflow. A
+# tile with a lower maximum is added as if its maximum were at this limit. So its weights are too large, but even 2**18
+# of them change the result by only 2**-22.
 _SPAN = gl.constexpr(40.0)
 
 

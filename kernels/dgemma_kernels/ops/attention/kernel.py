@@ -187,8 +187,8 @@ def choose_kernel(
     if few_rows and num_rows <= _FEW_ROWS:
         return KernelChoice("triton", f"it is faster for at most {_FEW_ROWS} packed query rows, got {num_rows}")
     if untested := gluon_obstacle():
-        return KernelChoice("triton", f'"auto" runs the Hopper kernel only with {untested}, "hopper" with any version')
-    return KernelChoice("hopper", "it can run and has more than 16 packed query rows")
+        return KernelChoice("triton", f'the Hopper kernel is tested with {untested}; kernel="hopper" runs it anyway')
+    return KernelChoice("hopper", f"it can run, and is faster for more than {_FEW_ROWS} packed query rows")
 
 
 def hopper_obstacle(queries: Tensor, keys: Tensor, values: Tensor) -> str | None:

@@ -54,10 +54,10 @@ _UNIT = gl.constexpr(128)  # rows of weights of one copy
 _FIELDS = gl.constexpr(6)  # of an item
 _LINE = gl.constexpr(128)  # bytes of a row in a slot
 
-# Rows of 128 bytes, of 2-byte and of 1-byte values, and rows of 64 bytes of 2-byte values. A thread has 16 bytes.
-_ROWS16 = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-_ROWS8 = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
-_HALF16 = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
+# Layouts of rows. A thread has 16 bytes.
+_ROWS16 = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # rows of 64 values of 2 bytes
+_ROWS8 = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))  # rows of 128 values of 1 byte
+_HALF16 = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))  # rows of 32 values of 2 bytes
 _NUMBERS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 _PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 

@@ -6,10 +6,12 @@ columns. The program index runs over column blocks first, so neighbouring progra
 
 The weights are the 64-row operand. So on Hopper the products are warpgroup instructions even for 16 or 32 token rows,
 and the memory unit loads weights in whole blocks. While the last programs of gate_up run, memory is partly idle. So
-programs of down start next to them, and each waits only for its own tile. Rows and weights may be float8. Scales are
-then applied to float32 sums, and hidden values have one scale per row and block of a program's columns, or for many
-tokens one per row. `tiles` has the work of a program on its tile. `hopper` has both products of int4 experts in one
-launch, `hopper_many` those of many tokens. Reference: `reference.py`.
+programs of down start next to them, and each waits only for its own tile. Rows and weights may be float8. Their scales
+are then applied to float32 sums. A row of hidden values has one scale for each program that computes a part of it. For
+many tokens, it has only one. `tiles` has the work of a program on its tile.
+
+On Hopper, `hopper` replaces both launches for int4 experts with float8 rows. `hopper_many` replaces them for plain and
+float8 experts if there are many tokens. Reference: `reference.py`.
 """
 
 from types import ModuleType
@@ -313,9 +315,9 @@ def _in_blocks(values: Tensor, rows: int, depth: int, format: str) -> Tensor | T
 
 def _grid_tiles(tiles: ExpertTiles) -> int:
     # The grid has as many tiles as an even spread of tokens over experts needs. Each program takes every
-    # `_grid_tiles`-th tile. A grid for the bound on tiles would be up to twice as large. Its idle programs would cost
-    # more time than the second tiles of some programs do. An expert's tiles are neighbours, so they run together and
-    # share its weights in the cache.
+    # `_grid_tiles`-th tile. A grid for the largest possible number of tiles would be up to twice as large. Its idle
+    # programs would cost more time than the second tiles of some programs do. An expert's tiles are neighbours, so they
+    # run together and share its weights in the cache.
     num_pairs, num_experts = tiles.pairs.numel(), tiles.num_experts
     return min(num_experts, num_pairs) * triton.cdiv(num_pairs, num_experts * tiles.rows_per_tile)
 

@@ -38,9 +38,9 @@ _UNIT, _PART, _DEPTH = gl.constexpr(128), gl.constexpr(64), gl.constexpr(64)
 _LINE = gl.constexpr(128)  # bytes of a row in a slot
 _FIELDS = gl.constexpr(5)  # of an item: its number, expert, first row, number of rows, block of weights
 
-# Rows of 128 and of 64 bytes. A thread has 16 bytes.
-_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-_HALF_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
+# Layouts of rows. A thread has 16 bytes.
+_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # rows of 64 values
+_HALF_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))  # rows of 32 values
 _NUMBERS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 _PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 

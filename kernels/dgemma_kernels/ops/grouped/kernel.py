@@ -5,8 +5,7 @@ added. Here a program gathers the tokens of its tile, or loads rows that are gro
 product to its sums. It finds the place of its tile from the ends of the groups, so no table of tiles is needed.
 Programs of one expert are neighbours and share its weights in the cache. The tiles fit the shared memory of Hopper.
 
-Where `_fits_hopper`, `hopper` computes the product instead. This kernel computes products with few outputs, for other
-ranks, and with other versions of Triton.
+If `hopper` supports a product, it computes the product instead (`_launch`, `_fits_hopper`).
 """
 
 from collections.abc import Sequence
@@ -154,7 +153,10 @@ def _launch(
     num_rows, rank = x.shape[0] if order is None else order.shape[0], 0 if b is None else b.shape[-1]
     if order is not None:
         require(
-            num_rows % x.shape[0] == 0, f"{owner}.order", f"have as many choices for each of {x.shape[0]} tokens", order
+            num_rows % x.shape[0] == 0,
+            f"{owner}.order",
+            f"have a multiple of {x.shape[0]} choices, the number of tokens",
+            order,
         )
     is_plain = scale == 1 and by_row is None and flipped == flipped_b
     if (
@@ -207,7 +209,7 @@ def _launch(
 
 
 def _fits_hopper(weights: Tensor, b: Tensor, narrow: Tensor, x: Tensor, device: torch.device) -> bool:
-    """Return True if `hopper` computes this product. Its copies have 16 bytes or more, its offsets 32 bits."""
+    """Return True if `hopper` can compute this product. Its copies have 16 bytes or more, and its offsets 32 bits."""
     _, num_cols, depth = weights.shape
     return (
         is_hopper(device)

@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 
 SMALL_TILE, LARGE_TILE = 128, 256  # rows
-MORE_ROWS = 32  # that a tile may have, if its group then has one tile less
-_FEW_ROWS = 144  # per expert on average
+MORE_ROWS = 32  # additional rows that a tile may have if this saves a tile
+_FEW_ROWS = 144  # per expert on average, up to which tiles are small
 
 
 def rows_per_tile(num_rows: int, num_experts: int) -> int:
-    """Return the rows of a tile, for so many rows in all: 128 if experts have few on average, else 256.
+    """Return the rows of a tile for `num_rows` rows in total: 128 if experts have few on average, else 256.
 
     Example: `rows_per_tile(77_760, 128)` is 256.
     """
@@ -33,10 +33,11 @@ def list_tiles(
 ) -> None:
     """Write tiles from number `begin` on. size, end: (E,), the number of each expert's rows and where they end.
 
-    tiles: (1 + num_tiles, 3) int32. The first row begins with the number of tiles that exist, and a zero. `hopper`
-    counts the items of its queue there, and sets the counter to zero again. Every other row is (expert, first row,
-    rows) of a tile. A group has as few tiles of at most tile_rows + MORE rows as possible. As many as possible have
-    only tile_rows; the last has the rest.
+    tiles: (1 + num_tiles, 3) int32. The first row has the number of tiles that exist, and a counter of `hopper` that is
+    zero between launches. Every other row is a tile: its expert, first row and number of rows.
+
+    An expert has as few tiles of at most tile_rows + MORE rows as possible. The first ones have this size, if needed.
+    The others have tile_rows rows, except the last, which has the rest.
     """
     count = tl.cdiv(size, tile_rows + MORE)
     num_larger = tl.cdiv(tl.maximum(size - tile_rows * count - MORE, 0), MORE)
@@ -60,9 +61,9 @@ def list_tiles(
 def find_tile(
     ends: tl.tensor, tile: tl.tensor, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, ROWS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return the expert of a tile, its first row, and the end of the expert's rows, if all tiles begin ROWS rows apart.
+    """Return the expert of tile number `tile`, the tile's first row, and the end of the expert's rows.
 
-    After the last tile, the expert is not less than EXPERTS.
+    Tiles of an expert begin ROWS rows apart. If there is no tile with this number, the expert is EXPERTS or more.
     """
     experts = tl.arange(0, EXPERT_BLOCK)
     group_ends = tl.load(ends + experts, experts < EXPERTS, 0)
