@@ -90,8 +90,8 @@ def test_interpreted_products_match_float64(rows, width, hidden, kind, float8):
         ("            fence_async_shared()  # the rows", "            pass  # the rows", "without fence_async_shared"),
         ("            mbarrier.arrive(ring.free.index(slot_before(slot, _STAGES)))", "            pass", "deadlock"),
         (
-            "        low, high, more_low, more_high = _wait(low, high, more_low, more_high, RUNNING, MORE, PARTS)\n",
-            "",
+            "wait_for_products((low, high, more_low, more_high), RUNNING, MORE, PARTS)",
+            "(low, high, more_low, more_high)",
             "overwrites shared memory that an operation in flight reads|not waited for",
         ),
         (

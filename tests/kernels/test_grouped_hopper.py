@@ -110,7 +110,7 @@ def test_interpreted_products_match_float64(name, sizes, width, num_out, rank):
         ("            mbarrier.arrive(free.index(slot_before(slot, _STAGES)))", "            pass", "deadlock"),
         ("    mbarrier.wait(full.index(at), turn // 2 & 1)\n", "", "without having waited for the write|never written"),
         (
-            "    return _wait((low, high, more_low, more_high), RUNNING, MORE, SIZE)",
+            "    return wait_for_products((low, high, more_low, more_high), RUNNING, MORE, SIZE.PARTS)",
             "    return low, high, more_low, more_high",
             "in flight|not waited",
         ),

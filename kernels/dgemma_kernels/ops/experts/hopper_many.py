@@ -28,20 +28,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dgemma_kernels.formats import Quantized
 from dgemma_kernels.formats.float8 import values_and_scale
 from dgemma_kernels.ops.configs import dependent_launch, num_multiprocessors
 from dgemma_kernels.ops.hopper import (
+    LINE,
     async_load,
     copy_by_threads,
+    describe_lines,
     make_barriers,
     next_slot,
     slot_before,
     thread_barrier,
+    wait_for_products,
 )
 from dgemma_kernels.ops.router.kernel import ExpertTiles
 
@@ -52,7 +53,6 @@ _MORE = gl.constexpr(32)  # rows of the second block
 _STAGES = gl.constexpr(4)  # slots of the ring; with 3, a program waits for memory
 _UNIT = gl.constexpr(128)  # rows of weights of one copy
 _FIELDS = gl.constexpr(6)  # of an item
-_LINE = gl.constexpr(128)  # bytes of a row in a slot
 
 # Layouts of rows. A thread has 16 bytes.
 _ROWS16 = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # rows of 64 values of 2 bytes
@@ -200,7 +200,9 @@ def _gate_up_operands(x: Tensor | Quantized, gate_up_proj: Tensor | Quantized, h
     num_experts, double, width = values.shape
     # Copies have 8 rows of gate, the same 8 of up, the next 8 of gate, and so on.
     eights = values.view(2 * num_experts, double // 16, 8, width).transpose(0, 1)
-    return _Operands(rows, None, None, row_scale, _descriptor(eights, [_UNIT.value // 16, 2, 8]), scale, None, hidden)
+    return _Operands(
+        rows, None, None, row_scale, describe_lines(eights, [_UNIT.value // 16, 2, 8]), scale, None, hidden
+    )
 
 
 def _down_operands(
@@ -210,8 +212,8 @@ def _down_operands(
     values, scale = values_and_scale(down_proj)
     num_tokens, width = tiles.pairs.numel() // tiles.num_active, rows.shape[1]
     out = torch.empty(num_tokens, tiles.num_active, values.shape[1], dtype=hidden.dtype, device=rows.device)
-    all_rows, few_rows, more_rows = (_descriptor(rows, [size.value]) for size in (_ALL, _FEW, _MORE))
-    proj = _descriptor(values.view(-1, width), [_UNIT.value])
+    all_rows, few_rows, more_rows = (describe_lines(rows, [size.value]) for size in (_ALL, _FEW, _MORE))
+    proj = describe_lines(values.view(-1, width), [_UNIT.value])
     return _Operands(all_rows, few_rows, more_rows, row_scale, proj, scale, weights, out)
 
 
@@ -236,14 +238,6 @@ def _launch(up: _Operands, down: _Operands, tiles: ExpertTiles) -> None:
         num_warps=4,
         **dependent_launch(out.device),
     )
-
-
-def _descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:
-    """Describe blocks of 128 bytes in the last dimension. block: their sizes in the other dimensions."""
-    layout = gl.NVMMASharedLayout(
-        swizzle_byte_width=_LINE.value, element_bitwidth=8 * tensor.element_size(), rank=tensor.ndim
-    )
-    return TensorDescriptor.from_tensor(tensor, [*block, _LINE.value // tensor.element_size()], layout)
 
 
 @gluon.jit
@@ -287,8 +281,8 @@ def _experts_many_kernel(
     dtype: gl.constexpr = gate_up.dtype if HAS_UP else down.dtype
     out_type: gl.constexpr = hidden.dtype.element_ty if HAS_UP else out.dtype.element_ty
     BITS: gl.constexpr = gate_up.layout.element_bitwidth if HAS_UP else down.layout.element_bitwidth
-    DEPTH: gl.constexpr = 8 * _LINE // BITS
-    LINES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=_LINE, element_bitwidth=BITS, rank=2)
+    DEPTH: gl.constexpr = 8 * LINE // BITS
+    LINES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=LINE, element_bitwidth=BITS, rank=2)
     SLOTS: gl.constexpr = _STAGES * (2 if TALL else 1)  # of weights
     FACTORS: gl.constexpr = 512 if HAS_DOWN or x_scale is not None else 16
     WHOLE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -530,7 +524,7 @@ def _copy_step(
     """Start the copies of 128 bytes of each row."""
     block, num_rows = item.block, item.num_rows
     DEPTH: gl.constexpr = ring.rows.shape[2]
-    UNIT_BYTES: gl.constexpr = _UNIT * _LINE
+    UNIT_BYTES: gl.constexpr = _UNIT * LINE
     start = step * DEPTH
     mbarrier.wait(ring.free.index(slot), phase)
     bar = ring.full.index(slot)
@@ -564,17 +558,17 @@ def _copy_step(
             mbarrier.arrive(bar, count=128)
         if is_few:
             if has_more:
-                mbarrier.expect(bar, UNITS * UNIT_BYTES + (_FEW + _MORE) * _LINE)
+                mbarrier.expect(bar, UNITS * UNIT_BYTES + (_FEW + _MORE) * LINE)
                 async_load(operands.more_rows, [item.first + _FEW, start], bar, more)
             else:
-                mbarrier.expect(bar, UNITS * UNIT_BYTES + _FEW * _LINE)
+                mbarrier.expect(bar, UNITS * UNIT_BYTES + _FEW * LINE)
             async_load(operands.few_rows, [item.first, start], bar, target.slice(0, _FEW))
         elif not SIZE.TALL:
             if has_more:
-                mbarrier.expect(bar, UNITS * UNIT_BYTES + (_ALL + _MORE) * _LINE)
+                mbarrier.expect(bar, UNITS * UNIT_BYTES + (_ALL + _MORE) * LINE)
                 async_load(operands.more_rows, [item.first + _ALL, start], bar, more)
             else:
-                mbarrier.expect(bar, UNITS * UNIT_BYTES + _ALL * _LINE)
+                mbarrier.expect(bar, UNITS * UNIT_BYTES + _ALL * LINE)
             async_load(operands.rows, [item.first, start], bar, target)
         for i in gl.static_range(UNITS):
             _load_unit(operands, item, block * UNITS + i, start, bar, ring.weights.index(slot * UNITS + i), SIZE)
@@ -717,11 +711,11 @@ def _multiply_item(
             more_low = warpgroup_mma(w_low, more, more_low, use_acc=step > 0, is_async=True)
             if PARTS == 2:
                 more_high = warpgroup_mma(w_high, more, more_high, use_acc=step > 0, is_async=True)
-        low, high, more_low, more_high = _wait(low, high, more_low, more_high, RUNNING, MORE, PARTS)
+        low, high, more_low, more_high = wait_for_products((low, high, more_low, more_high), RUNNING, MORE, PARTS)
         if step > 0:
             mbarrier.arrive(ring.free.index(slot_before(slot, _STAGES)))
         slot, phase = next_slot(slot, phase, _STAGES)
-    low, high, more_low, more_high = _wait(low, high, more_low, more_high, 0, MORE, PARTS)
+    low, high, more_low, more_high = wait_for_products((low, high, more_low, more_high), 0, MORE, PARTS)
     mbarrier.arrive(ring.free.index(slot_before(slot, _STAGES)))
     unit = item.block * (2 if SIZE.TALL else 1) + (WG if PARTS == 2 else 0)
     part = unit * 2 + PART
@@ -733,28 +727,6 @@ def _multiply_item(
     if PARTS == 2:
         _store(operands, buffers, item, high, part + 1, 0, SIZE)
     return slot, phase
-
-
-@gluon.jit
-def _wait(
-    low: gl.tensor,
-    high: gl.tensor,
-    more_low: gl.tensor,
-    more_high: gl.tensor,
-    RUNNING: gl.constexpr,
-    MORE: gl.constexpr,
-    PARTS: gl.constexpr,
-) -> gl.tuple:
-    """Wait until at most RUNNING products run, and return all sums."""
-    if MORE > 0 and PARTS == 2:
-        low, high, more_low, more_high = warpgroup_mma_wait(RUNNING, deps=(low, high, more_low, more_high))
-    elif MORE > 0:
-        low, more_low = warpgroup_mma_wait(RUNNING, deps=(low, more_low))
-    elif PARTS == 2:
-        low, high = warpgroup_mma_wait(RUNNING, deps=(low, high))
-    else:
-        low = warpgroup_mma_wait(RUNNING, deps=(low,))
-    return low, high, more_low, more_high
 
 
 @gluon.jit

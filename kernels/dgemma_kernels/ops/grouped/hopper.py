@@ -23,19 +23,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dgemma_kernels.ops.configs import num_multiprocessors
 from dgemma_kernels.ops.grouped.tiles import SMALL_TILE, rows_per_tile
-from dgemma_kernels.ops.hopper import async_load, copy_by_threads, make_barriers, next_slot, slot_before
+from dgemma_kernels.ops.hopper import (
+    LINE,
+    async_load,
+    copy_by_threads,
+    describe_lines,
+    make_barriers,
+    next_slot,
+    slot_before,
+    wait_for_products,
+)
 
 # Rows of a tile's first block, and of its second block.
 _FEW, _ALL, _MORE = gl.constexpr(128), gl.constexpr(256), gl.constexpr(32)
 _STAGES = gl.constexpr(4)  # slots of the ring
 _UNIT, _PART, _DEPTH = gl.constexpr(128), gl.constexpr(64), gl.constexpr(64)
-_LINE = gl.constexpr(128)  # bytes of a row in a slot
 _FIELDS = gl.constexpr(5)  # of an item: its number, expert, first row, number of rows, block of weights
 
 # Layouts of rows. A thread has 16 bytes.
@@ -84,13 +90,13 @@ def multiply(
     for matrix in (weights, b):
         if gated:  # copies have 8 rows of gate, the same 8 of up, the next 8 of gate, and so on
             eights = matrix.view(2 * num_experts, num_cols // 16, 8, matrix.shape[-1]).transpose(0, 1)
-            both.append(_descriptor(eights, [_UNIT.value // 16, 2, 8]))
+            both.append(describe_lines(eights, [_UNIT.value // 16, 2, 8]))
         else:
-            both.append(_descriptor(matrix.mT if flipped else matrix, [1, (_DEPTH if flipped else _UNIT).value]))
+            both.append(describe_lines(matrix.mT if flipped else matrix, [1, (_DEPTH if flipped else _UNIT).value]))
     blocks = [_ALL.value], [_FEW.value], [_MORE.value]
     _multiply_tokens_hopper_kernel[(num_multiprocessors(x.device),)](
-        *(_descriptor(x, block) if order is None else x for block in blocks),
-        *(_descriptor(narrow, block) for block in blocks),
+        *(describe_lines(x, block) if order is None else x for block in blocks),
+        *(describe_lines(narrow, block) for block in blocks),
         *both,
         order,
         tiles,
@@ -105,12 +111,6 @@ def multiply(
         num_warps=4,
     )
     return out
-
-
-def _descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:
-    """Describe blocks of 128 bytes in the last dimension. block: their sizes in the other dimensions."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=_LINE.value, element_bitwidth=16, rank=tensor.ndim)
-    return TensorDescriptor.from_tensor(tensor, [*block, _LINE.value // 2], layout)
 
 
 @gluon.jit
@@ -141,7 +141,7 @@ def _multiply_tokens_hopper_kernel(
     GATHERED: gl.constexpr = order is not None
     SIZE: gl.constexpr = _HopperSizes(GATED, FLIPPED, GATHERED, WIDTH, OUT, NUM_ACTIVE, ADAPTER_DEPTH, PARTS, BLOCKS)
     dtype: gl.constexpr = out.dtype.element_ty
-    LINES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=_LINE, element_bitwidth=16, rank=2)
+    LINES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=LINE, element_bitwidth=16, rank=2)
     if GATED:
         w_smem = gl.allocate_shared_memory(dtype, [_STAGES * PARTS, _UNIT // 16, 2, 8, _DEPTH], weights.layout)
         HALVES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
@@ -296,7 +296,7 @@ def _copy_step(
     rows, few_rows, more_rows, weights = inputs
     _, r_smem, m_smem, _ = smem
     _, _, first, num_rows, _ = tile
-    BYTES: gl.constexpr = SIZE.PARTS * _UNIT * _LINE  # of weights
+    BYTES: gl.constexpr = SIZE.PARTS * _UNIT * LINE  # of weights
     mbarrier.wait(free.index(slot), phase)
     is_few = num_rows <= _FEW + _MORE  # the first block has 128 rows
     has_more = num_rows > gl.where(is_few, _FEW, _ALL)
@@ -317,17 +317,17 @@ def _copy_step(
             fence_async_shared()  # threads wrote the slot's rows before
         if is_few:
             if has_more:
-                mbarrier.expect(bar, BYTES + (_FEW + _MORE) * _LINE)
+                mbarrier.expect(bar, BYTES + (_FEW + _MORE) * LINE)
                 async_load(more_rows, [first + _FEW, start], bar, more)
             else:
-                mbarrier.expect(bar, BYTES + _FEW * _LINE)
+                mbarrier.expect(bar, BYTES + _FEW * LINE)
             async_load(few_rows, [first, start], bar, target.slice(0, _FEW))
         elif SIZE.PARTS == 1:
             if has_more:
-                mbarrier.expect(bar, BYTES + (_ALL + _MORE) * _LINE)
+                mbarrier.expect(bar, BYTES + (_ALL + _MORE) * LINE)
                 async_load(more_rows, [first + _ALL, start], bar, more)
             else:
-                mbarrier.expect(bar, BYTES + _ALL * _LINE)
+                mbarrier.expect(bar, BYTES + _ALL * LINE)
             async_load(rows, [first, start], bar, target)
         _load_weights(weights, tile, start, bar, smem[0], slot, SIZE)
     if SIZE.GATHERED:
@@ -416,7 +416,7 @@ def _multiply_item(
         slot, phase = next_slot(slot, phase, _STAGES)
     sums = _multiply_step(rings, slot, phase, sums, True, NUM, MORE, DEPTH, WG, SIZE)
     mbarrier.arrive(free.index(slot_before(slot, _STAGES)))
-    low, high, more_low, more_high = _wait(sums, 0, MORE, SIZE)
+    low, high, more_low, more_high = wait_for_products(sums, 0, MORE, SIZE.PARTS)
     mbarrier.arrive(free.index(slot))
     slot, phase = next_slot(slot, phase, _STAGES)
     part = (tile[4] * 2 + WG) * SIZE.PARTS
@@ -462,7 +462,7 @@ def _multiply_step(
         if MORE > 0:
             more_high = warpgroup_mma(high_weights, more, more_high, use_acc=use_sums, is_async=True)
     RUNNING: gl.constexpr = SIZE.PARTS * (2 if MORE > 0 else 1)  # products of a step
-    return _wait((low, high, more_low, more_high), RUNNING, MORE, SIZE)
+    return wait_for_products((low, high, more_low, more_high), RUNNING, MORE, SIZE.PARTS)
 
 
 @gluon.jit
@@ -476,21 +476,6 @@ def _weights(
     else:  # noqa: RET505 (without `else`, Triton also compiles the code after the return)
         unit = w_smem.index(slot * SIZE.PARTS + PART // 2).reshape((_UNIT, _DEPTH))
         return unit.slice(PART % 2 * _PART, _PART).slice(0, DEPTH, dim=1)
-
-
-@gluon.jit
-def _wait(sums: gl.tuple, RUNNING: gl.constexpr, MORE: gl.constexpr, SIZE: gl.constexpr) -> gl.tuple:
-    """Wait until at most RUNNING products run, and return all sums."""
-    low, high, more_low, more_high = sums
-    if MORE > 0 and SIZE.PARTS == 2:
-        low, high, more_low, more_high = warpgroup_mma_wait(RUNNING, deps=(low, high, more_low, more_high))
-    elif MORE > 0:
-        low, more_low = warpgroup_mma_wait(RUNNING, deps=(low, more_low))
-    elif SIZE.PARTS == 2:
-        low, high = warpgroup_mma_wait(RUNNING, deps=(low, high))
-    else:
-        low = warpgroup_mma_wait(RUNNING, deps=(low,))
-    return low, high, more_low, more_high
 
 
 @gluon.jit
