@@ -136,7 +136,7 @@ class TrainResult:
     Example: `steps, losses = train(...).log.column("loss")`.
     """
 
-    step: int  # number of steps in all
+    step: int  # number of steps in total
     num_new_steps: int  # number of steps in this call; 0 if the run was finished before
     interrupted: bool
     checkpoint: Path  # the last one, from which the same call continues

@@ -27,7 +27,7 @@ _MOST_COLS = _MOST_LAYERS * _MOST_RANK  # of `narrow`
 
 
 def fits(num_layers: int, rank: int) -> bool:
-    """Return True if these kernels support so many layers and this rank.
+    """Return True if these kernels support `num_layers` layers of this rank.
 
     Example: `fits(3, 8)` is True.
     """

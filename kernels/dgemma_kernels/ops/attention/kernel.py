@@ -166,9 +166,9 @@ def choose_kernel(
 ) -> KernelChoice:
     """Return the kernel that `attention` runs on these arguments, and the reason.
 
-    "auto" is the Hopper kernel where it can run, for more than 16 packed query rows, if it was tested with this version
-    of Triton. Otherwise it is the Triton kernel. With `few_rows=False` the number of rows does not matter. An
-    explicit "hopper" runs with any Triton that compiles it, and raises where it cannot run.
+    "auto" is the Hopper kernel if it can run, was tested with this version of Triton, and has more than 16 packed query
+    rows. Otherwise it is the Triton kernel. With `few_rows=False` the number of rows does not matter. An explicit
+    "hopper" runs with any Triton that compiles it, and raises where it cannot run.
 
     Example: `print(choose_kernel(queries, cache.keys, cache.values).reason)`.
     """

@@ -115,7 +115,7 @@ def part_of_keys(
 
 
 def float8_unit(head_dim: int) -> float:
-    """Return the scale of attention in float8: the least power of two with which the square root of H is in range.
+    """Return the scale of attention in float8: the least power of two for which float8 reaches the square root of H.
 
     Values of a head have a root mean square of at most 1, so no mean of them exceeds the square root of H. Float8 is a
     floating-point format: a smaller scale would not make typical values more precise.

@@ -19,7 +19,7 @@ _TILES = 4  # listed at once
 
 
 def fits(num_experts: int) -> bool:
-    """Return True if these kernels support so many experts: 2, 4, 8, ... up to 512.
+    """Return True if these kernels support `num_experts` experts: 2, 4, 8, ... up to 512.
 
     Example: `fits(128)` is True.
     """
