@@ -28,7 +28,7 @@ def replace_weights(places: Sequence[tuple[nn.Module, str, Tensor]]) -> Iterator
     Example: `with replace_weights([(norm, "weight", norm.weight.bfloat16())]): y = norm.forward(x)`.
     """
     # `setattr` refuses a tensor that is not a Parameter, and a Parameter would have no gradient function. With
-    # `torch.func.functional_call`, the replacement would end with one call of one module.
+    # `torch.func.functional_call`, the replacement would last for only one call of one module.
     parameters = [getattr(module, name) for module, name, _ in places]
     for module, name, weight in places:
         module._parameters[name] = weight  # type: ignore[assignment]

@@ -86,7 +86,7 @@ class LeaveOneOutGibbs(Sampler):
         return predicts, torch.where(predicts, reached, state.memory)
 
     def final(self, prediction: Prediction, state: DenoiseState) -> Tensor:
-        """Return the canvas (B, C) if no noise is left (the memory is its level), else the argmax at open positions."""
+        """Return the canvas (B, C) if its noise level, the state's memory, is 0, else the argmax at open positions."""
         return torch.where(state.open & (state.memory > 0)[:, None], prediction.argmax, state.canvas)
 
     def _pick(self, loo: Tensor, state: DenoiseState) -> Tensor:

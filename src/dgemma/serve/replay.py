@@ -47,5 +47,5 @@ class ReplayPage:
         return f'<iframe src="{self.url}" {look}></iframe>'
 
 
-if not TYPE_CHECKING:  # a type checker would take every missing name for one of these
+if not TYPE_CHECKING:  # otherwise type checkers would accept any name
     __getattr__ = earlier_names(__name__, Replay="ReplayPage")

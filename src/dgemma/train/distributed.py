@@ -97,8 +97,9 @@ class FullySharded(Parallel):
             dist.destroy_process_group()
         elif isinstance(error, RuntimeError) and _lost_connection(error):
             raise RuntimeError(
-                f"Process {self.rank} of {self.world_size} lost another process, which died or hangs. Its own message "
-                f"is above or on its machine. Start the same command again to continue from the last checkpoint."
+                f"Process {self.rank} of {self.world_size} lost another process, which died or hangs. The message of "
+                "that process is above, or on its machine. Start the same command again to continue from the last "
+                "checkpoint."
             ) from error
 
     def prepare(self, model: Model, *, mixed: bool) -> Model:

@@ -1,8 +1,8 @@
 """The likelihood of a text under a diffusion model: its NELBO with an interval, and the causal likelihood next to it.
 
-The bound is a Monte Carlo estimate over noise levels and noise (`nelbo`), per canvas (BD3-LM, arXiv:2503.09573). Below
-`lowest_level` the text is drawn in one step. That makes the number a bound for every network. Otherwise the cost of a
-network that does not take the noise level would diverge as the level falls to 0.
+The bound is a Monte Carlo estimate over noise levels and noise (`nelbo`), per canvas (BD3-LM, arXiv:2503.09573). The
+last denoising step goes from `lowest_level` to the text. That makes the number a bound for every network. Otherwise the
+cost of a network that does not take the noise level would diverge as the level falls to 0.
 
 At a low level few canvases have any noise, and these have most of the cost. Plain sampling would give rare large terms
 that skew the estimate. So canvases with noise are drawn more often, with lower weights that keep the mean unchanged.
@@ -258,9 +258,9 @@ def _propose_levels(u: Tensor, lowest: float, low_share: float) -> tuple[Tensor,
 
 
 def _propose_events(replaced: Tensor, u_event: Tensor, u_some: Tensor, least: float) -> tuple[Tensor, Tensor]:
-    """Draw which tokens of a canvas noise replaces, and return events and weights.
+    """Draw which tokens of a canvas are replaced by noise, and return events and weights.
 
-    The probability that it replaces at least one token is `least` or more.
+    The probability that at least one token is replaced is `least` or more.
 
     replaced (B, K, C): the probability that noise replaces each token. u_event (B, K, C), u_some (B, K, 1): uniforms.
     u_some decides whether any token of the canvas is replaced and, by inverse CDF, which one is the first.

@@ -46,5 +46,5 @@ __all__ = [
     "to_text",
 ]
 
-if not TYPE_CHECKING:  # a type checker would take every missing name for one of these
+if not TYPE_CHECKING:  # otherwise type checkers would accept any name
     __getattr__ = earlier_names(__name__, Completion="CompletedPuzzles")

@@ -31,7 +31,7 @@ class _StepSizes(NamedTuple):
 
 
 def start_kernels(layers: Sequence[Layer], x: Tensor, batch_size: int, num_noisy: int, num_seen: int) -> None:
-    """Start to compile the kernels of a step, if it uses them. The same sizes are started once.
+    """Start to compile the kernels of a step, if it uses them. A second call with the same sizes does nothing.
 
     x: (B · L, D), rows of L tokens, of which the first `num_noisy` are canvases. They see the next `num_seen`.
 

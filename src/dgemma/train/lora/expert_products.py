@@ -106,7 +106,7 @@ def narrow_by_row(
 
 
 def take(x: Tensor, groups: Groups) -> Tensor:
-    """Return the values (M, A, rank) of each choice's expert from those of all experts, (M, E · rank)."""
+    """From the values of all experts, (M, E · rank), return those of the chosen experts, (M, A, rank)."""
     return _take_choices(x.unflatten(1, (groups.ends.shape[0], -1)), groups.experts)
 
 
