@@ -25,6 +25,8 @@ else:
 
     def __getattr__(name: str) -> Any:
         """Import the engine on first use: it imports the model, whose training uses `dgemma_kernels.ops`."""
+        if name in ("engine", "formats", "ops"):
+            return importlib.import_module(f"dgemma_kernels.{name}")
         if name not in __all__:
             raise AttributeError(f"module 'dgemma_kernels' has no attribute {name!r}")
         return getattr(importlib.import_module("dgemma_kernels.engine.denoiser"), name)

@@ -111,7 +111,7 @@ def test_auto_needs_a_tested_triton_for_the_hopper_kernel_and_names_its_version(
     monkeypatch.setattr(configs, "GLUON_RAN_WITH", ("2.0.",))
     choice = choose_kernel(queries, keys, keys)
     assert choice.kernel == "triton"
-    needs = f'Triton 2.0.*, got {triton.__version__} (pip install "triton==2.0.*")'
+    needs = f'Triton 2.0.*, got {triton.__version__} (pip install "torch==2.11.*" "triton==2.0.*")'
     assert choice.reason == f'the Hopper kernel is tested with {needs}; kernel="hopper" runs it anyway'
 
 

@@ -680,7 +680,9 @@ def test_one_warning_names_all_kernels_that_another_version_of_triton_would_repl
     caplog.set_level("INFO", "dgemma")
     monkeypatch.setattr(forward, "is_hopper", lambda device: True)
     monkeypatch.setattr(configs, "GLUON_RAN_WITH", ("2.0.",))
-    needs = f'The faster ones need Triton 2.0.*, got {triton.__version__} (pip install "triton==2.0.*").'
+    needs = (
+        f'The faster ones need Triton 2.0.*, got {triton.__version__} (pip install "torch==2.11.*" "triton==2.0.*").'
+    )
     accelerate(make_model(device).bfloat16())
     accelerate(make_model(device).bfloat16(), attention="triton")
     accelerate(make_model(device).bfloat16(), "packed", attention="triton")  # the same with all versions

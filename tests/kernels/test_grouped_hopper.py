@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dgemma.model.layers import gated_gelu
+from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.choices.reference import group_choices
 from dgemma_kernels.ops.configs import is_hopper
 from dgemma_kernels.ops.grouped import kernel, multiply_rows, multiply_tokens, reference
@@ -132,7 +133,7 @@ def test_mistakes_in_the_kernel_are_detected(old, new, hazard):
 
 def test_sizes_that_do_not_fit_run_the_triton_kernel(monkeypatch):
     monkeypatch.setattr(kernel, "is_hopper", lambda device: True)
-    monkeypatch.setattr(kernel, "GLUON_RAN_WITH", (kernel.triton.__version__,))
+    monkeypatch.setattr(configs, "GLUON_RAN_WITH", (configs.triton.__version__,))
 
     def fits(width: int, num_out: int, rank: int, dtype: torch.dtype) -> bool:
         weights, b = torch.empty(2, num_out, width, dtype=dtype), torch.empty(2, num_out, rank, dtype=dtype)
@@ -146,7 +147,7 @@ def test_sizes_that_do_not_fit_run_the_triton_kernel(monkeypatch):
     assert not fits(128, 144, 4, torch.bfloat16)
     assert not fits(128, 144, 72, torch.bfloat16)
     assert not fits(128, 16, 8, torch.bfloat16)
-    monkeypatch.setattr(kernel, "GLUON_RAN_WITH", ("0.",))
+    monkeypatch.setattr(configs, "GLUON_RAN_WITH", ("0.",))
     assert not fits(128, 144, 8, torch.bfloat16)
 
 

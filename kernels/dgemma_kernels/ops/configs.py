@@ -83,6 +83,7 @@ class DenseConfig:
 _ANY = 1 << 62
 # Triton versions with which kernels in Gluon ran on a GPU. This language changes with every version.
 GLUON_RAN_WITH = ("3.6.",)
+TORCH_OF_GLUON = "2.11.*"  # comes with this version of Triton
 
 # By storage format of the weights (`formats.format_of`), then by GPU. Plain weights of 4 bytes have no row: they run
 # the default tiles of "bf16" with half the depth.
@@ -456,12 +457,12 @@ def _tiles_of(device: torch.device, format: str) -> str:
 def gluon_obstacle() -> str | None:
     """Return the version of Triton that kernels in Gluon need, None if this version runs them.
 
-    Example: `gluon_obstacle()` is 'Triton 3.6.*, got 3.9.0 (pip install "triton==3.6.*")' with Triton 3.9.
+    Example: with Triton 3.9, 'Triton 3.6.*, got 3.9.0 (pip install "torch==2.11.*" "triton==3.6.*")'.
     """
     if triton.__version__.startswith(GLUON_RAN_WITH):
         return None
     versions = ", ".join(f"{version}*" for version in GLUON_RAN_WITH)
-    return f'Triton {versions}, got {triton.__version__} (pip install "triton=={versions}")'
+    return f'Triton {versions}, got {triton.__version__} (pip install "torch=={TORCH_OF_GLUON}" "triton=={versions}")'
 
 
 def is_hopper(device: torch.device) -> bool:

@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dgemma.checks import require
 from dgemma_kernels.ops import ahead
 from dgemma_kernels.ops.blocks import gelu_tanh_times
-from dgemma_kernels.ops.configs import GLUON_RAN_WITH, is_hopper
+from dgemma_kernels.ops.configs import gluon_obstacle, is_hopper
 from dgemma_kernels.ops.grouped.tiles import find_tile
 
 _ROWS, _COLS, _DEPTH = 128, 256, 64  # of a tile
@@ -213,7 +213,7 @@ def _fits_hopper(weights: Tensor, b: Tensor, narrow: Tensor, x: Tensor, device: 
     _, num_cols, depth = weights.shape
     return (
         is_hopper(device)
-        and triton.__version__.startswith(GLUON_RAN_WITH)
+        and gluon_obstacle() is None
         and {each.dtype for each in (weights, b, narrow, x)} in ({torch.bfloat16}, {torch.float16})
         and num_cols > _LEAST
         and depth % _DEPTH == 0
