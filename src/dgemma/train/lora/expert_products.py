@@ -61,7 +61,7 @@ def contract_and_outer(
 
 
 def uses_kernel(weights: Weight, x: Tensor) -> TypeGuard[Tensor]:
-    """Return True in compiled steps while autograd is off, if our kernels support this GPU, the dtype and the widths."""
+    """Return True in compiled steps while autograd is off, if our kernels support the GPU, dtype and widths."""
     return (
         compiles_on(x.device)
         and not torch.is_grad_enabled()
