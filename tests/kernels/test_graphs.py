@@ -103,6 +103,16 @@ def test_only_long_forwards_take_buffers_with_a_long_tail(device, monkeypatch):
         assert pool.take(batch, num_new, num_new).size[2] == tail
 
 
+def test_copies_of_a_cache_with_a_long_tail_have_the_tail_of_new_buffers(device, monkeypatch):
+    pool = accelerate(make_model(device))._pool
+    monkeypatch.setattr(pool, "most_read", 32_768)
+    prefix = cache.FusedCache(pool, 1)
+    assert prefix.make_room(20_000, 4).size == (1, 32_768, 32_768)
+    assert prefix.clone().buffers.size == (1, 32_768, 8192)
+    rows = prefix.select(torch.zeros(16, dtype=torch.int64, device=device))
+    assert rows.buffers.size == (16, 32_768, 512)  # 8,192 tokens of all rows together
+
+
 def test_logits_count_as_memory_of_unused_buffers(device):
     fast = accelerate(make_model(device))
     pool, workspace = fast._pool, fast._workspace

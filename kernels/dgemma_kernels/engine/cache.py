@@ -388,9 +388,9 @@ class FusedCache:
         copy._num_slots, copy._num_seen = self._num_slots, self._num_seen
         copy.ragged, copy.num_held = self.ragged, self.num_held
         if self._buffers is not None:
-            _, capacity, tail = self._buffers.size
-            old, copy._buffers = self._buffers, self.pool.take(lengths.shape[0], capacity, tail)
-            copy._copy_from(old, transform)
+            # The smallest tail: the tail is empty after `trim`, and more rows would multiply a long one.
+            copy._buffers = self.pool.take(lengths.shape[0], self._buffers.size[1], tail=0)
+            copy._copy_from(self._buffers, transform)
         return copy
 
     def _move_to(self, buffers: CacheBuffers) -> None:
