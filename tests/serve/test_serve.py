@@ -312,11 +312,36 @@ def test_an_error_repeats_only_the_beginning_of_a_long_path(client):
     assert len(client.get("/" + "a" * 10_000).json()["error"]["message"]) < 300
 
 
-def test_a_key_may_have_any_characters(model):
-    with TestClient(create_app(model, TOKENIZER, name="toy", api_key="schlüssel 鍵")) as client:
-        for key, status in (("schlüssel 鍵", 200), ("schlüssel", 401)):
-            headers = {b"authorization": f"Bearer {key}".encode()}  # clients send UTF-8
-            assert client.get("/v1/models", headers=headers).status_code == status
+@pytest.mark.parametrize(
+    ("key", "encoding"),
+    [
+        ("schlüssel 鍵", "utf-8"),
+        ("schlüssel", "utf-8"),
+        ("schlüssel", "latin-1"),
+        ("voilà", "utf-8"),
+        ("…\xa0", "utf-8"),
+    ],
+)
+def test_a_key_may_have_any_characters_and_is_sent_as_utf_8_or_latin_1(model, key, encoding):
+    app = create_app(model, TOKENIZER, name="toy", api_key=key)
+
+    def status(value):
+        """Return the status for these bytes of the header. The test client would encode them again."""
+        sent = []
+
+        async def receive():
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {"type": "http", "method": "GET", "path": "/v1/models", "query_string": b"", "root_path": ""}
+        headers = [(b"authorization", b"Bearer " + value)]
+        asyncio.run(app({**scope, "headers": headers}, receive, send))
+        return sent[0]["status"]
+
+    assert status(key.encode(encoding)) == status(key.encode(encoding) + b" \t") == 200
+    assert status(key.encode(encoding)[:-1]) == status(key.encode(encoding) + b"\xa0") == 401
 
 
 def test_a_local_server_does_not_answer_for_other_hosts(model):

@@ -98,7 +98,10 @@ class Gate:
             raise ApiError(421, f"The server does not answer for this host. Use {self._hosts[0]}.", code="wrong_host")
         if self._key is not None and scope["path"] not in _OPEN_PATHS:
             kind, _, key = headers.get("authorization", "").partition(" ")
-            if kind.lower() != "bearer" or not hmac.compare_digest(_digest(key.strip().encode("latin-1")), self._key):
+            # Clients send a key outside ASCII as UTF-8 or as Latin-1. Headers are decoded as Latin-1.
+            key = key.strip(" \t")
+            fits = [hmac.compare_digest(_digest(key.encode(form)), self._key) for form in ("latin-1", "utf-8")]
+            if kind.lower() != "bearer" or not any(fits):
                 message = "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`."
                 raise ApiError(401, message, code="invalid_api_key")
         if scope["method"] == "POST":

@@ -63,7 +63,9 @@ async function send(text) {
   canvas.className = "canvas";
   turn.append(written, canvas);
   const headers = { "Content-Type": "application/json" };
-  if (byId("key").value) headers.Authorization = "Bearer " + byId("key").value;
+  // A header may hold only characters up to 255, so the key's UTF-8 bytes are sent as such characters.
+  const key = String.fromCharCode(...new TextEncoder().encode(byId("key").value));
+  if (key) headers.Authorization = "Bearer " + key;
   running = new AbortController();
   byId("stop").hidden = false;
   byId("send").hidden = true;

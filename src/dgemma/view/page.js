@@ -310,7 +310,8 @@
 
   function post(path, body) {
     const headers = { "Content-Type": "application/json" };
-    if (key) headers.Authorization = `Bearer ${key}`;
+    // A header may hold only characters up to 255, so the key's UTF-8 bytes are sent as such characters.
+    if (key) headers.Authorization = `Bearer ${String.fromCharCode(...new TextEncoder().encode(key))}`;
     return fetch(path, { method: "POST", headers, body }).catch(() => null);
   }
 
