@@ -258,7 +258,9 @@ def check_choice(owner: Any, field: str, *, fix: str = "") -> None:
 
     Example: `check_choice(self, "quota")` for a field `quota: Literal["fixed", "cosine"]`.
     """
-    hint = _hints_of(type(owner))[field]
+    # A subclass may annotate the field as a str, or have annotations that cannot be read.
+    hints = (_hints_of(kind).get(field) for kind in type(owner).__mro__)
+    hint = next(hint for hint in hints if get_origin(hint) is Literal)
     require_field(_fits(getattr(owner, field), hint), owner, field, f"be {_spell(hint)}", fix)
 
 

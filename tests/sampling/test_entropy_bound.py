@@ -1,7 +1,7 @@
 """EntropyBound: golden numbers on the toy, mechanics against transformers, and the pitfalls of the rule."""
 
 import math
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 
 import pytest
 import torch
@@ -132,3 +132,13 @@ def test_a_mask_is_not_committed_with_the_canvas():
 def test_impossible_settings_are_refused(field, value):
     with pytest.raises(ValueError, match=f"EntropyBound.{field} must"):
         EntropyBound(**{field: value})
+
+
+@pytest.mark.parametrize(
+    "added", [("extra", "OnlyForTypeCheckers", None), ("order", str, "entropy")], ids=["name", "str"]
+)
+def test_a_subclass_whose_annotations_say_less_still_refuses_an_unknown_order(added):
+    mine = make_dataclass("Mine", [added], bases=(EntropyBound,), frozen=True, kw_only=True)
+    assert mine().order == "entropy"
+    with pytest.raises(ValueError, match=r"Mine\.order must be 'entropy' or "):
+        mine(order="size")
