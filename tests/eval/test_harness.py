@@ -216,6 +216,17 @@ def test_wrong_arguments_are_named(folder):
 def test_a_file_of_details_that_cannot_be_written_is_refused_at_the_start(folder, tmp_path):
     with pytest.raises(OSError, match=r"details\.jsonl cannot be written: its folder does not exist"):
         DiffusionLM(folder, details=tmp_path / "missing" / "details.jsonl")
+    with pytest.raises(OSError, match="could not be written: Is a directory"):
+        DiffusionLM(folder, details=tmp_path)
+
+
+def test_details_of_an_earlier_run_stay_until_there_are_new_ones(folder, tmp_path):
+    earlier, new = tmp_path / "earlier.jsonl", tmp_path / "new.jsonl"
+    earlier.write_text("{}\n")
+    for path in (earlier, new):
+        DiffusionLM(folder, details=path)
+    assert earlier.read_text() == "{}\n"
+    assert list(tmp_path.iterdir()) == [earlier]
 
 
 @pytest.mark.parametrize("likelihood", ["bound", "causal"])

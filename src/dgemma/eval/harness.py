@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
@@ -20,7 +21,7 @@ from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checkpoint.weights import resolve, stored_folder
 from dgemma.checks import as_int, require, typed
 from dgemma.data.sudoku.tokenizer import SudokuTokenizer
-from dgemma.files import open_file, write_text
+from dgemma.files import open_file, write_text, writing
 from dgemma.intervals import Estimate, mean_of
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.layout import lay_out_by_column
@@ -165,7 +166,8 @@ class DiffusionLM(TemplateLM):
             self.model, torch.ones(1, 1, dtype=torch.int64, device=self.model.device), **self.settings
         )
         self._details_path, self._details = details, list[dict[str, Any]]()
-        self._write_details()  # a file that cannot be written is refused before the first task
+        if details is not None:
+            _check_writable(details)  # before the first task
 
     @property
     def device(self) -> torch.device:
@@ -408,6 +410,16 @@ class DiffusionLM(TemplateLM):
         if self._details_path is not None:
             lines = (json.dumps(entry, ensure_ascii=False) + "\n" for entry in self._details)
             write_text(self._details_path, "".join(lines))
+
+
+def _check_writable(path: str | Path) -> None:
+    """Raise unless `write_text` can write to the path. A file that is there keeps its content."""
+    target = Path(os.path.realpath(path))
+    with writing(path):
+        if target.exists() and not target.is_file():
+            target.open("ab").close()
+        else:
+            tempfile.TemporaryFile(dir=target.parent).close()
 
 
 def _rows(pairs: Sequence[Pair], pad: int) -> TrainBatch:
