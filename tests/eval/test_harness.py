@@ -229,14 +229,18 @@ def test_details_of_an_earlier_run_stay_until_there_are_new_ones(folder, tmp_pat
     assert list(tmp_path.iterdir()) == [earlier]
 
 
-@pytest.mark.parametrize("likelihood", ["bound", "causal"])
-def test_an_empty_continuation_is_certain(folder, likelihood):
-    lm = DiffusionLM(folder, likelihood=likelihood, num_samples=8)
-    requests = [(("ab", ""), [2, 5], []), (("ab", "a"), [2, 5], [6])]
-    (empty, is_greedy), (score, _) = lm._loglikelihood_tokens(requests, disable_tqdm=True)
-    assert (empty, is_greedy) == (0.0, True)
+@pytest.mark.parametrize("likelihood", ["bound", "causal", "both"])
+@pytest.mark.parametrize("check_greedy", [False, True])
+def test_an_empty_continuation_is_certain_and_adds_no_measurement(folder, likelihood, check_greedy):
+    lm = DiffusionLM(folder, likelihood=likelihood, num_samples=8, check_greedy=check_greedy)
+    empty, other = (("ab", ""), [2, 5], []), (("ab", "a"), [2, 5], [6])
+    assert lm._loglikelihood_tokens([empty], disable_tqdm=True) == [(0.0, check_greedy)]
+    assert lm.measured() == {"requests": 1}
+    (_, (score, _)) = lm._loglikelihood_tokens([empty, other], disable_tqdm=True)
     assert score < 0
-    assert lm._loglikelihood_tokens(requests[:1], disable_tqdm=True) == [(0.0, True)]
+    alone = DiffusionLM(folder, likelihood=likelihood, num_samples=8, seed=lm.seed)
+    alone._loglikelihood_tokens([other], disable_tqdm=True)
+    assert lm.measured() == {**alone.measured(), "requests": 3}
 
 
 def test_the_command_runs_the_harness_and_stores_the_protocol(folder, tasks, tmp_path, monkeypatch, capsys):

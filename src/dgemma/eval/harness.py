@@ -63,7 +63,10 @@ class Pair(NamedTuple):
 
 
 class Score(NamedTuple):
-    """The log-likelihood of a continuation in nats: the lower bound with its interval, and the causal one."""
+    """The log-likelihood of a continuation in nats: the lower bound with its interval, and the causal one.
+
+    None is what was not measured. For a continuation without tokens, that is both.
+    """
 
     bound: Estimate | None
     causal: float | None
@@ -71,11 +74,8 @@ class Score(NamedTuple):
 
     @property
     def value(self) -> float:
-        """The number that the harness gets: the bound if it was measured, otherwise the causal likelihood."""
-        return self.causal if self.bound is None else self.bound.value  # type: ignore[return-value]
-
-
-_EMPTY = Score(bound=Estimate(0.0, 0.0), causal=0.0, is_greedy=True)  # of a continuation without tokens
+        """The number that the harness gets: the bound, otherwise the causal likelihood, otherwise log(1)."""
+        return (self.causal or 0.0) if self.bound is None else self.bound.value
 
 
 @register_model("dgemma")
@@ -327,7 +327,8 @@ class DiffusionLM(TemplateLM):
 
     def _score(self, pairs: Sequence[Pair], *, show: bool) -> list[Score]:
         """Measure pairs in order of length, so that rows of a batch are of similar length."""
-        scores = {index: _EMPTY for index, pair in enumerate(pairs) if not pair.continuation}
+        empty = Score(bound=None, causal=None, is_greedy=self.check_greedy)
+        scores = {index: empty for index, pair in enumerate(pairs) if not pair.continuation}
         order = [index for index in range(len(pairs)) if index not in scores]
         order.sort(key=lambda index: -len(pairs[index].context) - len(pairs[index].continuation))
         with progress_bar(desc="likelihood", unit="request", total=len(order), show=show) as bar:
