@@ -194,6 +194,10 @@ def test_chats_are_rendered_by_the_checkpoints_template(folder):
     assert "…" in lm.chat_template(True)
 
 
+def test_a_device_may_be_a_torch_device(folder):
+    assert DiffusionLM(folder, device=torch.device("cpu")).device == torch.device("cpu")
+
+
 def test_wrong_arguments_are_named(folder):
     with pytest.raises(ValueError, match="likelihood must be one of bound, causal, both, got 'exact'"):
         DiffusionLM(folder, likelihood="exact")

@@ -120,7 +120,7 @@ class DiffusionLM(TemplateLM):
         details: str | Path | None = None,
         batch_size: int | str = 8,
         dtype: str | torch.dtype | None = None,
-        device: str | None = None,
+        device: str | torch.device | None = None,
     ) -> None:
         super().__init__()
         require(likelihood in LIKELIHOODS, "likelihood", f"be one of {', '.join(LIKELIHOODS)}", likelihood)
@@ -140,7 +140,7 @@ class DiffusionLM(TemplateLM):
             # The harness passes cuda:0 by default.
             where = (device or "cuda") if torch.cuda.is_available() else "cpu"
             pretrained = DiffusionGemma.from_pretrained(pretrained, dtype=dtype, device=where).eval()
-            if where == "cpu":
+            if pretrained.device.type == "cpu":
                 lay_out_by_column(pretrained)
             tokenizer = tokenizer or _load_tokenizer(self._name, pretrained)
         check_denoiser("DiffusionLM", pretrained)
