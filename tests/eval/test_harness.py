@@ -7,6 +7,7 @@ import runpy
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -196,6 +197,15 @@ def test_chats_are_rendered_by_the_checkpoints_template(folder):
 
 def test_a_device_may_be_a_torch_device(folder):
     assert DiffusionLM(folder, device=torch.device("cpu")).device == torch.device("cpu")
+
+
+def test_scalars_of_numpy_and_torch_become_python_values(folder):
+    counts = {"steps": np.int64(2), "seed": torch.tensor(3), "max_gen_toks": np.int32(4), "max_length": np.int64(5)}
+    flags = {"thinking": np.bool_(True), "check_greedy": np.bool_(True)}
+    lm = DiffusionLM(folder, **counts, **flags, num_samples=torch.tensor(8), temperature=np.float32(0.5))
+    protocol = json.loads(json.dumps(lm.protocol()))
+    assert [protocol[name] for name in ("steps", "seed", "num_samples", "max_length", "thinking")] == [2, 3, 8, 5, True]
+    assert (type(lm.max_gen_toks), lm.check_greedy) == (int, True)
 
 
 def test_wrong_arguments_are_named(folder):

@@ -148,8 +148,9 @@ class DiffusionLM(TemplateLM):
             raise ValueError("DiffusionLM tokenizer must be set for a denoiser, got None. Pass its tokenizer.")
         self.model: Denoiser = pretrained
         self.tokens = tokenizer
-        self.thinking, self.likelihood_mode, self.num_samples = thinking, likelihood, num_samples
-        self.check_greedy, self.batch_rows = check_greedy, rows
+        # Scalars of NumPy and torch cannot be stored with the results as JSON.
+        self.thinking, self.likelihood_mode, self.num_samples = bool(thinking), likelihood, num_samples
+        self.check_greedy, self.batch_rows = bool(check_greedy), rows
         if likelihood != "bound" and not self.model.has_causal_mode:
             raise ValueError(
                 f"likelihood must be 'bound' for a {type(self.model).__name__}, which has no causal mode, "
@@ -157,9 +158,9 @@ class DiffusionLM(TemplateLM):
             )
         config = self.model.config
         self.max_length = min(max_length, config.max_position_embeddings - config.canvas_length)
-        self.max_gen_toks = self.model.generation.max_new_tokens if max_gen_toks is None else max_gen_toks
-        self.seed = torch.initial_seed() % 2**31 if seed is None else seed
-        self.settings: dict[str, Any] = {} if steps is None else {"steps": steps}
+        self.max_gen_toks = self.model.generation.max_new_tokens if max_gen_toks is None else int(max_gen_toks)
+        self.seed = torch.initial_seed() % 2**31 if seed is None else int(seed)
+        self.settings: dict[str, Any] = {} if steps is None else {"steps": int(steps)}
         self.settings |= {} if temperature is None else {"temperature": float(temperature)}
         self.settings |= {} if sampler is None else {"sampler": _read_sampler(sampler)}
         self._plan = read_plan(
