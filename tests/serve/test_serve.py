@@ -222,12 +222,12 @@ def test_a_required_tool_is_called_in_the_form_of_openai(model):
 
 @pytest.mark.parametrize("arguments", ["[", "[" * 100_000, "3", "[1]", "null", "\ud800"])
 def test_a_called_tool_needs_arguments_that_are_an_object(client, arguments):
-    call = {"function": {"name": "look", "arguments": arguments}}
-    body = {"model": "toy", "messages": [*MESSAGES, {"role": "assistant", "tool_calls": [call]}]}
+    calls = [{"function": {"name": "look", "arguments": written}} for written in ("{}", arguments)]
+    body = {"model": "toy", "messages": [*MESSAGES, {"role": "assistant", "tool_calls": calls}]}
     headers = {"content-type": "application/json"}
     refused = client.post("/v1/chat/completions", content=json.dumps(body), headers=headers)
     assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "messages.1.tool_calls.function.arguments"
+    assert refused.json()["error"]["param"] == "messages.1.tool_calls.1.function.arguments"
 
 
 def test_a_called_tool_may_have_no_arguments(client):

@@ -188,8 +188,9 @@ class Service:
         for number, message in enumerate(body.messages):
             role = "system" if message.role == "developer" else message.role
             turn: dict[str, Any] = {"role": role, "content": message.text}
-            for call in message.tool_calls or []:
-                called = {"name": call.function.name, "arguments": _read_arguments(call, f"messages.{number}")}
+            for index, call in enumerate(message.tool_calls or []):
+                place = f"messages.{number}.tool_calls.{index}.function.arguments"
+                called = {"name": call.function.name, "arguments": _read_arguments(call, place)}
                 turn.setdefault("tool_calls", []).append({"type": "function", "function": called})
             if message.tool_call_id is not None:
                 turn["tool_call_id"] = message.tool_call_id
@@ -352,14 +353,13 @@ class Answer:
         return {"seed": int(self._plan.seeds[0, 0]), "steps": steps, "tokens_per_forward": rate}
 
 
-def _read_arguments(call: CalledTool, message: str) -> dict[str, Any]:
+def _read_arguments(call: CalledTool, place: str) -> dict[str, Any]:
     """Return the arguments of a tool call in an earlier turn."""
     try:
         arguments = json.loads(call.function.arguments or "{}")  # clients write "" for none
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        place = f"{message}.tool_calls.function.arguments"
         raise ApiError(400, f"{place} must be a JSON object, written as a text.", param=place, code="invalid_value")
     return arguments
 
