@@ -345,7 +345,7 @@ def test_tiles_of_two_blocks_of_rows_are_refused(device):
     index = draw_routing("even").to(device)
     x, gate_up, _, _ = draw(index, torch.float32, device)
     tiles = router_reference.sort_by_expert(index, router_reference.count_pairs(index, E), 80)
-    with pytest.raises(ValueError, match=r"expert_gate_up.tiles must have a power of two rows .*, got 80"):
+    with pytest.raises(ValueError, match=r"expert_gate_up.tiles.rows_per_tile must be a power of two .*, got 80"):
         experts.expert_gate_up(x, gate_up, tiles)
 
 

@@ -20,8 +20,8 @@ from dgemma.model.config import Conventions, ModelConfig
 from dgemma_kernels.engine.graphs import GraphMemory, Replay, Turn, in_turn, remembered, use_here
 from dgemma_kernels.ops.prefix import forget
 
-_SMALLEST = 1024  # fewest slots of a full layer; more are powers of two up to _LINEAR, then multiples of it
-_LINEAR = 16_384
+_SMALLEST = 1024  # fewest slots of a full layer
+_LINEAR = 16_384  # numbers of slots are powers of two up to this one, then its multiples
 _LEAST_TAIL = 8192  # tokens of the smallest tail, over all rows; larger tails have 2, 4, 8 ... times as many
 _GAP = 64  # zeros before a sliding layer's first slot, which a tile of `attention` may read but no token sees
 _FREE_SHARE = 1 / 8  # share of a GPU's memory that a pool may keep in unused buffers and in logits
@@ -58,7 +58,7 @@ class CacheBuffers:
         self._times_read = 0
 
     def count_read(self, shape: Any) -> int:
-        """Note a forward over tokens of this shape. Return how many forwards in a row had it, this one included."""
+        """Note a forward over tokens of this shape. Return how many consecutive forwards had it, this one included."""
         self._times_read = self._times_read + 1 if shape == self._last_read else 1
         self._last_read = shape
         return self._times_read

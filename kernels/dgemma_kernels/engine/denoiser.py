@@ -72,14 +72,15 @@ def accelerate(
     A model with quantised experts keeps its own format; its codes are reordered and never decoded. `float8` names other
     products to compute in float8: "attention" (q, k, v and o), "dense" (the dense MLP), "head" and "soft_embedding".
     The last one stores the embedding a second time, in 8 bits. For int4 on Hopper, "experts" rounds the experts' input
-    to float8 in forwards of 65 to 1,152 tokens, such as one canvas. On Hopper, "prompt_attention" computes the two
-    products of attention in full layers in float8, in forwards of 1,024 tokens or more of a prompt. It changes no
-    weights, so it is also for "bf16". It takes 2 KiB per token of the prompt while such a forward runs.
+    to float8 in forwards of 65 to 1,152 tokens, such as one canvas. On Hopper, "prompt_attention" computes both
+    products of attention in float8, in layers with full attention. It applies to forwards over at least 1,024 prompt
+    tokens. It changes no weights, so it is also for "bf16". It takes 2 KiB per token of the prompt while such a forward
+    runs.
 
-    Converted weights are new tensors; the model's own are freed with the model. `release` removes them from the model
-    as soon as they are converted, so that at most one layer exists twice. `attention` names the attention kernel:
-    "triton", "hopper" or "auto" (the choice of `dgemma_kernels.ops.attention.choose_kernel`). "hopper" raises where it
-    cannot run.
+    Converted weights are new tensors, and the model keeps its own. With `release`, the model drops a layer's weights
+    once they are converted, so that at most one layer exists twice. `attention` names the attention kernel: "triton",
+    "hopper" or "auto" (the choice of `dgemma_kernels.ops.attention.choose_kernel`). "hopper" raises where it cannot
+    run.
 
     With `batch_invariant`, a row's logits have the same bits in any batch, at any place in it, and however its prompt
     is divided into calls. For a given seed, its tokens are the same too. It costs some speed for large batches and

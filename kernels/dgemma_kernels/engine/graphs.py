@@ -91,9 +91,9 @@ class GraphMemory:
 
     Torch reuses memory only on the stream that allocated it, so all graphs are captured on one stream. cuBLAS keeps a
     workspace per stream. When a graph of a stream is freed, torch from 2.12 on frees that workspace, which other graphs
-    still use. Memory of the pool stays valid as long as a graph uses it. So a capture has to allocate its workspaces in
-    the pool, and its streams must have no older workspaces. Functions first run on another stream, and `prepare` frees
-    workspaces that lie outside the pool. `sides` are the other streams that functions use.
+    still use. Memory of the pool stays valid as long as a graph uses it. So a capture must allocate its workspaces in
+    the pool. For this, `prepare` frees older workspaces of its streams, and the first run of a function has a stream of
+    its own, `first_run`. `sides` are the streams besides `capture` that functions use.
 
     Example: `Replay(fn, device, GraphMemory(device))`.
     """

@@ -32,7 +32,7 @@ def is_published(state: DenoiseState, knobs: Knobs) -> bool:
         and type(state.noise) is UniformNoise
         and state.awaited is None
         and state.allowed is None
-        # A constraint must allow the draft. It allows every argmax, but not every noisy canvas.
+        # The draft (the tokens to commit) must satisfy the constraint. Every argmax does, but not every noisy canvas.
         and (state.language is None or getattr(knobs.sampler, "commit", None) == "argmax")
         and not state.injected
     )

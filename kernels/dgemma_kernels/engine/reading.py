@@ -27,7 +27,7 @@ class ReadLimits:
 
     most: int  # largest forward
     captured_soon: int  # largest forward that is captured at its second use
-    captured_later: int  # largest forward that is captured after _IN_A_ROW uses in a row
+    captured_later: int  # largest forward that is captured after _IN_A_ROW consecutive uses
 
 
 LIMITS = ReadLimits(most=8192, captured_soon=2048, captured_later=8192)
@@ -125,8 +125,8 @@ class CausalReader:
     def _compile(self, tokens: Tensor, buffers: CacheBuffers, last: bool) -> None:
         """Compile the kernels of a chunk in parallel.
 
-        After the first prompt comes a canvas, so its kernels are compiled at the same time. Its logits take 134 MB per
-        row of the published model, so large batches compile theirs later.
+        With the first chunk, the kernels of a canvas are compiled too. This allocates the canvas's logits, 134 MB per
+        row for the published model, so large batches do it later.
         """
         if self._workspace.device.type != "cuda":
             return

@@ -343,9 +343,8 @@ _DENSE_H200 = DenseConfig(
     stages=4,
 )
 _ALL = 132  # one program per multiprocessor, for many tokens with `one_order`; without it, library products are used
-# The published model has 33 tiles of gate and up and 22 of down per 256 tokens. At 256 tokens, each of 33 programs has
-# 1 tile of gate and up, and at most 1 of down. At 512 tokens, the same holds for 66 programs. At 1,024 tokens, each of
-# 44 programs has 3 and 2.
+# Per 256 tokens, the published model has 33 tiles of gate and up, and 22 of down. At 256 and 512 tokens, each program
+# has 1 tile of gate and up, and at most 1 of down. At 1,024 tokens, it has 3 and 2.
 DENSE: dict[str, tuple[DenseConfig, ...]] = {
     "NVIDIA H200": (
         _DENSE_H200,
@@ -354,11 +353,11 @@ DENSE: dict[str, tuple[DenseConfig, ...]] = {
     ),
 }
 
-# Rows of probabilities (5 and 8 canvases) for which the library's soft-embedding product is faster with the embedding
-# as its left operand. The bits are the same.
+# Numbers of rows (5 and 8 canvases) for which the library's soft-embedding product is faster with the embedding as its
+# left operand. The bits are the same.
 EMBEDDING_LEFT: dict[str, tuple[int, ...]] = {"NVIDIA H200": (1280, 2048)}
 
-# Bytes of the experts' output that stay in L2 for `norms.layer_tail`, while weights stream through it.
+# Largest output of the experts, in bytes, to keep in L2 until `norms.layer_tail` reads it.
 KEPT_OUTPUT = 16 << 20
 
 # GPUs with programmatic dependent launch (Hopper and later): a kernel starts while the last programs of the previous

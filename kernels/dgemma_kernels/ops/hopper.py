@@ -13,7 +13,7 @@ async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy
 copy_by_threads = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
-LINE = gl.constexpr(128)  # bytes of a row in shared memory, for which rows are swizzled
+LINE = gl.constexpr(128)  # bytes per row in shared memory, and the swizzle width
 
 
 def describe_lines(tensor: Tensor, block: list[int]) -> TensorDescriptor:

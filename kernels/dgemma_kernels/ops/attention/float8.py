@@ -27,8 +27,9 @@ def attention_float8(
 ) -> Tensor | Quantized:
     """Attend causally with the operands of both products in float8. Arguments and result are those of `attention`.
 
-    It needs what `float8_obstacle` names. Values must have a root mean square of at most 1 per head, and keys one of at
-    most `key_factor`, a power of two. Rounded copies of them take 2·H bytes per key head and slot while it runs.
+    It raises an error where `float8_obstacle` returns a requirement. Values must have a root mean square of at most 1
+    per head, and keys one of at most `key_factor`, a power of two. Rounded copies of them take 2·H bytes per key head
+    and slot while it runs.
 
     Example: `attention_float8(queries, cache.keys, cache.values, cache.length)`.
     """

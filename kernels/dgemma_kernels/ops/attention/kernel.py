@@ -1,7 +1,7 @@
 """Attention of new tokens over a cached prefix and themselves, and the choice between its kernels.
 
 All use online softmax (FlashAttention, arXiv:2205.14135). The query heads that share a key head are packed as rows of
-one tile. The keys are split into equal parts, so that one small canvas fills the GPU (Flash-Decoding; `parts`). The
+one tile. The keys are split into equal parts, so that even few queries fill the GPU (Flash-Decoding; `parts`). The
 Triton kernel in this module runs on every GPU; `hopper` has a kernel with specialised warps for Hopper. `choose_kernel`
 chooses between them. Reference: `reference.py`.
 """
@@ -114,7 +114,7 @@ def attention(
     if tile is not None and kernel == "hopper":
         raise ValueError(f'attention tile must be None for kernel="hopper", got {tile}. Use kernel="triton".')
     choice = choose_kernel(queries, keys, values, kernel if tile is None else "triton", few_rows=part == 0)
-    # Fixed parts need one tile for any number of rows.
+    # With fixed parts, the tile must not depend on the number of rows.
     tile = tile or default_tile(_FEW_ROWS + 1 if part else num_rows, head_dim, hopper=is_hopper(queries.device))
     hopper = choice.kernel == "hopper"
     shared = hopper and _computes_scores_once(head_dim, rotary_pairs, window, part)

@@ -96,7 +96,7 @@ def group_choices(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Te
 
     The choices of an expert keep their order. ends: (E,) int32, where the rows of each expert end. tiles: (1 + T, 3)
     int32, for `grouped`. The first row begins with the number of tiles and a zero. Every other row is (expert, first
-    row, rows) of a tile. The host knows only a bound T.
+    row, rows) of a tile. T is at least the number of tiles, which the host does not know.
 
     Example: `order, back, ends, tiles = group_choices(experts, 128)`.
     """

@@ -8,7 +8,7 @@ The weights are the 64-row operand. So on Hopper the products are warpgroup inst
 and the memory unit loads weights in whole blocks. While the last programs of gate_up run, memory is partly idle. So
 programs of down start next to them, and each waits only for its own tile. Rows and weights may be float8. Their scales
 are then applied to float32 sums. A row of hidden values has one scale for each program that computes a part of it. For
-many tokens, it has only one. `tiles` has the work of a program on its tile.
+many tokens, it has only one. The module `tiles` has the functions that compute a tile.
 
 On Hopper, `hopper` replaces both launches for int4 experts with float8 rows. `hopper_many` replaces them for plain and
 float8 experts if there are many tokens. Reference: `reference.py`.
@@ -230,7 +230,7 @@ def multiply_experts(
 
 
 def float8_obstacle(gate_up_proj: ExpertWeights, down_proj: ExpertWeights) -> str | None:
-    """Return a requirement of `multiply_experts` that these weights do not meet, None if it can run.
+    """Return a requirement of float8 rows that these weights do not meet, None if they meet all.
 
     Example: `float8_obstacle(layer.expert_gate_up, layer.expert_down) is None`.
     """
@@ -242,7 +242,9 @@ def float8_obstacle(gate_up_proj: ExpertWeights, down_proj: ExpertWeights) -> st
     ):
         return "symmetric int4 in groups of 64 columns or more"
     width, hidden = down_proj.shape[1:]
-    planes = 6 * COLS  # columns in flight; offsets are added after every 16 planes, before the next block's copies
+    # `hopper` adds offsets after every 1,024 columns and at the end of a block. Within the last 6 planes, it copies
+    # the next block's scales, so only the addition at the end may come there.
+    planes = 6 * COLS  # columns in the two rings of `hopper`
     if width % (2 * COLS) or not planes <= (width - 1) % 1024 + 1 <= 1024 < width <= 4096:
         return "a hidden size of 1408 to 4096, a multiple of 128, whose remainder modulo 1024 is 0 or at least 384"
     if hidden % COLS or hidden < planes:
@@ -484,7 +486,7 @@ def _check(owner: str, x: Tensor | Quantized, weights: ExpertWeights, out_width:
             raise ValueError(f"{owner} weights must be encoded with gated={not weights.gated}.")
         if tiles.rows_per_tile.bit_count() > 1:
             raise ValueError(
-                f"{owner}.tiles must have a power of two rows for these weights, got {tiles.rows_per_tile}."
+                f"{owner}.tiles.rows_per_tile must be a power of two for these weights, got {tiles.rows_per_tile}."
             )
     else:
         values, scale = values_and_scale(weights)

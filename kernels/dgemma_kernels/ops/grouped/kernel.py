@@ -110,7 +110,7 @@ class ExpertProduct(NamedTuple):
 def calls_of_products(products: Sequence[ExpertProduct], device: torch.device) -> list[partial[Tensor]]:
     """Return calls for `ahead.start`, from tensors on the meta device.
 
-    If `hopper` does not support all products, return none.
+    If `hopper` does not support all products, return an empty list.
 
     Example: `ahead.start(calls_of_products([ExpertProduct(rows, weights, narrow, b)], torch.device("cuda")))`.
     """

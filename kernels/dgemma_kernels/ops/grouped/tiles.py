@@ -36,8 +36,8 @@ def list_tiles(
     tiles: (1 + num_tiles, 3) int32. The first row has the number of tiles that exist, and a counter of `hopper` that is
     zero between launches. Every other row is a tile: its expert, first row and number of rows.
 
-    An expert has as few tiles of at most tile_rows + MORE rows as possible. The first ones have this size, if needed.
-    The others have tile_rows rows, except the last, which has the rest.
+    An expert has as few tiles as possible, of at most tile_rows + MORE rows. The first `num_larger` ones have that
+    many, the last has the rest, and the others have tile_rows.
     """
     count = tl.cdiv(size, tile_rows + MORE)
     num_larger = tl.cdiv(tl.maximum(size - tile_rows * count - MORE, 0), MORE)
