@@ -27,7 +27,7 @@ from dgemma.run.knobs import Knobs
 from dgemma.run.step import start_state
 from dgemma.train.lora import LoRA, add_lora
 from dgemma_kernels import accelerate
-from dgemma_kernels.engine import captured, forward, published
+from dgemma_kernels.engine import captured, published
 from dgemma_kernels.engine.forward import Forward
 from dgemma_kernels.engine.graphs import CaptureError, Replay
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits
@@ -35,9 +35,11 @@ from dgemma_kernels.engine.reading import LIMITS
 from dgemma_kernels.formats import ENCODERS
 from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.accept import kernel as accept
+from dgemma_kernels.ops.attention import kernel as attention
 from dgemma_kernels.ops.draws import kernel as draws
 from dgemma_kernels.ops.embedding import kernel as embedding
 from dgemma_kernels.ops.embedding import reference as embedding_reference
+from dgemma_kernels.ops.experts import kernel as experts
 from dgemma_kernels.ops.vocabulary import kernel as vocabulary
 from kernel_inputs import make_model
 
@@ -678,21 +680,31 @@ def test_the_reason_for_the_triton_kernel_of_attention_is_logged(caplog, device)
 
 def test_one_warning_names_all_kernels_that_another_version_of_triton_would_replace(monkeypatch, caplog, device):
     caplog.set_level("INFO", "dgemma")
-    monkeypatch.setattr(forward, "is_hopper", lambda device: True)
+    for module in (attention, experts):
+        monkeypatch.setattr(module, "is_hopper", lambda device: True)
     monkeypatch.setattr(configs, "GLUON_RAN_WITH", ("2.0.",))
     needs = (
         f'The faster ones need Triton 2.0.*, got {triton.__version__} (pip install "torch==2.11.*" "triton==2.0.*").'
     )
-    accelerate(make_model(device).bfloat16())
+    heads = {"head_dim": 256, "global_head_dim": 512}  # that fit the Hopper kernels
+    widths = {"hidden_size": 128, "moe_intermediate_size": 64}  # of experts that fit theirs
+    accelerate(make_model(device, **heads, **widths).bfloat16())
+    accelerate(make_model(device, **heads, **widths).bfloat16(), attention="triton")
+    accelerate(make_model(device, **heads).bfloat16())
+    accelerate(make_model(device, **widths).bfloat16())
+    # The same with all versions:
+    accelerate(make_model(device, **heads, **widths).bfloat16(), "packed", attention="triton")
     accelerate(make_model(device).bfloat16(), attention="triton")
-    accelerate(make_model(device).bfloat16(), "packed", attention="triton")  # the same with all versions
+    accelerate(make_model(device, **heads, **widths))
+    reason = "accelerate runs the Triton kernel of attention: the Hopper kernel needs"
     assert [(record.levelname, record.message) for record in caplog.records] == [
         ("WARNING", f"accelerate runs slower kernels of attention and experts for long prompts. {needs}"),
         ("WARNING", f"accelerate runs slower kernels of experts for long prompts. {needs}"),
+        ("WARNING", f"accelerate runs slower kernels of attention. {needs}"),
+        ("WARNING", f"accelerate runs slower kernels of experts for long prompts. {needs}"),
+        ("INFO", f"{reason} a head_dim of 256 or 512, got 16."),
+        ("INFO", f"{reason} bfloat16 or float16, got torch.float32."),
     ]
-    caplog.clear()
-    accelerate(make_model(device))  # float32, which no version replaces
-    assert {record.levelname for record in caplog.records} == {"INFO"}
 
 
 def test_uniform_draws_the_reference_bits(device):

@@ -4,7 +4,6 @@ Nothing here reads the device, so all of it can be captured. The reference is `d
 """
 
 import logging
-from collections.abc import Collection
 
 import torch
 import triton
@@ -32,11 +31,10 @@ from dgemma_kernels.ops.configs import (
     embedding_left,
     expert_config,
     gluon_obstacle,
-    is_hopper,
     tensor_descriptors,
 )
 from dgemma_kernels.ops.embedding import embed
-from dgemma_kernels.ops.experts import multiply_experts
+from dgemma_kernels.ops.experts import fits_many, multiply_experts
 from dgemma_kernels.ops.mlp import dense_mlp, geglu, geglu_float8
 from dgemma_kernels.ops.norms import attention_residual, layer_tail, rms_norm, round_rows, scale_rows
 from dgemma_kernels.ops.product import multiply_deep, multiply_row
@@ -348,18 +346,20 @@ def _as(weight: Tensor | Quantized, rows: Tensor) -> Tensor | Quantized:
     return round_rows(rows) if isinstance(weight, Quantized) else rows
 
 
-def _log_choices(choices: Collection[KernelChoice], weights: ModelWeights, attention_kernel: KernelName) -> None:
-    """Warn if another version of Triton would be faster. Otherwise log why attention does not run its Hopper kernel."""
-    table = weights.embedding
-    untested = gluon_obstacle() if is_hopper(table.device) and table.dtype != torch.float32 else None
+def _log_choices(choices: set[KernelChoice], weights: ModelWeights, attention_kernel: KernelName) -> None:
+    """Warn if another version of Triton would be faster. Log other reasons why attention runs no Hopper kernel."""
+    untested = gluon_obstacle()
+    by_version = {choice for choice in choices if untested is not None and untested in choice.reason}
     if untested is not None:
-        slower = ["attention"] if attention_kernel != "triton" else []
-        if isinstance(weights.layers[0].expert_gate_up, (Tensor, Quantized)):
+        # An explicit "hopper" runs, but without the kernel that computes the scores of full layers once.
+        slower = ["attention"] if by_version or attention_kernel == "hopper" else []
+        layer = weights.layers[0]
+        if all(fits_many(proj, *layer.expert_down.shape[1:]) for proj in (layer.expert_gate_up, layer.expert_down)):
             slower.append("experts for long prompts")
         if slower:
             parts = " and ".join(slower)
             logger.warning("accelerate runs slower kernels of %s. The faster ones need %s.", parts, untested)
-    elif attention_kernel == "auto":
-        for choice in sorted(choices):
+    if attention_kernel == "auto":
+        for choice in sorted(choices - by_version):
             if choice.kernel == "triton":
                 logger.info("accelerate runs the Triton kernel of attention: %s.", choice.reason)

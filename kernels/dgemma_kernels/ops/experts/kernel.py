@@ -256,19 +256,30 @@ def float8_obstacle(gate_up_proj: ExpertWeights, down_proj: ExpertWeights) -> st
     return gluon_obstacle()
 
 
-def _fits_many(rows: Tensor, weights: ExpertWeights, tiles: ExpertTiles, width: int, hidden_width: int) -> bool:
-    """Tell if `hopper_many` multiplies these rows and weights."""
+def fits_many(weights: ExpertWeights, width: int, hidden_width: int) -> bool:
+    """Tell if `hopper_many` multiplies rows by these weights, in a version of Triton that runs it.
+
+    Example: `fits_many(layer.expert_down, 2816, 704)`.
+    """
     if not isinstance(weights, (Tensor, Quantized)):
         return False
     values, _ = values_and_scale(weights)
     return (
         is_hopper(values.device)
         and values.element_size() <= 2
-        and tiles.rows_per_tile <= _many().WIDE_ROWS
-        and tiles.pairs.numel() * max(width, hidden_width) < 1 << 31  # its offsets have 32 bits
         and width % 128 == 0
         and hidden_width % 64 == 0
-        and all(tensor.data_ptr() % 16 == 0 for tensor in (rows, values))
+        and values.data_ptr() % 16 == 0
+    )
+
+
+def _fits_many(rows: Tensor, weights: ExpertWeights, tiles: ExpertTiles, width: int, hidden_width: int) -> bool:
+    """Tell if `hopper_many` multiplies these rows and weights."""
+    return (
+        fits_many(weights, width, hidden_width)
+        and tiles.rows_per_tile <= _many().WIDE_ROWS
+        and tiles.pairs.numel() * max(width, hidden_width) < 1 << 31  # its offsets have 32 bits
+        and rows.data_ptr() % 16 == 0
     )
 
 
