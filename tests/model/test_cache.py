@@ -217,12 +217,21 @@ def test_a_cache_shows_how_much_it_holds():
     assert repr(cache) == f"PrefixCache(lengths=[3, 2], num_layers={config.num_hidden_layers})"
 
 
-@pytest.mark.parametrize("name", ["a number", "another kind", "another model"])
+@pytest.mark.parametrize(
+    "name", ["a number", "another kind", "depth", "heads", "head size", "global head size", "window"]
+)
 def test_a_cache_that_the_model_did_not_make_is_refused(model, name):
     tokens = torch.randint(5, 512, (1, 8))
-    other = DiffusionGemma(model.config.replace(num_hidden_layers=1, layer_types=("full_attention",)))
+    config = model.config
     caches = {"a number": 3, "another kind": dgemma.TokenCache(tokens, torch.tensor([8]), 8)}
-    cache = other.encode(tokens) if name == "another model" else caches[name]
+    changes = {
+        "depth": {"num_hidden_layers": 1, "layer_types": ("full_attention",)},
+        "heads": {"num_key_value_heads": config.num_key_value_heads // 2},
+        "head size": {"head_dim": config.head_dim * 2},
+        "global head size": {"global_head_dim": config.global_head_dim * 2},
+        "window": {"sliding_window": config.sliding_window * 2},
+    }
+    cache = DiffusionGemma(config.replace(**changes[name])).encode(tokens) if name in changes else caches[name]
     for read in (model.encode, model.causal_logits, model.denoise):
         with pytest.raises(ValueError, match="cache must come from encode of this model"):
             read(tokens, cache)

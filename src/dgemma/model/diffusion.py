@@ -375,6 +375,10 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
     def _own(self, cache: Any) -> PrefixCache:
         """Return the cache; raise unless a model with these layers made it."""
         fits = isinstance(cache, PrefixCache) and len(cache.layers) == len(self.layers)
+        for number, layer in enumerate(cache.layers if fits else ()):
+            shape = self.config.layer_shape(number)
+            fits = fits and layer.window == shape.window
+            fits = fits and (layer.keys.shape[1], layer.keys.shape[3]) == (shape.num_key_value_heads, shape.head_dim)
         require(fits, "DiffusionGemma cache", "come from encode of this model", cache)
         return cache
 
