@@ -53,14 +53,15 @@ def _add_generate(commands: Any) -> None:
         metavar="FILE",
         help="JSON lines file for the results; prompts with a result in it are skipped",
     )
-    group.add_argument("--batch-size", type=types.count, default=8, metavar="B", help="prompts at a time (%(default)s)")
-    _add_earlier_batch_size(group, "--slots")
+    _add_batch_size(group, earlier="--slots", default=8, help="prompts at a time (%(default)s)")
     _add_options(parser)
 
 
-def _add_earlier_batch_size(parser: Any, name: str) -> None:
-    """Add a name that `--batch-size` had in earlier versions; the help does not show it."""
-    parser.add_argument(name, dest="batch_size", type=types.count, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+def _add_batch_size(parser: Any, *, earlier: str, default: int, help: str) -> None:
+    """Add `--batch-size`, and the name that it had in earlier versions, which the help does not show."""
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--batch-size", type=types.count, default=default, metavar="B", help=help)
+    either.add_argument(earlier, dest="batch_size", type=types.count, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def _add_race(commands: Any) -> None:
@@ -207,8 +208,7 @@ def _add_bench(commands: Any) -> None:
         "steps. Each line shows the median, the fastest and the slowest of several runs.",
         epilog="example:\n  dgemma bench --batch-size 4 --steps 16",
     )
-    parser.add_argument("--batch-size", type=types.count, default=1, metavar="B", help="rows per batch (%(default)s)")
-    _add_earlier_batch_size(parser, "--batch")
+    _add_batch_size(parser, earlier="--batch", default=1, help="rows per batch (%(default)s)")
     parser.add_argument(
         "--prefix", type=types.count, default=64, metavar="P", help="tokens in the prefix (%(default)s)"
     )
@@ -370,14 +370,7 @@ def _add_serve(commands: Any) -> None:
         "--port", type=types.whole(1, 65535), default=8000, metavar="N", help="port to listen on (%(default)s)"
     )
     group.add_argument("--name", metavar="NAME", help="the model's name for clients (as in -m)")
-    group.add_argument(
-        "--batch-size",
-        type=types.count,
-        default=8,
-        metavar="B",
-        help="requests that are denoised together (%(default)s)",
-    )
-    _add_earlier_batch_size(group, "--slots")
+    _add_batch_size(group, earlier="--slots", default=8, help="requests that are denoised together (%(default)s)")
     group.add_argument(
         "--max-queue", type=types.count, default=256, metavar="N", help="requests that may wait (%(default)s)"
     )
