@@ -165,7 +165,8 @@ def test_bodies_that_are_no_json_too_long_or_of_another_type_are_refused(client)
     for content in (b"{", b"\xff\xfe", b"nope", b"[" * 100_000, b'{"max_tokens": ' + b"9" * 5000 + b"}"):
         refused = client.post("/v1/completions", content=content, headers=headers)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_json")
-    assert client.post("/v1/completions", content=b"", headers=headers).status_code == 400
+    refused = client.post("/v1/completions", content=b"", headers=headers)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "missing_required_parameter")
     surrogates = (rb'{"\ud800": 1}', rb'{"model": "\ud800", "prompt": "a"}')
     for content in (*surrogates, rb'{"model": "toy", "prompt": "a", "temperature": NaN}'):
         assert client.post("/v1/completions", content=content, headers=headers).status_code in (400, 404)
