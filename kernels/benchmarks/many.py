@@ -150,8 +150,8 @@ def main() -> None:
     print(f"{describe_run()}\n{sum(work.canvases)} canvases, agree with one: {many:.3f}, batch {batch:.3f}", flush=True)
     if many < batch - 0.1:
         raise SystemExit(
-            "PARITY FAILED, nothing timed: too few tokens of generate_many equal those of single prompts: a share of "
-            f"{many:.3f}, in a batch {batch:.3f}."
+            "PARITY FAILED, nothing timed. The share of tokens that equal those of single prompts is too small: "
+            f"{many:.3f} in generate_many, {batch:.3f} in a batch of generate."
         )
     for name in ("many", "dropping"):  # capture the graphs of every batch size
         if ways[name]({**options, "steps": 2}) != work.canvases:

@@ -31,7 +31,7 @@ class ReadLimits:
 
 
 LIMITS = ReadLimits(most=8192, captured_soon=2048, captured_later=8192)
-# Lower limits, because users choose weights of four bits to save memory.
+# Users choose weights of four bits to save memory, so their forwards are smaller.
 FOUR_BIT_LIMITS = ReadLimits(most=1024, captured_soon=256, captured_later=256)
 _TOKEN_BYTES = 400_000  # of activations and of sliding layers' tails, per token of a forward of the published model
 _MEMORY_SHARE = 1 / 8  # of a GPU's memory that a forward may use

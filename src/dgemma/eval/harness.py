@@ -65,7 +65,7 @@ class Pair(NamedTuple):
 class Score(NamedTuple):
     """The log-likelihood of a continuation in nats: the lower bound with its interval, and the causal one.
 
-    None is what was not measured. For a continuation without tokens, that is both.
+    A value that was not measured is None. For a continuation without tokens, both values are None.
     """
 
     bound: Estimate | None

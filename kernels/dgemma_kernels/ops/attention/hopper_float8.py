@@ -6,11 +6,12 @@ the tensor cores read both operands of a float8 product along the dimension that
 
 In float8 products, tensor cores add in about 14 bits, so no sum there spans more than one tile. The weights of a tile
 are relative to the maximum of that tile, so that a large weight elsewhere does not round them to zero. The sums over
-tiles are in float32, relative to the maximum of the newest tile. This maximum counts as at most `_SPAN` bits below the
+tiles are in float32, relative to the maximum of the newest tile. `_SPAN` limits how far this maximum may lie below the
 largest so far.
 
 Barriers: a part of a tile is `full` when its copy is complete, and `free` when its last reader is done. The weights of
-a tile are `ready` when both warpgroups may read them, and `read` when the other warpgroup is done with them.
+a tile are `ready` when both warpgroups may read them, and `read` when the warpgroup that did not compute them is done
+with them.
 """
 
 import triton
