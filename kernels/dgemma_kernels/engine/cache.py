@@ -388,7 +388,7 @@ class FusedCache:
         copy._num_slots, copy._num_seen = self._num_slots, self._num_seen
         copy.ragged, copy.num_held = self.ragged, self.num_held
         if self._buffers is not None:
-            # `trim` has emptied the tail, so the copy takes the smallest one. A long tail takes much memory in every row.
+            # `trim` has emptied the tail, so the copy has the smallest one. A long tail takes memory in every row.
             copy._buffers = self.pool.take(lengths.shape[0], self._buffers.size[1], tail=0)
             copy._copy_from(self._buffers, transform)
         return copy
