@@ -92,7 +92,7 @@ def check_parity(
 ) -> tuple[float, float]:
     """Return the share of tokens that equal those of one prompt at a time, for `generate_many` and for a batch.
 
-    In bfloat16 sums depend on the batch, so texts written by random weights diverge after some steps.
+    In bfloat16, sums depend on the batch, so texts written by random weights diverge after some steps.
     """
     rows = range(batch_size)
     options = {**options, "max_new_tokens": 1, "eos_token_ids": []}
@@ -147,7 +147,11 @@ def main() -> None:
     report["prompt_tokens"] = sum(map(len, work.prompts))
     many, batch = check_parity(model, work, batch_size, {**options, "steps": 3})
     report["agree_with_one"] = {"many": many, "batch": batch}
-    print(f"{describe_run()}\n{sum(work.canvases)} canvases, agree with one: {many:.3f}, batch {batch:.3f}", flush=True)
+    print(
+        f"{describe_run()}\n{sum(work.canvases)} canvases. Tokens equal to those of single prompts: {many:.3f} with "
+        f"generate_many, {batch:.3f} in a batch",
+        flush=True,
+    )
     if many < batch - 0.1:
         raise SystemExit(
             "PARITY FAILED, nothing timed. The share of tokens that equal those of single prompts is too small: "

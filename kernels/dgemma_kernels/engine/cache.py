@@ -196,7 +196,7 @@ class FusedCache:
 
     @property
     def _lengths(self) -> Tensor:
-        """Tokens of each row without postponed ones. Added up only when read, to save a launch per token."""
+        """Tokens of each row without postponed ones. Computed only when it is used, to save a launch per token."""
         lengths, num_since = self._counted
         if num_since:
             lengths = lengths + num_since

@@ -102,7 +102,7 @@ class Forward:
         # sqrt(hidden), rounded to the weights' dtype as in the published model
         self.embed_scale = float(torch.tensor(config.hidden_size**0.5, dtype=table.dtype))
         # The dense MLP runs next to the router and the experts, which wait for memory. Torch gives out 32 streams in
-        # turn, so one of two new streams may be the current one; the MLP runs on the other.
+        # turn, so a new stream may be the current one. Of two new streams, the MLP runs on one that is not.
         self.sides = [torch.cuda.Stream(table.device) for _ in range(2)] if table.device.type == "cuda" else []
         self._dense_progress = torch.zeros(2, dtype=torch.int32, device=table.device)
         self._one = torch.ones((), device=table.device)  # passed instead of float8 scales that a kernel applies later

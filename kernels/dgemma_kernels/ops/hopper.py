@@ -49,7 +49,7 @@ def slot_before(slot: gl.tensor, STAGES: gl.constexpr) -> gl.tensor:
 def wait_for_products(sums: gl.tuple, RUNNING: gl.constexpr, MORE: gl.constexpr, PARTS: gl.constexpr) -> gl.tuple:
     """Wait until at most RUNNING products run, and return all sums.
 
-    sums: two parts for the first block of rows, then two for the second block. The second block has MORE rows.
+    sums: two parts for the first block of rows, then two for the second block, which has MORE rows (0: none).
     """
     low, high, more_low, more_high = sums
     if MORE > 0 and PARTS == 2:

@@ -203,7 +203,7 @@ class DiffusionLM(TemplateLM):
         return text if add_generation_prompt else text + chat_history[-1]["content"]
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return the protocol of the results so far, which the harness stores under "config"."""
+        """Return `protocol()` and the means of the results so far. The harness stores them under "config"."""
         info = {"dgemma": {**self.protocol(), "measured": self.measured()}}
         logger.info("protocol: %s", json.dumps(info["dgemma"]))
         return info

@@ -35,9 +35,9 @@ _BYTES = gl.constexpr(128 * 128)  # per copy of keys or values
 _K_BUFFERS = gl.constexpr(4)
 _V_BUFFERS = gl.constexpr(3)  # per warpgroup
 _GAIN = gl.constexpr(8.0)  # in bits: weights are at most 2**8, and those below 2**-10 are zero
-# The sums are relative to a maximum at most this many bits below the largest so far; otherwise they could overflow. A
-# tile with a lower maximum is added as if its maximum were at this limit. So its weights are too large, but even 2**18
-# of them change the result by only 2**-22.
+# The sums are relative to the maximum of the newest tile. It may be at most this many bits below the largest maximum so
+# far, because sums could overflow otherwise. A tile with a lower maximum is added as if its maximum were at this limit.
+# So its weights are too large, but even 2**18 of them change the result by only 2**-22.
 _SPAN = gl.constexpr(40.0)
 
 
@@ -182,7 +182,7 @@ def _copy_values(
     PART: gl.constexpr,
     WG: gl.constexpr,
 ) -> None:
-    """Start the copy of block n of the values for a warpgroup: half PART of the warpgroup's columns, in tile n // 2."""
+    """Start the copy of block n of a warpgroup's values: columns of half PART (0 or 1) in tile n // 2."""
     value_desc, v_smem, v_full, v_free = descs[2], smem[2], barriers[3], barriers[4]
     row = (slot // KEYS + n // 2) * (4 * CHUNK) + (2 * WG + PART) * CHUNK
     at = WG * _V_BUFFERS + n % _V_BUFFERS
