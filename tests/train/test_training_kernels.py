@@ -115,7 +115,8 @@ def test_a_compiled_step_in_float64_uses_no_kernel_that_computes_in_float32(kern
 
 
 @pytest.mark.slow
-def test_the_first_step_starts_to_compile_its_kernels_ahead(kernels_on_cpu, monkeypatch):
+@pytest.mark.parametrize("rank", [8, 32], ids=["few-outputs", "many-outputs"])  # kernels of thin products: up to 16
+def test_the_first_step_starts_to_compile_its_kernels_ahead(rank, kernels_on_cpu, monkeypatch):
     compiling._start.cache_clear()
     compiled, launched = [], []
     names = {
@@ -180,6 +181,6 @@ def test_the_first_step_starts_to_compile_its_kernels_ahead(kernels_on_cpu, monk
     monkeypatch.setattr(ahead, "start", start)
     monkeypatch.setattr(kernel, "_fits_hopper", lambda *_: True)
     with fused.fusing(residual):
-        make_step(torch.float16, rank=8)()
+        make_step(torch.float16, rank=rank)()
     assert len(launched) > len(set(launched)) == len(set(compiled))
     assert set(launched) == set(compiled)

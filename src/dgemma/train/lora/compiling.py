@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dgemma.model.backbone import Layer
+from dgemma.train.lora.expert_products import FEW_OUTPUTS
 from dgemma.train.lora.experts import AdaptedExperts
 from dgemma.train.lora.linear import AdaptedLinear
 
@@ -133,10 +134,11 @@ def _other_calls(sizes: _StepSizes, dtype: torch.dtype) -> Iterator[partial[Any]
     gate_and_up, hidden, narrow = (empty(num_rows, columns) for columns in (2 * inner, inner, rank))
     ends, by_row = _empty(num_experts, dtype=torch.int32), _empty(num_rows, dtype=torch.float32)
     up_b, down_a = empty(num_experts, 2 * inner, rank), empty(num_experts, rank, inner)
-    yield partial(grouped.multiply_rows, hidden, down_a, ends, scale=2.0)
     yield partial(grouped.gated_gradient, gate_and_up, hidden, weights, order)
-    yield partial(grouped.contract_and_outer, gate_and_up, narrow, up_b, ends, scale=2.0)
-    yield partial(grouped.contract_and_outer, hidden, narrow, down_a.mT, ends, scale=2.0, by_row=by_row)
+    if rank <= FEW_OUTPUTS:
+        yield partial(grouped.multiply_rows, hidden, down_a, ends, scale=2.0)
+        yield partial(grouped.contract_and_outer, gate_and_up, narrow, up_b, ends, scale=2.0)
+        yield partial(grouped.contract_and_outer, hidden, narrow, down_a.mT, ends, scale=2.0, by_row=by_row)
 
 
 def _calls_of_heads(sizes: _StepSizes, empty: Callable[..., Tensor]) -> Iterator[partial[Any]]:

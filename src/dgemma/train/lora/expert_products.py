@@ -10,7 +10,7 @@ from dgemma.model.fused import compiles_on, fusible
 from dgemma.model.layers import gated_gelu, wide_dtype
 from dgemma.model.quantized import Weight
 
-_FEW_OUTPUTS = 16  # a product with at most this many outputs has its own kernel
+FEW_OUTPUTS = 16  # a product with at most this many outputs has its own kernel
 
 
 def product_of_tokens(
@@ -33,7 +33,7 @@ def product_of_tokens(
 def thin_product(rows: Tensor, weights: Tensor, ends: Tensor, scale: float, by_row: Tensor | None = None) -> Tensor:
     """Return scale · by_row · `product_by_group` for weights with few outputs, for which torch's grouped product is
     slow."""
-    if weights.shape[1] <= _FEW_OUTPUTS and uses_kernel(weights, rows):
+    if weights.shape[1] <= FEW_OUTPUTS and uses_kernel(weights, rows):
         from dgemma_kernels.ops.grouped import multiply_rows
 
         return multiply_rows(rows, weights, ends, scale=scale, by_row=by_row)
@@ -50,7 +50,7 @@ def contract_and_outer(
     of each expert; if the weights are transposed in memory, so is this product. rows (R, N) and narrow (R, rank) are
     grouped by expert; weights (E, N, rank).
     """
-    if uses_kernel(weights, rows) and weights.shape[-1] <= _FEW_OUTPUTS:
+    if uses_kernel(weights, rows) and weights.shape[-1] <= FEW_OUTPUTS:
         from dgemma_kernels.ops import grouped
 
         return grouped.contract_and_outer(rows, narrow, weights, groups.ends, scale=scale, by_row=by_row)
