@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from dgemma_kernels.ops import ahead
+
 pytestmark = pytest.mark.compile
 
 
@@ -25,3 +27,24 @@ def test_other_processes_compile_and_this_one_does_without_them(tmp_path, argume
     assert found["kernels"] == ["CompiledKernel"] * 2
     assert found["launchers"] == ["_fill_kernel"] * 2
     assert found["is over"]
+
+
+def test_two_threads_may_finish_at_once(monkeypatch):
+    class Mode:
+        ended = 0
+
+        def __exit__(self, *_):
+            self.ended += 1
+
+    class Shared(list):
+        def __len__(self):  # another thread takes the last element after this one has asked for the length
+            length = super().__len__()
+            if length == 1:
+                self.pop()
+            return length
+
+    modes = [Mode(), Mode()]
+    monkeypatch.setattr(ahead, "_started", Shared(modes))
+    ahead.finish()
+    assert modes[1].ended == 1
+    assert not list(ahead._started)

@@ -51,8 +51,12 @@ def finish() -> None:
 
     Example: `finish()`.
     """
-    while _started:
-        copy_context().run(_started.pop().__exit__, None, None, None)
+    while True:
+        try:
+            mode = _started.pop()
+        except IndexError:  # not a test for emptiness, because another thread may take the last one after it
+            break
+        copy_context().run(mode.__exit__, None, None, None)
 
 
 @contextmanager
