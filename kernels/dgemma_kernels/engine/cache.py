@@ -138,7 +138,7 @@ class BufferPool:
             self._free.pop(0)
 
     def _num_bytes(self) -> int:
-        """Memory of the unused buffers and of all logits, which are freed with the graphs of a buffer."""
+        """Memory of the unused buffers and of all logits. The logits of a buffer are freed with its graphs."""
         return self._logits_bytes() + sum(free.num_bytes for free in self._free)
 
 
@@ -284,7 +284,7 @@ class FusedCache:
 
     @in_turn
     def extend(self, num_new: int, counts: Tensor | None) -> None:
-        """Commit tokens that a forward wrote to the tail: all `num_new`, or the first counts (B,) of each row."""
+        """Commit tokens that a forward wrote to the tail: all `num_new`, or the first `counts` (B,) of each row."""
         if counts is None:
             self.buffers.counters.add_(num_new)
             lengths, num_since = self._counted
@@ -417,7 +417,7 @@ class FusedCache:
         self._hold(self._lengths)
 
     def _hold(self, lengths: Tensor) -> None:
-        """Set the counters for `lengths` tokens, as they are after `trim`."""
+        """Set the counters to what they are after `trim`, for rows of `lengths` tokens."""
         self.num_held = min(self._num_slots, self.pool.keep)
         self.buffers.window_lengths.copy_(lengths.clamp(max=self.pool.keep))
         self._set_lengths(lengths)

@@ -74,9 +74,9 @@ def choose_kernels(
 class Forward:
     """The kernels in the order of the model's layers.
 
-    With `batch_invariant`, sums over a row have one order, whatever the other rows and their number: library products
-    have a fixed number of rows, parts of attention have fixed bounds, and tiles of other products add in one order.
-    With `prompt_attention`, full layers compute the attention of prompts in float8, in forwards of many tokens.
+    With `batch_invariant`, the order of sums over a row does not depend on the other rows or on their number: library
+    products have a fixed number of rows, parts of attention have fixed bounds, and tiles of other products add in one
+    order. With `prompt_attention`, full layers compute the attention of prompts in float8, in forwards of many tokens.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Forward:
         # sqrt(hidden), rounded to the weights' dtype as in the published model
         self.embed_scale = float(torch.tensor(config.hidden_size**0.5, dtype=table.dtype))
         # The dense MLP runs next to the router and the experts, which wait for memory. Torch gives out 32 streams in
-        # turn, so a new stream may be the current one. Of two new streams, the MLP runs on one that is not.
+        # turn, so a new stream may be the current one. So two are made, and the MLP runs on one that is not current.
         self.sides = [torch.cuda.Stream(table.device) for _ in range(2)] if table.device.type == "cuda" else []
         self._dense_progress = torch.zeros(2, dtype=torch.int32, device=table.device)
         self._one = torch.ones((), device=table.device)  # passed instead of float8 scales that a kernel applies later
@@ -351,7 +351,7 @@ def _log_choices(choices: set[KernelChoice], weights: ModelWeights, attention_ke
     untested = gluon_obstacle()
     by_version = {choice for choice in choices if untested is not None and untested in choice.reason}
     if untested is not None:
-        # An explicit "hopper" runs, but without the kernel that computes the scores of full layers once.
+        # An explicit "hopper" runs, but without the kernel that computes the scores of full layers only once.
         slower = ["attention"] if by_version or attention_kernel == "hopper" else []
         layer = weights.layers[0]
         if all(fits_many(proj, *layer.expert_down.shape[1:]) for proj in (layer.expert_gate_up, layer.expert_down)):

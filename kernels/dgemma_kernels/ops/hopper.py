@@ -41,7 +41,7 @@ def next_slot(slot: gl.tensor, phase: gl.tensor, STAGES: gl.constexpr) -> tuple[
 
 @gluon.jit
 def slot_before(slot: gl.tensor, STAGES: gl.constexpr) -> gl.tensor:
-    # Not carried through the loop: Triton 3.6 loses a variable that equals another one before the loop.
+    # Computed, not carried through the loop: Triton 3.6 loses a variable that has the value of another before the loop.
     return gl.where(slot == 0, STAGES - 1, slot - 1)
 
 
@@ -49,7 +49,7 @@ def slot_before(slot: gl.tensor, STAGES: gl.constexpr) -> gl.tensor:
 def wait_for_products(sums: gl.tuple, RUNNING: gl.constexpr, MORE: gl.constexpr, PARTS: gl.constexpr) -> gl.tuple:
     """Wait until at most RUNNING products run, and return all sums.
 
-    sums: two parts for the first block of rows, then two for the second block, which has MORE rows (0: none).
+    sums: two parts for the first block of rows, then two for the second block. MORE: rows of the second block.
     """
     low, high, more_low, more_high = sums
     if MORE > 0 and PARTS == 2:

@@ -63,7 +63,7 @@ class Pair(NamedTuple):
 
 
 class Score(NamedTuple):
-    """The log-likelihood of a continuation in nats: the lower bound with its interval, and the causal one.
+    """The log-likelihood of a continuation in nats: its lower bound with an interval, and its causal value.
 
     A value that was not measured is None. For a continuation without tokens, both values are None.
     """
@@ -82,8 +82,8 @@ class Score(NamedTuple):
 class DiffusionLM(TemplateLM):
     """A checkpoint of dgemma, or any `Denoiser`, as a model of the harness.
 
-    Write the arguments as `--model_args name=value,...`. The checkpoint has the defaults of `sampler`, `steps`,
-    `temperature` and `max_gen_toks`.
+    Write the arguments as `--model_args name=value,...`. The defaults of `sampler`, `steps`, `temperature` and
+    `max_gen_toks` come from the checkpoint.
 
     - `pretrained`: a checkpoint folder or hub id; in Python also a `Denoiser`, with its `tokenizer`.
     - `sampler`: as on the command line, but with `;` between fields, such as `threshold:tau=0.8;greedy=True`.
@@ -310,7 +310,7 @@ class DiffusionLM(TemplateLM):
         return totals
 
     def _prompt(self, context: str, num_new: int) -> list[int]:
-        """Return the end of a context that leaves room for `num_new` tokens in whole canvases."""
+        """Cut a context from the left, to leave room for the whole canvases that `num_new` tokens need."""
         config = self.model.config
         room = config.max_position_embeddings - -(-num_new // config.canvas_length) * config.canvas_length
         if room < 1:

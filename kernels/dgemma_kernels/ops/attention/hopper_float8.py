@@ -182,7 +182,7 @@ def _copy_values(
     PART: gl.constexpr,
     WG: gl.constexpr,
 ) -> None:
-    """Start the copy of block n of a warpgroup's values: columns of half PART (0 or 1) in tile n // 2."""
+    """Start the copy of block n of a warpgroup's values: half PART (0 or 1) of its columns, in tile n // 2."""
     value_desc, v_smem, v_full, v_free = descs[2], smem[2], barriers[3], barriers[4]
     row = (slot // KEYS + n // 2) * (4 * CHUNK) + (2 * WG + PART) * CHUNK
     at = WG * _V_BUFFERS + n % _V_BUFFERS
