@@ -107,7 +107,7 @@ class BufferPool:
 
     def take(self, batch_size: int, num_slots: int, tail: int) -> CacheBuffers:
         """Return buffers for `num_slots` tokens per row, of which up to `tail` are new."""
-        two_canvases = 2 * self.config.canvas_length  # one postponed, and one being denoised
+        two_canvases = 2 * self.config.canvas_length  # a finished one that is not read yet, and one being denoised
         most = self.prefill_len(batch_size)
         room = max(two_canvases, min(most, _LEAST_TAIL // max(batch_size, 1)))
         while room < min(tail, most):

@@ -184,7 +184,8 @@ class Forward:
         if canvas_len:  # scalars per token, (layers, M), in a few launches for all layers
             of_canvas = torch.arange(x.shape[0], device=x.device) % num_tokens >= num_tokens - canvas_len
             scalars = [*torch.where(of_canvas, torch.stack([layer.scalar for layer in layers]), torch.stack(scalars))]
-        # A canvas alone needs no mask, except in tiles at fixed positions, which may begin before its first key.
+        # A forward of only a canvas needs no mask, unless tiles have fixed positions. A tile may then begin before the
+        # first key that the canvas sees.
         masked = causal or self.batch_invariant
         following = [*((after.input_norm, after.qkv) for after in layers[1:]), (self.weights.norm, None)]
         inputs: Tensor | Quantized = _as(layers[0].qkv, normed)
@@ -238,7 +239,7 @@ class Forward:
             attended, scales = self._unscaled(seen.view(x.shape[0], -1) if isinstance(seen, Tensor) else seen, layer.o)
             narrow = isinstance(next_product, Quantized)
             x, inputs = self._feed_forward(layer, attended, scales, x, next_norm, scalars[index], narrow)
-        assert isinstance(inputs, Tensor)  # the last layer's
+        assert isinstance(inputs, Tensor)  # the last layer does not round its output to float8
         return inputs
 
     def _product(self, x: Tensor | Quantized, weight: Tensor | Quantized) -> Tensor:

@@ -37,7 +37,7 @@ def start(calls: Sequence[partial[Any]]) -> None:
     """
     from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 
-    # Triton's folder. torch would set it only later, during a step, and Triton would not find the files written before.
+    # torch sets Triton's folder when it first compiles. It is set now, because files are written before that.
     os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(torch.cuda.current_device()))
     processes = _Processes(ThreadPoolExecutor(_MOST_THREADS))
     mode = AsyncCompileMode(processes, ignore_errors=True)
@@ -54,7 +54,7 @@ def finish() -> None:
     while True:
         try:
             mode = _started.pop()
-        except IndexError:  # not a test for emptiness, because another thread may take the last one after it
+        except IndexError:  # another thread took the last one
             break
         copy_context().run(mode.__exit__, None, None, None)
 
@@ -86,7 +86,7 @@ class _Setup(NamedTuple):
 
     target: GPUTarget
     settings: dict[str, str]  # Triton's environment variables
-    tools: str  # version of the assembler, as Triton first read it; torch later sets TRITON_PTXAS_PATH
+    tools: str  # the assembler's version as Triton read it first; torch sets TRITON_PTXAS_PATH later, to another
 
 
 def _compile_for(setup: _Setup, call: Callable[[], Any]) -> None:

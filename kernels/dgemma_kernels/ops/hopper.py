@@ -41,7 +41,7 @@ def next_slot(slot: gl.tensor, phase: gl.tensor, STAGES: gl.constexpr) -> tuple[
 
 @gluon.jit
 def slot_before(slot: gl.tensor, STAGES: gl.constexpr) -> gl.tensor:
-    # Computed, not carried through the loop: Triton 3.6 loses a variable that has the value of another before the loop.
+    # Computed, not carried through the loop: of two variables that are equal before a loop, Triton 3.6 loses one.
     return gl.where(slot == 0, STAGES - 1, slot - 1)
 
 

@@ -1,8 +1,8 @@
 """Causal attention on Hopper for heads of 512, with both products in float8 (e4m3).
 
 A program computes 64 packed query rows with two warpgroups. Each warpgroup computes the scores of every second tile of
-128 keys. Both multiply all weights, each by its own half of the value columns. Values are stored transposed, because
-the tensor cores read both operands of a float8 product along the dimension that they sum over.
+128 keys. Both warpgroups multiply all attention weights, each by its own half of the value columns. Values are stored
+transposed, because the tensor cores read both operands of a float8 product along the dimension that they sum over.
 
 In float8 products, tensor cores add in about 14 bits, so no sum there spans more than one tile. The weights of a tile
 are relative to the maximum of that tile, so that a large weight elsewhere does not round them to zero. The sums over
@@ -44,8 +44,9 @@ _SPAN = gl.constexpr(40.0)
 def attend(
     queries: Tensor, query_scale: Tensor, keys: Tensor, values: Tensor, length: Tensor, out: Tensor, unit: float
 ) -> None:
-    """Write causal attention of float8 queries (B, T, N, 512), with a scale per head (B·T·N,), to `out` (B, T, N, 512).
+    """Write causal attention to `out` (B, T, N, 512).
 
+    queries: (B, T, N, 512) in float8, with one scale per token and head, query_scale (B·T·N,).
     keys: (B, K, capacity, 512), and values: (B, K, capacity / 128, 512, 128), both in units of `unit` and contiguous.
     The capacity is a multiple of 256. Slots from length + T to the next multiple of 256 must be finite.
     A float8 `out` is also in units of `unit`.
@@ -120,7 +121,7 @@ def _attention_hopper_float8_kernel(
             (_attend, (out_desc, query_scale_ptr, smem, barriers, span, SECOND, KV_HEADS, UNIT)),
         ],
         [4, 4],
-        [232, 232],  # registers per thread, which leaves 40 for the copying warps; more or fewer make it spill
+        [232, 232],  # registers per thread, which leaves 40 for the copying warps; with another number it spills
     )
 
 
@@ -182,7 +183,7 @@ def _copy_values(
     PART: gl.constexpr,
     WG: gl.constexpr,
 ) -> None:
-    """Start the copy of block n of a warpgroup's values: half PART (0 or 1) of its columns, in tile n // 2."""
+    """Start the copy of block n of a warpgroup's values: in tile n // 2, the half PART (0 or 1) of its columns."""
     value_desc, v_smem, v_full, v_free = descs[2], smem[2], barriers[3], barriers[4]
     row = (slot // KEYS + n // 2) * (4 * CHUNK) + (2 * WG + PART) * CHUNK
     at = WG * _V_BUFFERS + n % _V_BUFFERS
