@@ -86,7 +86,7 @@ class _Setup(NamedTuple):
 
     target: GPUTarget
     settings: dict[str, str]  # Triton's environment variables
-    tools: str  # the assembler's version as Triton read it first; torch sets TRITON_PTXAS_PATH later, to another
+    tools: str  # version of the assembler that Triton found first; torch later sets the path of another
 
 
 def _compile_for(setup: _Setup, call: Callable[[], Any]) -> None:

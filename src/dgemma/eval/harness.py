@@ -50,7 +50,7 @@ except ImportError as error:
 logger = logging.getLogger("dgemma")
 
 LIKELIHOODS = ("bound", "causal", "both")
-_COPIES = 8  # rows per request, with independent noise; the interval of a bound is over these rows
+_COPIES = 8  # rows of independent noise per request; from them comes the interval of a likelihood's bound
 _CHUNK = 256  # requests that are measured together
 _SAMPLED = 1 << 20  # bytes at each end of a weight file that `_revision` hashes
 

@@ -183,7 +183,10 @@ def _copy_values(
     PART: gl.constexpr,
     WG: gl.constexpr,
 ) -> None:
-    """Start the copy of block n of a warpgroup's values: in tile n // 2, the half PART (0 or 1) of its columns."""
+    """Start the copy of block n of a warpgroup's values.
+
+    It belongs to tile n // 2, and has half of the warpgroup's columns: the first if PART is 0, the second if it is 1.
+    """
     value_desc, v_smem, v_full, v_free = descs[2], smem[2], barriers[3], barriers[4]
     row = (slot // KEYS + n // 2) * (4 * CHUNK) + (2 * WG + PART) * CHUNK
     at = WG * _V_BUFFERS + n % _V_BUFFERS
