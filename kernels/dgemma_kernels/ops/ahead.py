@@ -37,7 +37,7 @@ def start(calls: Sequence[partial[Any]]) -> None:
     """
     from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 
-    # torch sets Triton's folder when it first compiles. It is set now, because files are written before that.
+    # torch sets Triton's folder at its first compilation. Files are written before that, so the folder is set now.
     os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(torch.cuda.current_device()))
     processes = _Processes(ThreadPoolExecutor(_MOST_THREADS))
     mode = AsyncCompileMode(processes, ignore_errors=True)

@@ -50,7 +50,7 @@ except ImportError as error:
 logger = logging.getLogger("dgemma")
 
 LIKELIHOODS = ("bound", "causal", "both")
-_COPIES = 8  # rows of independent noise per request; from them comes the interval of a likelihood's bound
+_COPIES = 8  # rows of independent noise per request; they give the interval of its bound
 _CHUNK = 256  # requests that are measured together
 _SAMPLED = 1 << 20  # bytes at each end of a weight file that `_revision` hashes
 
@@ -346,8 +346,8 @@ class DiffusionLM(TemplateLM):
     def _bounds(self, pairs: Sequence[Pair]) -> list[Estimate]:
         """Return minus the NELBO of each continuation, with its interval over the rows of the request.
 
-        Rows of a request have independent noise. Row k has the same seed in every request, which makes the answers to a
-        question easier to compare.
+        Rows of a request have independent noise. Row k has the same seed in every request: the possible answers to a
+        question are requests, and the same noise makes them easier to compare.
         """
         seeds = row_seeds(self.seed, 0, range(_COPIES)).repeat(len(pairs))
         found = evaluate(

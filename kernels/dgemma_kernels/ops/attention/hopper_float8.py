@@ -37,7 +37,7 @@ _V_BUFFERS = gl.constexpr(3)  # per warpgroup
 _GAIN = gl.constexpr(8.0)  # in bits: weights are at most 2**8, and those below 2**-10 are zero
 # The sums are relative to the maximum of the newest tile. It may be at most this many bits below the largest maximum so
 # far, because sums could overflow otherwise. A tile with a lower maximum is added as if its maximum were at this limit.
-# So its weights are too large, but even 2**18 of them change the result by only 2**-22.
+# So its weights are too large, but even 2**18 such weights change the result by only 2**-22.
 _SPAN = gl.constexpr(40.0)
 
 
@@ -121,7 +121,7 @@ def _attention_hopper_float8_kernel(
             (_attend, (out_desc, query_scale_ptr, smem, barriers, span, SECOND, KV_HEADS, UNIT)),
         ],
         [4, 4],
-        [232, 232],  # registers per thread, which leaves 40 for the copying warps; with another number it spills
+        [232, 232],  # registers per thread, which leaves 40 for the copying warps; 224 and 240 spill more often
     )
 
 
@@ -298,7 +298,7 @@ def _weigh(rows: gl.tuple, smem: gl.tuple, barriers: gl.tuple, i: gl.tensor, WG:
     queries = q_smem._reinterpret(q_smem.dtype, [4, ROWS, CHUNK], k_smem.layout)
     j = 2 * i + WG
     s = gl.zeros((ROWS, KEYS), gl.float32, SCORES)
-    zero = i >> 28  # unknown to the compiler, which otherwise keeps every matrix descriptor on the stack
+    zero = i >> 28  # 0; a compiler that knows this keeps every matrix descriptor on the stack
     for c in gl.static_range(4):
         mbarrier.wait(k_full.index(WG * _K_BUFFERS + c), i & 1)
         key = k_smem.index(c + zero).permute((1, 0))
@@ -372,5 +372,5 @@ def _add_product(acc: gl.tensor, decay: gl.tensor, weights: gl.tensor, values: g
     product = warpgroup_mma(weights, values.permute((1, 0)), zeros, use_acc=False, is_async=True)
     product = warpgroup_mma_wait(0, deps=(product,))
     mbarrier.arrive(free)
-    # This waits for nothing. Without it, the compiler adds after the next product, and spills.
+    # No product is left to wait for. Without this wait, the compiler moves the sum after the next product, and spills.
     return warpgroup_mma_wait(0, deps=(acc * decay + product,))
