@@ -30,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests first that share runs of several processes.
+    """Move tests that share runs of several processes to the front.
 
     A worker without tests takes the last tests of another worker, and would make the runs again.
     """

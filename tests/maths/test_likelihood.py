@@ -79,7 +79,7 @@ def test_a_loop_stands_still_exactly_while_it_rests(dtype):
 @pytest.mark.parametrize("plateau", [0.1, 0.47, 0.7])
 @pytest.mark.parametrize("kind", ["mask", "uniform"])
 def test_the_bound_over_the_times_of_a_loop_is_the_likelihood(kind, plateau):
-    """The integrand by Gauss-Legendre on each ramp and on the plateau, summed over all canvases: -log p(x)."""
+    """The integral over each ramp and the plateau, by Gauss-Legendre, summed over all canvases, is -log p(x)."""
     joint = random_joint(3)
     noise = NOISES[kind](schedule=Loop(plateau=plateau, start=0.6, stop=0.3))
     points, weights = gauss_legendre(32)

@@ -151,7 +151,7 @@ def _copy(descs: gl.tuple, smem: gl.tuple, barriers: gl.tuple, span: gl.tuple, K
     _copy_values(descs, smem, barriers, slot, zero, 0, 0)
     for i in range(num_pairs):
         _copy_keys(descs, smem, barriers, slot + (2 * i + 1) * KEYS, 1)
-        _copy_values(descs, smem, barriers, slot, 4 * i + 1, 1, 0)  # after the keys, because it waits for a product
+        _copy_values(descs, smem, barriers, slot, 4 * i + 1, 1, 0)  # after the keys: this copy waits for a product
         for n in gl.static_range(3):
             _copy_values(descs, smem, barriers, slot, 4 * i + n, n % 2, 1)
         if i + 1 < num_pairs:
@@ -372,5 +372,5 @@ def _add_product(acc: gl.tensor, decay: gl.tensor, weights: gl.tensor, values: g
     product = warpgroup_mma(weights, values.permute((1, 0)), zeros, use_acc=False, is_async=True)
     product = warpgroup_mma_wait(0, deps=(product,))
     mbarrier.arrive(free)
-    # No product is left to wait for. Without this wait, the compiler moves the sum after the next product, and spills.
+    # No product runs here: this wait is for the compiler, which would move the sum after the next product, and spill.
     return warpgroup_mma_wait(0, deps=(acc * decay + product,))
