@@ -346,8 +346,8 @@ class DiffusionLM(TemplateLM):
     def _bounds(self, pairs: Sequence[Pair]) -> list[Estimate]:
         """Return minus the NELBO of each continuation, with its interval over the rows of the request.
 
-        Rows of a request have independent noise. Row k has the same seed in every request. Each possible
-        answer to a question is a request of its own, and the same noise makes the answers easier to compare.
+        Rows of a request have independent noise. Row k has the same seed in every request. Each possible answer
+        to a question is a separate request, and the same noise makes the answers easier to compare.
         """
         seeds = row_seeds(self.seed, 0, range(_COPIES)).repeat(len(pairs))
         found = evaluate(
