@@ -49,8 +49,7 @@ IN_FUNCTIONS = {
         *("dgemma_kernels.ops.adapters", "dgemma_kernels.ops.ahead", "dgemma_kernels.ops.choices"),
         *("dgemma_kernels.ops.grouped", "dgemma_kernels.ops.heads", "dgemma_kernels.ops.residual"),
     },
-    "dgemma.train.lora.expert_products": {"dgemma_kernels.ops.grouped"},  # need Triton
-    "dgemma.train.lora.experts": {"dgemma_kernels.ops.grouped"},
+    "dgemma.train.lora.experts": {"dgemma_kernels.ops.grouped"},  # need Triton
     "dgemma.train.together": {"dgemma_kernels.ops.heads", "dgemma_kernels.ops.residual"},
     "dgemma.view.gif": {"PIL", "matplotlib"},
     "dgemma_kernels.ops.ahead": {"torch._inductor", "torch._inductor.runtime.cache_dir_utils"},

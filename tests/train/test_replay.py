@@ -5,11 +5,11 @@ import torch
 
 import dgemma
 from dgemma.model.fused import fusing
-from dgemma.train import LoRA, Objective, TrainBatch, add_lora, replay
+from dgemma.train import LoRA, Objective, TrainBatch, add_lora, update
 from dgemma.train.batch import MicroBatch
 from dgemma.train.canvases import sizes_of
 from dgemma.train.lora import rounded_once
-from dgemma.train.replay import Measured, Replayed
+from dgemma.train.update import Measured, Replayed
 from dgemma_kernels.ops import residual
 
 
@@ -31,7 +31,7 @@ def test_a_shape_is_captured_when_it_comes_for_the_third_time(monkeypatch):
         def replay(self, part, totals):
             return "replayed"
 
-    monkeypatch.setattr(replay, "_Graph", Graph)
+    monkeypatch.setattr(update, "_Graph", Graph)
     monkeypatch.setattr(Replayed, "_run_once", lambda self, part, totals: "run")
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     measure = Replayed(None, [], lambda part: part.batch.spans)
@@ -39,9 +39,9 @@ def test_a_shape_is_captured_when_it_comes_for_the_third_time(monkeypatch):
     found = [measure(part_of(step, length), {}) for step, length in enumerate(lengths)]
     assert found == ["run", "run", "run", "replayed", "run", "replayed", "replayed"]
     assert captured == [56, 48]
-    monkeypatch.setattr(replay, "_MOST", 2)
+    monkeypatch.setattr(update, "_MOST_GRAPHS", 2)
     assert [measure(part_of(0, 40), {}) for _ in range(4)] == ["run"] * 4
-    monkeypatch.setattr(replay, "_MOST_SEEN", 4)
+    monkeypatch.setattr(update, "_MOST_SHAPES", 4)
     assert [measure(part_of(0, length), {}) for length in range(60, 66)] == ["run"] * 6
     assert len(measure.seen) <= 4
 

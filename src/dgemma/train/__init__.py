@@ -14,8 +14,8 @@
 | `lora` | low-rank adapters: settings, adapted modules, files |
 | `optimizer.py` | AdamW, Muon, the learning rate, averaged weights |
 | `config.py` | `TrainConfig` |
-| `loop.py`, `replay.py` | `train`; its passes as CUDA graphs |
-| `stopping.py` | Ctrl-C, and runs limited by minutes |
+| `loop.py` | `train`; Ctrl-C, and runs limited by minutes |
+| `update.py` | one update of the weights; its passes as CUDA graphs |
 | `log.py` | numbers per step, router load, `log.jsonl`, `TrainResult` |
 | `checkpoints.py` | the folder of a run: lock, checkpoints, the description that a resumed run must match |
 | `parallel.py` | training in one process, and the files of a checkpoint |

@@ -17,8 +17,7 @@ from dgemma.train.lora.adapters import (
     save_lora,
 )
 from dgemma.train.lora.experts import AdaptedExperts, trained_weights
-from dgemma.train.lora.linear import AdaptedLinear
-from dgemma.train.lora.settings import LoRA
+from dgemma.train.lora.linear import AdaptedLinear, LoRA
 
 __all__ = [
     "AdaptedExperts",

@@ -22,8 +22,7 @@ from dgemma.model.layers import replace_weights
 from dgemma.model.quantize import requantize
 from dgemma.model.quantized import QuantizedWeight, quantized_weights, set_weight
 from dgemma.train.lora.experts import AdaptedExperts
-from dgemma.train.lora.linear import AdaptedLinear, make_neighbours
-from dgemma.train.lora.settings import LoRA, is_target
+from dgemma.train.lora.linear import AdaptedLinear, LoRA, is_target, make_neighbours
 from dgemma.values import describe_settings
 
 _SAME_INPUT = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # layers of one module

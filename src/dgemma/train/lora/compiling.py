@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from dgemma.model.backbone import Layer
-from dgemma.train.lora.expert_products import FEW_OUTPUTS
-from dgemma.train.lora.experts import AdaptedExperts
+from dgemma.train.lora.experts import FEW_OUTPUTS, AdaptedExperts
 from dgemma.train.lora.linear import AdaptedLinear
 
 
