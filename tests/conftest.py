@@ -17,7 +17,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
-gc.set_threshold(100_000)  # Python's default of 700 would cost 2 % of the time
+gc.set_threshold(100_000)  # collecting as often as Python does by default takes 2 % of the time
 
 PATIENCE = 900  # seconds for one test with its fixtures; compiling all kernels takes minutes
 QUICK_LANE = "not slow and not compile"  # as in addopts of pyproject.toml
@@ -32,7 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Move tests that share runs of several processes to the front.
 
-    A worker without tests takes the last tests of another worker, and would make the runs again.
+    A worker that has no tests left takes the last tests of another worker. If such a test needed the runs, this worker
+    would have to make them again.
     """
     items.sort(key=lambda item: "runs" not in getattr(item, "fixturenames", ()))
 
@@ -81,7 +82,8 @@ def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
         model = load(*arguments, **options)
         model.layers = model.layers[-2:]
         model.config = model.config.replace(num_hidden_layers=2, layer_types=model.config.layer_types[-2:])
-        # A model of two layers is never certain, so no canvas would end early. A notebook forks its run at step 8.
+        # A model of two layers is never certain, so every canvas takes all steps. A notebook repeats a run up to step 8
+        # and then changes it, so there must be a ninth step.
         model.generation = replace(model.generation, max_denoising_steps=9)
         return model
 

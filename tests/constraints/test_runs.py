@@ -1,8 +1,9 @@
-"""Runs of `generate` under a constraint have the enumerated law. A run takes two steps of the exact reverse kernel.
+"""Texts that `generate` returns under a constraint have the probabilities that enumeration gives.
 
-The expected law is a sum over first canvases, drawn texts, noise and second drafts, from the definitions alone. The law
-of the code is measured. Each branch of that sum has a box: one interval for every uniform that the run draws.
-`generate` gets the corners and the middle of each box as its uniforms. It must return the text of the branch.
+A run takes two steps of the exact reverse kernel. The expected probability of a text is a sum over first canvases,
+drawn texts, noise and second drafts, from the definitions alone. The probabilities of the code are measured. Each
+branch of that sum has a box: one interval for every uniform that the run draws. `generate` gets the corners and the
+middle of each box as its uniforms. It must return the text of the branch.
 """
 
 import itertools
@@ -81,9 +82,9 @@ class Case:
     def drafts(self, canvas, fixed, *, greedy=False):
         """Every text that a step may draw, with the box of its token uniforms: {text: [(low, high), ...]}.
 
-        A uniform chooses the next state, then a token that leads there. The width of a cell is the conditional
-        probability of the token given those before it. With `greedy`, which is the baseline, it is the token's
-        probability among the tokens that can still lead to an accepted text.
+        A uniform chooses the next state, then a token that leads there. The width of the token's interval is its
+        conditional probability given the tokens before it. With `greedy`, which is the baseline, the width is the
+        token's probability among the tokens that can still lead to an accepted text.
         """
         weights, law = self.texts(canvas, fixed), self.probabilities(canvas)
         boxes = {(): []}
@@ -199,7 +200,7 @@ class Scripted(dgemma.Denoiser):
 
 
 def run_branches(case, branches, place):
-    """Run `generate` on every branch, with each uniform at a `place` in [0, 1] of its cell. Return the texts."""
+    """Run `generate` on every branch, with each uniform at a `place` in [0, 1] of its interval. Return the texts."""
     names = [(0, "token"), (0, "event"), (0, "noise"), (1, "token")]
     boxes = torch.tensor([boxes for _, boxes, _, _ in branches], dtype=torch.float64)  # (R, 4, C, 2)
     points = boxes[..., 0] + place * (boxes[..., 1] - boxes[..., 0])

@@ -182,7 +182,7 @@ def _work(family: Family, context: Any, folder: Path, seed: int, end: int, progr
             os.chdir(folder)
             shutil.rmtree(own, ignore_errors=True)
             own.mkdir()
-            os.chdir(own)  # an odd path such as "x" is a file here
+            os.chdir(own)  # so that an odd relative path such as "x" leads into this folder
             outcome, note = _attempt(family, context, random.Random(f"{family.name} {current}"), own)
             if canary.exists():
                 canary.unlink()

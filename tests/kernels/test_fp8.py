@@ -37,8 +37,8 @@ SUMS = 4e-3 if NATIVE else 1e-5
 # was off by up to 0.7 %, and by 1.0 % with three times the error. All positions together were off by 2.4 %, and by 11 %
 # in the one text where a token changed its expert. Each of the following faults exceeds at least one of the limits
 # TYPICAL and TOGETHER. Unrounded values, or one scale for all blocks of a row, give 1.4 % in the typical position.
-# Scales of another row or block give 4 to 40 % in both measures. One lost row gives 15 % in all positions. In the
-# interpreter at most one value rounds to the other neighbour: 0.5 %.
+# Scales of another row or block give 4 to 40 % in both measures. One lost row gives 15 % in all positions together.
+# In the interpreter at most one value rounds to the other neighbour: 0.5 %.
 TYPICAL, TOGETHER = (1e-2, 5e-2) if NATIVE else (1e-3, 1e-2)
 CANVAS, VOCAB = 4, 40
 
@@ -188,7 +188,7 @@ def test_products_match_float64_of_the_rounded_operands(routing, width, hidden, 
     want = experts_reference.expert_down(got_hidden, down, weights.double(), tiles)
     assert got.dtype == dtype
     assert got.shape == (*index.shape, width)
-    rounding = 0 if dtype == torch.float32 else 2**-10  # twice, to 2**-11
+    rounding = 0 if dtype == torch.float32 else 2**-10  # two roundings of up to 2**-11 each
     assert (got - want).norm() / want.norm() < SUMS + rounding
 
 
@@ -208,7 +208,8 @@ def test_a_large_block_of_hidden_values_does_not_coarsen_another_block(device):
 
 @pytest.mark.usefixtures("described")
 def test_a_tile_of_two_blocks_of_rows_gives_the_rows_of_a_tile_of_one(device, monkeypatch):
-    # 32 + 16 rows share the weights. Experts have no row, one row, one block, both blocks, and a second tile.
+    # A tile of 48 rows has blocks of 32 and 16 rows, which share the weights. The experts have 0, 1, 32, 33, 48 and 49
+    # rows: no row, a part of the first block, all of it, both blocks in part and in full, and a second tile.
     index = torch.arange(E).repeat_interleave(torch.tensor([0, 1, 32, 33, 48, 49]))[:, None].int().to(device)
     x, gate_up, down, weights = draw(index, 80, F, torch.float32, device)
     rows = {}

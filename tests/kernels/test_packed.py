@@ -28,15 +28,16 @@ from kernel_inputs import NUM_EXPERTS, draw_routing, make_model
 E, D, F = NUM_EXPERTS, 72, 88  # neither width is a multiple of any tile, nor of the 64 columns of a plane
 CANVAS, VOCAB = 4, 40
 NATIVE = torch.cuda.is_available()
-# Per row. float32: sums of up to 1,088 products. bfloat16: four roundings of up to 2**-8. GeGLU enlarges the first for
-# negative gates. On an H200 we measured up to 3.6e-6 and 9.5e-3, in rows with few large values.
+# Per row. float32: sums of up to 1,088 products. bfloat16: four roundings of up to 2**-8. GeGLU enlarges the first of
+# them where the gate is negative. On an H200 we measured up to 3.6e-6 and 9.5e-3, in rows with few large values.
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 # The interpreter does not multiply bfloat16.
 DTYPES = [torch.float32, torch.bfloat16] if NATIVE else [torch.float32]
 # Inputs that outliers multiply are scaled up, so that errors show. A placeholder left in place of an outlier, about
-# 2**-15 of a row's largest weight, then adds an eighth of that weight. A missing outlier changes more than a hundredth.
+# 2**-15 of a row's largest weight, then adds an eighth of that weight to an output. A missing outlier
+# changes the output by more than a hundredth of that weight.
 LOUD = 2.0**12
-# float32 sums in another order, in two layers, with activations of order ten; a GPU's products have another order.
+# float32 sums in another sequence, in two layers, with activations of about ten. A GPU adds in yet another sequence.
 CLOSE = {"rtol": 2e-4, "atol": 2e-4} if NATIVE else {"rtol": 2e-5, "atol": 2e-5}
 
 

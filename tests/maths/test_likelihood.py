@@ -41,7 +41,10 @@ def test_the_bound_of_an_exact_network_is_the_likelihood(kind):
 
 @pytest.mark.parametrize("kind", NOISES)
 def test_the_fill_of_a_truncated_text_tells_nothing(kind):
-    """The truth is p(a, b), the sum over the third token. A network that saw its fill could infer a and b."""
+    """The truth is p(a, b), the sum over the third token.
+
+    A network that saw the fill in the third place could infer something about a and b from it.
+    """
     joint, noise = random_joint(2, sharpness=6.0).reshape(3, 3, 3), NOISES[kind]()
     fill = 2
     gain = (joint[..., fill] / joint[..., fill].sum()).log() - joint.sum(-1).log()  # what the fill tells about a, b

@@ -106,7 +106,7 @@ def test_the_kernels_of_heads_equal_the_plain_functions_and_their_gradients(numb
     x = torch.randn(2 * 10, model.config.hidden_size, generator=torch.Generator().manual_seed(4)).to(device)
     shape = model.config.layer_shape(number % model.config.num_hidden_layers)
     (rope,) = together._rotary_tables([shape], torch.arange(20, device=device)[None], torch.float32)
-    start, ends = 3, (3, 8, 8)  # the last tokens start at 3; the first ones see 5 of them
+    start, ends = 3, (3, 8, 8)  # 3 of 10 tokens are a canvas, which also sees the next 5
 
     def plain():
         whole = together._project(layer, x, rope, 2)
