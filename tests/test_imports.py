@@ -52,7 +52,7 @@ IN_FUNCTIONS = {
     "dgemma.train.lora.experts": {"dgemma_kernels.ops.grouped"},  # need Triton
     "dgemma.train.together": {"dgemma_kernels.ops.heads", "dgemma_kernels.ops.residual"},
     "dgemma.view.gif": {"PIL", "matplotlib"},
-    "dgemma_kernels.ops.ahead": {"torch._inductor", "torch._inductor.runtime.cache_dir_utils"},
+    "dgemma_kernels.ops.ahead": {"torch._inductor.async_compile", "torch._inductor.runtime.cache_dir_utils"},
     # Kernels for Hopper, which need a Triton with Gluon.
     "dgemma_kernels.ops.attention.float8": {"dgemma_kernels.ops.attention.hopper_float8"},
     "dgemma_kernels.ops.attention.kernel": {

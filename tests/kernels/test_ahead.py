@@ -4,9 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from torch._inductor import async_compile
 
 from dgemma_kernels.ops import ahead
 
@@ -27,6 +29,18 @@ def test_other_processes_compile_and_this_one_does_without_them(tmp_path, argume
     assert found["kernels"] == ["CompiledKernel"] * 2
     assert found["launchers"] == ["_fill_kernel"] * 2
     assert found["is over"]
+
+
+@pytest.mark.parametrize("name", ["async_compile", "runtime.cache_dir_utils", "AsyncCompile"])
+def test_nothing_starts_with_a_torch_that_lacks_a_private_name(name, monkeypatch):
+    if name == "AsyncCompile":
+        monkeypatch.delattr(async_compile.AsyncCompile, "process_pool")
+    else:
+        monkeypatch.setitem(sys.modules, f"torch._inductor.{name}", None)  # importing it then raises ImportError
+    called = []
+    ahead.start([partial(called.append, name)])
+    ahead.finish()
+    assert called == []
 
 
 def test_two_threads_may_finish_at_once(monkeypatch):

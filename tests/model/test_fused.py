@@ -1,5 +1,7 @@
 """Fusible functions are compiled only within `fusing` and on a GPU, and then compute the same."""
 
+import sys
+
 import pytest
 import torch
 
@@ -28,6 +30,11 @@ def graphs(monkeypatch):
     with torch._dynamo.config.patch(recompile_limit=64):
         yield names
     fused._compiled.cache_clear()
+
+
+def test_starting_the_compiler_does_nothing_with_a_torch_that_lacks_its_module(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch._inductor.compile_fx", None)  # importing it then raises ImportError
+    fused.start_compiler()
 
 
 @fused.fusible

@@ -31,15 +31,17 @@ _compiling = threading.RLock()  # `only_compiling` replaces a function that all 
 def start(calls: Sequence[partial[Any]]) -> None:
     """Start to compile the kernels that these calls launch, each call in a worker. Nothing is launched.
 
-    Tensors of the calls are on the meta device.
+    Tensors of the calls are on the meta device. With another version of torch's compiler
+    nothing may start. Then each kernel compiles at its first launch.
 
     Example: `start([partial(rms_norm, torch.empty(256, 2816, device="meta"), None, 1e-6)])`.
     """
-    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
-
+    workers = _find_workers()
+    if workers is None:
+        return
     # torch sets Triton's folder at its first compilation. Files are written before that, so the folder is set now.
-    os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(torch.cuda.current_device()))
-    processes = _Processes(ThreadPoolExecutor(_MOST_THREADS))
+    os.environ.setdefault("TRITON_CACHE_DIR", workers.cache_folder(torch.cuda.current_device()))
+    processes = _Processes(ThreadPoolExecutor(_MOST_THREADS), workers)
     mode = AsyncCompileMode(processes, ignore_errors=True)
     copy_context().run(_start, mode, processes, calls)
     processes.threads.shutdown(wait=False)  # threads end after their last kernel
@@ -81,6 +83,24 @@ def only_compiling() -> Iterator[list[Any]]:
             JITFunction.run = run
 
 
+class _Workers(NamedTuple):
+    """The functions of torch's compiler that `start` uses. They are private, so another version may not have them."""
+
+    cache_folder: Callable[[int], str]  # of Triton, for a device
+    num_processes: Callable[[], int]
+    pool: Callable[[], Any]
+
+
+def _find_workers() -> _Workers | None:
+    try:
+        from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+        from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+
+        return _Workers(triton_cache_dir, get_compile_threads, AsyncCompile.process_pool)
+    except (ImportError, AttributeError):
+        return None
+
+
 class _Setup(NamedTuple):
     """Parts of the key by which Triton finds a compiled kernel: those that depend on the launching process."""
 
@@ -117,22 +137,20 @@ class _Processes(Executor):
     call: Callable[[], Any]
     job: Future[None] | None
 
-    def __init__(self, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, threads: ThreadPoolExecutor, workers: _Workers) -> None:
         target = driver.active.get_current_target()
         settings = {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
-        self.threads, self.setup = threads, _Setup(target, settings, make_backend(target).hash())
+        self.threads, self.workers = threads, workers
+        self.setup = _Setup(target, settings, make_backend(target).hash())
 
     def use(self, call: Callable[[], Any]) -> None:
         """Let a worker run `call`, to compile the kernels that are submitted next."""
         self.call, self.job = call, None
 
     def submit(self, load: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]
-        from torch._inductor import async_compile
-
-        if self.job is None and async_compile.get_compile_threads() > 1:
+        if self.job is None and self.workers.num_processes() > 1:
             with suppress(OSError, RuntimeError):  # torch's workers have ended
-                pool = async_compile.AsyncCompile.process_pool()
-                self.job = pool.submit(partial(_compile_for, self.setup, self.call))
+                self.job = self.workers.pool().submit(partial(_compile_for, self.setup, self.call))
         return self.threads.submit(_load_after, self.job, load)
 
 

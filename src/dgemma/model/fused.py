@@ -4,7 +4,7 @@ Training compiles them on a GPU: one kernel instead of many.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, wraps
 from importlib import import_module
 from types import ModuleType
@@ -65,8 +65,9 @@ def start_compiler() -> None:
 
     Example: `start_compiler(); load_data()`.
     """
-    import_module("torch._inductor.compile_fx")
-    import_module("torch._inductor.async_compile").maybe_warm_pool()
+    with suppress(ImportError, AttributeError):  # private names; without them only time is lost
+        import_module("torch._inductor.compile_fx")
+        import_module("torch._inductor.async_compile").maybe_warm_pool()
 
 
 def fusible(function: Function) -> Function:
