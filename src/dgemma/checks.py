@@ -254,13 +254,15 @@ def check_finite(owner: Any, field: str, *, above: float | None = None, fix: str
 
 
 def check_choice(owner: Any, field: str, *, fix: str = "") -> None:
-    """Require one of the names in the field's annotation, a `Literal`.
+    """Require one of the names in the field's annotation, a `Literal`. A field without one raises a TypeError.
 
     Example: `check_choice(self, "quota")` for a field `quota: Literal["fixed", "cosine"]`.
     """
     # A subclass may annotate the field as a str, or have annotations that cannot be read.
     hints = (_hints_of(kind).get(field) for kind in type(owner).__mro__)
-    hint = next(hint for hint in hints if get_origin(hint) is Literal)
+    hint = next((hint for hint in hints if get_origin(hint) is Literal), None)
+    if hint is None:
+        raise TypeError(f"{type(owner).__name__}.{field} must have a Literal annotation. List its names there.")
     require_field(_fits(getattr(owner, field), hint), owner, field, f"be {_spell(hint)}", fix)
 
 
