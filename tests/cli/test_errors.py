@@ -200,6 +200,15 @@ def test_missing_and_empty_text_files_are_refused(command, checkpoint, tmp_path)
         refuses(command(*words, "-m", checkpoint, empty), "empty.txt must hold text")
 
 
+@pytest.mark.parametrize("line", [{"prompt": "2 + 2 =", "answer": ""}, {"text": ""}], ids=["answers", "texts"])
+def test_files_with_only_empty_answers_or_texts_are_refused(line, command, checkpoint, tmp_path):
+    (tmp_path / "empty.jsonl").write_text(2 * f"{json.dumps(line)}\n")
+    for words in (("evaluate",), ("train", "--out", tmp_path / "run")):
+        ran = command(*words, "-m", checkpoint, tmp_path / "empty.jsonl")
+        refuses(ran, "the files must have a text or an answer that is not empty, got none. Add one to the files.")
+    assert not (tmp_path / "run").exists()
+
+
 def test_sudoku_refuses_a_text_model(command, checkpoint):
     refuses(command("sudoku", "-m", checkpoint), "-m must name a Sudoku solver (824 tokens, canvas 81)")
 

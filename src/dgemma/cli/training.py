@@ -49,8 +49,7 @@ def run_evaluate(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = TokenFile.write(_documents(arguments), tokenizer, folder)
         _note_separator(arguments, file)
-        if file.num_bytes == 0:
-            raise ValueError("the files must have text to score, but every answer is empty. Check the files.")
+        _require_text(file)
         model = loading.load_model(arguments)
         row_len = model.config.canvas_length * arguments.canvases
         rows = scan(file, row_len=row_len, context=row_len)
@@ -94,6 +93,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     with lock_folder(arguments.out):
         try:
             file = _keep_tokens(arguments, tokenizer, arguments.out / "tokens", made_from)
+            _require_text(file)
         except ValueError:  # leave no empty folders
             if new_folders:
                 shutil.rmtree(new_folders[0])
@@ -252,6 +252,12 @@ def _new_model(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Diffusion
 
 def _documents(arguments: argparse.Namespace) -> Any:
     return read_documents(arguments.files, separator=arguments.separator)
+
+
+def _require_text(file: TokenFile) -> None:
+    """Raise ValueError if every text and every answer is empty."""
+    if file.num_bytes == 0:
+        raise ValueError("the files must have a text or an answer that is not empty, got none. Add one to the files.")
 
 
 def _note_separator(arguments: argparse.Namespace, file: TokenFile) -> None:
