@@ -50,9 +50,12 @@ def test_earlier_names_of_batch_size_work_and_the_help_does_not_show_them(comman
         build_parser().parse_args([command, "--help"])
     assert "--batch-size" in (text := capsys.readouterr().out)
     assert name not in text.replace("--batch-size", "")
-    with pytest.raises(SystemExit):
-        build_parser().parse_args([command, name, "4", "--batch-size", "2"])
-    assert f"--batch-size must not be used with {name}" in capsys.readouterr().err
+    default = build_parser().parse_args([command]).batch_size
+    assert default == {"generate": 8, "serve": 8, "bench": 1}[command]
+    for size in (2, default):
+        with pytest.raises(SystemExit):
+            build_parser().parse_args([command, name, "4", "--batch-size", str(size)])
+        assert f"--batch-size must not be used with {name}" in capsys.readouterr().err
 
 
 NO_CHECKPOINT_READ = [

@@ -53,14 +53,18 @@ def _add_generate(commands: Any) -> None:
         metavar="FILE",
         help="JSON lines file for the results; prompts with a result in it are skipped",
     )
-    _add_batch_size(group, earlier="--slots", default=8, help="prompts at a time (%(default)s)")
+    _add_batch_size(group, earlier="--slots", default=8, help="prompts at a time")
     _add_options(parser)
 
 
 def _add_batch_size(parser: Any, *, earlier: str, default: int, help: str) -> None:
     """Add `--batch-size`, and the name that it had in earlier versions, which the help does not show."""
+    # argparse ignores an option that has its default value when it looks for two exclusive ones. So the options have no
+    # default, and the parser has one.
+    parser.set_defaults(batch_size=default)
     either = parser.add_mutually_exclusive_group()
-    either.add_argument("--batch-size", type=types.count, default=default, metavar="B", help=help)
+    help = f"{help} ({default})"
+    either.add_argument("--batch-size", type=types.count, default=argparse.SUPPRESS, metavar="B", help=help)
     either.add_argument(earlier, dest="batch_size", type=types.count, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
@@ -208,7 +212,7 @@ def _add_bench(commands: Any) -> None:
         "steps. Each line shows the median, the fastest and the slowest of several runs.",
         epilog="example:\n  dgemma bench --batch-size 4 --steps 16",
     )
-    _add_batch_size(parser, earlier="--batch", default=1, help="rows per batch (%(default)s)")
+    _add_batch_size(parser, earlier="--batch", default=1, help="rows per batch")
     parser.add_argument(
         "--prefix", type=types.count, default=64, metavar="P", help="tokens in the prefix (%(default)s)"
     )
@@ -370,7 +374,7 @@ def _add_serve(commands: Any) -> None:
         "--port", type=types.whole(1, 65535), default=8000, metavar="N", help="port to listen on (%(default)s)"
     )
     group.add_argument("--name", metavar="NAME", help="the model's name for clients (as in -m)")
-    _add_batch_size(group, earlier="--slots", default=8, help="requests that are denoised together (%(default)s)")
+    _add_batch_size(group, earlier="--slots", default=8, help="requests that are denoised together")
     group.add_argument(
         "--max-queue", type=types.count, default=256, metavar="N", help="requests that may wait (%(default)s)"
     )
