@@ -8,6 +8,8 @@ from weakref import WeakKeyDictionary
 
 import tokenizers
 
+from dgemma.checkpoint.tokenizer import ByteTokenizer, Tokenizer
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _known: "WeakKeyDictionary[Any, list[bytes | None]]" = WeakKeyDictionary()
 
@@ -29,15 +31,12 @@ def token_texts(tokenizer: Any) -> list[bytes | None]:
 
 def marker_id(tokenizer: Any, text: str) -> int | None:
     """Return the id of a special token by its text, None if the tokenizer has none."""
-    if hasattr(tokenizer, "token_id"):
-        found: int | None = tokenizer.token_id(text)
-        return found
-    return _pieces(tokenizer).token_to_id(text)
+    return tokenizer.token_id(text) if isinstance(tokenizer, Tokenizer) else _pieces(tokenizer).token_to_id(text)
 
 
 def _read(tokenizer: Any) -> list[bytes | None]:
-    first = getattr(tokenizer, "first_byte", None)  # only a ByteTokenizer has it
-    if first is not None:
+    if isinstance(tokenizer, ByteTokenizer):
+        first = tokenizer.first_byte
         return [None] * first + [bytes([byte]) for byte in range(tokenizer.vocab_size - first)]
     pieces = _pieces(tokenizer)
     decoders = list(_decoders(json.loads(pieces.decoder.__getstate__()))) if pieces.decoder is not None else []
