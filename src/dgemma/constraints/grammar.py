@@ -7,6 +7,8 @@ lark parses the grammar. A rule that refers to itself only at its beginning need
 import importlib
 from typing import Any
 
+from dgemma.constraints.schema import either
+
 
 def grammar_pattern(grammar: str, depth: int) -> str:
     """Return a regular expression of a grammar's texts that nest at most `depth` deep.
@@ -98,16 +100,11 @@ def _expand(
         repeated = [symbols[rest] for symbols in expansions if symbols and refers(symbols[at])]
         plain = [symbols for symbols in expansions if not symbols or not refers(symbols[at])]
         if repeated and not any(refers(symbol) for symbols in (*repeated, *plain) for symbol in symbols):
-            base, more = _either([sequence(s) for s in plain]), _either([sequence(s) for s in repeated])
+            base, more = either([sequence(s) for s in plain]), either([sequence(s) for s in repeated])
             if base is None or more is None:
                 return base
-            return f"(?:{base}{more}*)" if at == 0 else f"(?:{more}*{base})"
-    return _either([sequence(symbols) for symbols in expansions])
-
-
-def _either(patterns: list[str | None]) -> str | None:
-    kept = list(dict.fromkeys(pattern for pattern in patterns if pattern is not None))
-    return f"(?:{'|'.join(kept)})" if kept else None
+            return f"(?:{base}(?:{more})*)" if at == 0 else f"(?:(?:{more})*{base})"
+    return either([sequence(symbols) for symbols in expansions])
 
 
 def _terminal(terminal: Any) -> str:

@@ -147,7 +147,7 @@ class _Compiler:
             self._refuse_others(schema, where, {"type"})
             raise ValueError(f"JsonSchema.schema must have a known type, got {json.dumps(schema)} at {where}.")
         self._refuse_others(schema, where, {"type"}.union(*(_KEYWORDS[kind] for kind in types)))
-        return _either([getattr(self, f"_{kind}")(schema, where, refs) for kind in types])
+        return either([getattr(self, f"_{kind}")(schema, where, refs) for kind in types])
 
     def _refuse_others(self, schema: Mapping[str, Any], where: str, known: set[str]) -> None:
         unknown = sorted(schema.keys() - known - _ANNOTATIONS)
@@ -179,10 +179,10 @@ class _Compiler:
     def _enum(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
         types = _types_of(schema) if "type" in schema else tuple(_KEYWORDS)
         fitting = [value for value in schema["enum"] if types is None or _kind_of(value) & set(types)]
-        return _either([self._literal(value) for value in fitting])
+        return either([self._literal(value) for value in fitting])
 
     def _anyof(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
-        return _either([self.value(one, f"{where}/anyOf/{i}", refs) for i, one in enumerate(schema["anyOf"])])
+        return either([self.value(one, f"{where}/anyOf/{i}", refs) for i, one in enumerate(schema["anyOf"])])
 
     def _oneof(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
         options = schema["oneOf"]
@@ -316,7 +316,7 @@ class _Compiler:
             return f"[^{named}{''.join(properties)}{_spell(ranges)}{special}]"
         plain = named + _spell(self._plain(ranges))
         ways = [f"[{plain}]"] * bool(plain) + [f"[{name}&&[^{special}]]" for name in properties]
-        return str(_either(ways)) if ways else refuse("quotes and escapes")
+        return str(either(ways)) if ways else refuse("quotes and escapes")
 
     def _plain(self, ranges: Ranges) -> Ranges:
         """Ranges without the characters that need an escape."""
@@ -401,7 +401,7 @@ class _Compiler:
         """Any value, but arrays and objects hold only plain values: strings, numbers, booleans and null."""
         plain = {"type": ["string", "number", "boolean", "null"]}
         nested = [{"type": "array", "items": plain}, {"type": "object", "additionalProperties": plain}]
-        return str(_either([self.value(one, "#", ()) for one in (plain, *nested)]))
+        return str(either([self.value(one, "#", ()) for one in (plain, *nested)]))
 
     def _literal(self, value: Any) -> str:
         notation, space = self.notation, self.notation.space
@@ -461,7 +461,11 @@ def _kind_of(value: Any) -> set[str]:
     return {kinds[type(value)]} | ({"integer"} if isinstance(value, float) and value.is_integer() else set())
 
 
-def _either(patterns: Sequence[str | None]) -> str | None:
+def either(patterns: Sequence[str | None]) -> str | None:
+    """Return a pattern of the texts that any of the patterns matches; None if there are none.
+
+    Example: `either(["a", None, "b", "a"])` is "(?:a|b)".
+    """
     kept = list(dict.fromkeys(pattern for pattern in patterns if pattern is not None))
     return None if not kept else kept[0] if len(kept) == 1 else f"(?:{'|'.join(kept)})"
 
@@ -505,7 +509,7 @@ def _integers(low: int | None, high: int | None) -> str | None:
         parts.append(_signed("-", _naturals(least, most)))
     if high is None or high >= 0:
         parts.append(_naturals(max(low or 0, 0), high))
-    return _either(parts)
+    return either(parts)
 
 
 def _numbers(low: int | None, high: int | None, above: bool, below: bool) -> str | None:
@@ -519,7 +523,7 @@ def _numbers(low: int | None, high: int | None, above: bool, below: bool) -> str
         )
     if high is None or high >= 0:
         parts.append(_decimals(max(low or 0, 0), high, above and (low or 0) >= 0, below))
-    return _either(parts)
+    return either(parts)
 
 
 def _decimals(low: int, high: int | None, above: bool, below: bool) -> str | None:
@@ -532,7 +536,7 @@ def _decimals(low: int, high: int | None, above: bool, below: bool) -> str | Non
         parts.append(rf"{low}\.[0-9]{{0,11}}[1-9]")
     if high is not None and not below and not (above and high == low):
         parts.append(rf"{high}(?:\.0)?")
-    return _either(parts)
+    return either(parts)
 
 
 def _signed(sign: str, pattern: str | None) -> str | None:
@@ -546,7 +550,7 @@ def _naturals(low: int, high: int | None) -> str | None:
     if high is None:
         digits = len(str(low))
         longer = f"[1-9][0-9]{{{digits},}}" if low > 0 else "[1-9][0-9]*"
-        return _either([_naturals(low, 10**digits - 1) if low > 0 else "0", longer])
+        return either([_naturals(low, 10**digits - 1) if low > 0 else "0", longer])
     parts = []
     while low <= high:
         # Each iteration adds one part: fixed digits, a range of one digit, n arbitrary digits, as in 4[2-7][0-9]{2}.
@@ -564,4 +568,4 @@ def _naturals(low: int, high: int | None) -> str | None:
         digit = str(lead)[-1] if last == lead else f"[{lead % 10}-{last % 10}]"
         parts.append(head + digit + (f"[0-9]{{{zeros}}}" if zeros else ""))
         low = (last + 1) * size
-    return _either(parts)
+    return either(parts)
