@@ -1,6 +1,7 @@
 """Tile shapes as data: the fastest measured ones for a GPU, and default ones that fit consumer GPUs since Ampere."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -80,6 +81,11 @@ class DenseConfig:
         check_count(self, "stages")
 
 
+def _same_tiles(rows: dict[int, int], **settings: Any) -> tuple[ExpertConfig, ...]:
+    """Return a config for each `max_tokens: rows` in `rows`. All other settings are the same."""
+    return tuple(ExpertConfig(max_tokens=most, rows=count, **settings) for most, count in rows.items())
+
+
 _ANY = 1 << 62
 # Triton versions with which kernels in Gluon ran on a GPU. This language changes with every version.
 GLUON_RAN_WITH = ("3.6.",)
@@ -90,19 +96,10 @@ TORCH_OF_GLUON = "2.11.*"  # comes with this version of Triton
 EXPERTS: dict[str, dict[str, tuple[ExpertConfig, ...]]] = {
     "bf16": {
         # Fits the 99 KiB of shared memory per block on consumer Ampere and Ada.
-        "default": (
-            ExpertConfig(
-                max_tokens=512,
-                rows=32,
-                gate_up=TileShape(cols=64, depth=64, warps=4, stages=3),
-                down=TileShape(cols=64, depth=64, warps=4, stages=3),
-            ),
-            ExpertConfig(
-                max_tokens=_ANY,
-                rows=64,
-                gate_up=TileShape(cols=64, depth=64, warps=4, stages=3),
-                down=TileShape(cols=64, depth=64, warps=4, stages=3),
-            ),
+        "default": _same_tiles(
+            {512: 32, _ANY: 64},
+            gate_up=TileShape(cols=64, depth=64, warps=4, stages=3),
+            down=TileShape(cols=64, depth=64, warps=4, stages=3),
         ),
         "NVIDIA H200": (
             ExpertConfig(
@@ -130,16 +127,8 @@ EXPERTS: dict[str, dict[str, tuple[ExpertConfig, ...]]] = {
                 down=TileShape(cols=128, depth=64, warps=8, stages=4),
             ),
             # An expert with 128 or 256 rows on average often has a few more. So the tiles have room for them.
-            ExpertConfig(
-                max_tokens=2560,
-                rows=160,
-                gate_up=TileShape(cols=64, depth=64, warps=8, stages=3),
-                down=TileShape(cols=128, depth=64, warps=8, stages=3),
-                persistent=True,
-            ),
-            ExpertConfig(
-                max_tokens=_ANY,
-                rows=288,
+            *_same_tiles(
+                {2560: 160, _ANY: 288},
                 gate_up=TileShape(cols=64, depth=64, warps=8, stages=3),
                 down=TileShape(cols=128, depth=64, warps=8, stages=3),
                 persistent=True,
@@ -155,19 +144,10 @@ EXPERTS: dict[str, dict[str, tuple[ExpertConfig, ...]]] = {
     # Hidden values have one scale per row and gate_up tile. The depth of a down tile divides the columns of a gate_up
     # tile; the published hidden width of 704 is 11 times 64. With one scale per row the sums need half the registers.
     "fp8": {
-        "default": (
-            ExpertConfig(
-                max_tokens=512,
-                rows=32,
-                gate_up=TileShape(cols=64, depth=128, warps=4, stages=3),
-                down=TileShape(cols=64, depth=64, warps=4, stages=3),
-            ),
-            ExpertConfig(
-                max_tokens=_ANY,
-                rows=64,
-                gate_up=TileShape(cols=64, depth=128, warps=4, stages=3),
-                down=TileShape(cols=64, depth=64, warps=4, stages=3),
-            ),
+        "default": _same_tiles(
+            {512: 32, _ANY: 64},
+            gate_up=TileShape(cols=64, depth=128, warps=4, stages=3),
+            down=TileShape(cols=64, depth=64, warps=4, stages=3),
         ),
         "NVIDIA H200": (
             # One token: the few programs of down are all resident, and each has its whole depth in flight.
@@ -189,15 +169,8 @@ EXPERTS: dict[str, dict[str, tuple[ExpertConfig, ...]]] = {
                 gate_up=TileShape(cols=64, depth=128, warps=4, stages=5),
                 down=TileShape(cols=128, depth=64, warps=4, stages=5),
             ),
-            ExpertConfig(
-                max_tokens=768,
-                rows=64,
-                gate_up=TileShape(cols=64, depth=128, warps=4, stages=4),
-                down=TileShape(cols=128, depth=64, warps=4, stages=4),
-            ),
-            ExpertConfig(
-                max_tokens=1152,
-                rows=80,
+            *_same_tiles(
+                {768: 64, 1152: 80},
                 gate_up=TileShape(cols=64, depth=128, warps=4, stages=4),
                 down=TileShape(cols=128, depth=64, warps=4, stages=4),
             ),
@@ -207,17 +180,8 @@ EXPERTS: dict[str, dict[str, tuple[ExpertConfig, ...]]] = {
                 gate_up=TileShape(cols=64, depth=128, warps=4, stages=4),
                 down=TileShape(cols=128, depth=64, warps=4, stages=5),
             ),
-            ExpertConfig(
-                max_tokens=2560,
-                rows=160,
-                gate_up=TileShape(cols=64, depth=128, warps=8, stages=3),
-                down=TileShape(cols=128, depth=128, warps=8, stages=3),
-                one_scale=True,
-                persistent=True,
-            ),
-            ExpertConfig(
-                max_tokens=_ANY,
-                rows=288,
+            *_same_tiles(
+                {2560: 160, _ANY: 288},
                 gate_up=TileShape(cols=64, depth=128, warps=8, stages=3),
                 down=TileShape(cols=128, depth=128, warps=8, stages=3),
                 one_scale=True,
@@ -249,15 +213,8 @@ EXPERTS: dict[str, dict[str, tuple[ExpertConfig, ...]]] = {
             ),
         ),
         "NVIDIA H200": (
-            ExpertConfig(
-                max_tokens=64,
-                rows=16,
-                gate_up=TileShape(cols=64, depth=128, warps=4, stages=4),
-                down=TileShape(cols=128, depth=128, warps=4, stages=3),
-            ),
-            ExpertConfig(
-                max_tokens=320,
-                rows=32,
+            *_same_tiles(
+                {64: 16, 320: 32},
                 gate_up=TileShape(cols=64, depth=128, warps=4, stages=4),
                 down=TileShape(cols=128, depth=128, warps=4, stages=3),
             ),
@@ -279,19 +236,10 @@ EXPERTS: dict[str, dict[str, tuple[ExpertConfig, ...]]] = {
 
 # A plane of four-bit weights has 128 rows, in gate_up 64 of gate and 64 of up, and is 64 deep.
 _FOUR_BIT = {
-    "default": (
-        ExpertConfig(
-            max_tokens=512,
-            rows=32,
-            gate_up=TileShape(cols=64, depth=64, warps=4, stages=3),
-            down=TileShape(cols=128, depth=64, warps=4, stages=3),
-        ),
-        ExpertConfig(
-            max_tokens=_ANY,
-            rows=64,
-            gate_up=TileShape(cols=64, depth=64, warps=4, stages=3),
-            down=TileShape(cols=128, depth=64, warps=4, stages=3),
-        ),
+    "default": _same_tiles(
+        {512: 32, _ANY: 64},
+        gate_up=TileShape(cols=64, depth=64, warps=4, stages=3),
+        down=TileShape(cols=128, depth=64, warps=4, stages=3),
     ),
     "NVIDIA H200": (
         ExpertConfig(
