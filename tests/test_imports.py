@@ -37,6 +37,7 @@ IN_FUNCTIONS = {
     "dgemma.constraints.grammar": {"lark"},
     "dgemma.constraints.languages": {"outlines_core", "pydantic", "transformers.utils"},
     "dgemma.cli.serving": {"uvicorn", "dgemma.serve.app", "dgemma.serve.gate"},
+    "dgemma.printing": {"tqdm.auto"},  # `dgemma --help` shows no bar
     "dgemma.cli.writing": {"readline"},  # not on Windows
     "dgemma.data.vocabulary": {"tokenizers", "transformers"},
     "dgemma.eval.__main__": {"dgemma.eval.harness", "lm_eval.__main__"},

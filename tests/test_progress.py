@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from dgemma.progress import progress_bar
+from dgemma.printing import progress_bar
 
 
 class Terminal(io.StringIO):

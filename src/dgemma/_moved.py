@@ -22,6 +22,7 @@ MOVED = {f"dgemma.{name}": f"dgemma.{folder}.{name}" for folder, names in _FOLDE
 MOVED |= {
     "dgemma.causal": "dgemma.tasks.autoregressive",
     "dgemma.denoiser": "dgemma.run.step",
+    "dgemma.progress": "dgemma.printing",
     "dgemma.serve.trial": "dgemma.constraints.trial",
     "dgemma.train.balance": "dgemma.train.recipes",
     "dgemma.train.budget": "dgemma.train.loop",

@@ -1,12 +1,16 @@
-"""Text from outside (files, models, arguments) made safe to print: control characters become visible.
+"""Safe printing of text from outside (files, models, arguments): control characters become visible. A progress bar.
 
 Use `printable` for text on a terminal, `one_line` for an error message, and `to_json` for JSON.
 """
 
 import json
 import re
+import sys
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 _LONGEST = 1000  # characters of an error message
 _BIDI = "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
@@ -38,6 +42,19 @@ def to_json(content: Any, *, ascii_only: bool = False) -> str:
     """
     text = json.dumps(content, ensure_ascii=ascii_only)
     return _UNSAFE_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def progress_bar(*, desc: str, unit: str, show: bool, total: int | None = None) -> "tqdm":
+    """Return a bar to `update` as work is done, shown in terminals and notebooks after two seconds, never in a pipe.
+
+    `show=False` hides it.
+
+    Example: `with progress_bar(desc="denoising", unit="step", show=True) as bar: bar.update()`.
+    """
+    from tqdm.auto import tqdm
+
+    is_visible = sys.stderr.isatty() or "ipykernel" in sys.modules
+    return tqdm(desc=desc, unit=unit, total=total, delay=2.0, leave=False, disable=not (show and is_visible))
 
 
 @lru_cache(maxsize=4096)

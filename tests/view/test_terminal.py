@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dgemma
-from dgemma.progress import progress_bar
+from dgemma.printing import progress_bar
 from dgemma.view.screen import Ink, Screen, Wrap
 from dgemma.view.terminal import BoardView, LiveView
 from view.converging import Words, writer_of

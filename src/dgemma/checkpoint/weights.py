@@ -27,7 +27,7 @@ from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig, re
 from dgemma.model.gemma4 import GEMMA4_TYPES
 from dgemma.model.quantize import Quantization
 from dgemma.model.quantized import QuantizedWeight, Weight, quantized_weights, set_weight
-from dgemma.progress import progress_bar
+from dgemma.printing import progress_bar
 
 if TYPE_CHECKING:
     from dgemma.model.diffusion import DiffusionGemma

@@ -25,7 +25,7 @@ from dgemma.files import open_file, write_text, writing
 from dgemma.intervals import Estimate, mean_of
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.layout import lay_out_by_column
-from dgemma.progress import progress_bar
+from dgemma.printing import progress_bar
 from dgemma.run.defaults import learnt_noise
 from dgemma.run.many import generate_many
 from dgemma.run.plan import read_plan

@@ -15,7 +15,7 @@ from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import Experts
 from dgemma.model.quantize import Quantization, choose_scale
 from dgemma.model.quantized import IntWeight, pack_nibbles, set_weight
-from dgemma.progress import progress_bar
+from dgemma.printing import progress_bar
 
 _EXPERTS_AT_ONCE = 16  # one copy of the (K, K) matrices of 128 experts takes 4 GB, and several are needed
 _DAMPING = 0.01  # share of the diagonal's mean that is added to it: with few inputs, some directions have no data

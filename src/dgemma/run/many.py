@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import as_int, as_lists, check_flags, require, short_repr, show
 from dgemma.files import open_file
-from dgemma.progress import progress_bar
+from dgemma.printing import progress_bar
 from dgemma.run.batch import Batch, Row
 from dgemma.run.options import Default, TextOptions, fill_in, renames, select, takes_options
 from dgemma.run.plan import Plan, read_plan

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from dgemma.checks import typed
 from dgemma.model.cache import Cache, require_cache
-from dgemma.progress import progress_bar
+from dgemma.printing import progress_bar
 from dgemma.run import arguments
 from dgemma.run.changes import Changes, apply_changes, merge_changes, snapshot
 from dgemma.run.loop import run_plan, start_block

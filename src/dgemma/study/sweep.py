@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dgemma.files import write_text
 from dgemma.intervals import Estimate, mean_of
-from dgemma.progress import progress_bar
+from dgemma.printing import progress_bar
 from dgemma.run.run_file import RunFile
 from dgemma.sampling.base import Sampler
 from dgemma.values import label

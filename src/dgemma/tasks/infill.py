@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from dgemma.checks import as_int, check_flags, require, require_tensor, short_repr
 from dgemma.diffusion.state import DenoiseState
 from dgemma.model.cache import Cache
-from dgemma.progress import progress_bar
+from dgemma.printing import progress_bar
 from dgemma.run import arguments
 from dgemma.run.arguments import Span
 from dgemma.run.constrain import Constraint, HoleLanguage

@@ -20,7 +20,7 @@ from dgemma.checks import as_int, as_lists, check_flags, require, short_repr, sh
 from dgemma.diffusion import draws
 from dgemma.diffusion.noise import Noise
 from dgemma.model.cache import Cache
-from dgemma.progress import progress_bar
+from dgemma.printing import progress_bar
 from dgemma.run.arguments import check_vocabulary
 from dgemma.run.defaults import learnt_noise
 from dgemma.run.options import Default, fill_in, renames, takes_options

@@ -26,7 +26,7 @@ from dgemma.diffusion.noise import Noise
 from dgemma.model.diffusion import DiffusionGemma, require_experts
 from dgemma.model.fused import start_compiler
 from dgemma.model.quantized import frozen_tensors
-from dgemma.progress import progress_bar
+from dgemma.printing import progress_bar
 from dgemma.train.batch import BatchSource, feed
 from dgemma.train.checkpoints import Checkpoints, checksum, describe_run, lock_folder, refuse_changes
 from dgemma.train.config import TrainConfig
