@@ -7,7 +7,6 @@ from dgemma import _moved as _moved
 
 if TYPE_CHECKING:
     from dgemma._public import *  # noqa: F403
-    from dgemma._unlisted import *  # noqa: F403
 else:
 
     def __getattr__(name: str) -> Any:
@@ -15,6 +14,8 @@ else:
         if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module 'dgemma' has no attribute {name!r}")
         public = importlib.import_module("dgemma._public")
+        if name == "__all__":
+            return list(public.LISTED)
         # Importing `_public` also adds packages such as `dgemma.sampling` to `globals()`.
         return globals()[name] if name in globals() else getattr(public, name)
 

@@ -1,28 +1,61 @@
-"""The public names, `dgemma.NAME`: what users construct or call. `_unlisted.py` has the other names."""
+"""The public names, `dgemma.NAME`: those that users construct or call, and then results, base classes and helpers."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 import dgemma.sampling as sampling
-from dgemma.checkpoint.tokenizer import ByteTokenizer, Tokenizer
+from dgemma.checkpoint.tokenizer import ByteTokenizer, Reply, TokenBatch, Tokenizer, ToolCall
 from dgemma.constraints.languages import Choice, Grammar, JsonSchema, Regex, ToolCalls
-from dgemma.diffusion.noise import HybridNoise, MaskNoise, UniformNoise
+from dgemma.diffusion import schedule
+from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
+from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.state import DenoiseState
 from dgemma.model import presets
-from dgemma.model.config import ModelConfig
+from dgemma.model.cache import CacheMark, PrefixCache
+from dgemma.model.config import Conventions, DenoiserConfig, GenerationDefaults, ModelConfig
 from dgemma.model.diffusion import DiffusionGemma
+from dgemma.run.changes import apply_changes
+from dgemma.run.defaults import default_sampler, learnt_noise
 from dgemma.run.generate import generate, stream
 from dgemma.run.knobs import Knobs
+from dgemma.run.loop import denoise_canvas
 from dgemma.run.many import generate_many
-from dgemma.run.step import Denoiser, start_state, step
-from dgemma.run.trajectory import Trajectory
-from dgemma.sampling import Ancestral, Confidence, Decision, EntropyBound, Sampler, Threshold
-from dgemma.study.observe import observe
-from dgemma.study.sweep import sweep
+from dgemma.run.plan import Plan, read_plan
+from dgemma.run.records import BlockCommit, Moment, RecordedStep, StepRecord
+from dgemma.run.step import Denoiser, settle, start_state, step
+from dgemma.run.trajectory import Generation, Trajectory
+from dgemma.sampling import (
+    KLASS,
+    P2,
+    Ancestral,
+    BlockRefinement,
+    Confidence,
+    ConfidenceGap,
+    ConstantTemperature,
+    Decision,
+    EndOfText,
+    EntropyBound,
+    FactorThreshold,
+    FirstHitting,
+    LeaveOneOutGibbs,
+    LinearTemperature,
+    ReMDM,
+    Sampler,
+    StableAndConfident,
+    StepCap,
+    StopRule,
+    Threshold,
+    TokenEditing,
+    Unchanged,
+)
+from dgemma.study.observe import Observation, Pass, observe
+from dgemma.study.sweep import Sweep, SweepRow, sweep
 from dgemma.tasks.autoregressive import generate_causal
 from dgemma.tasks.guidance import Guided
-from dgemma.tasks.infill import edit, infill
-from dgemma.tasks.slots import Slot, calibrate, decide_many, slots
-from dgemma.tasks.wrapped import wrap
+from dgemma.tasks.infill import Infilling, edit, infill
+from dgemma.tasks.slots import FilledTemplate, Slot, calibrate, decide_many, slots
+from dgemma.tasks.wrapped import TokenCache, wrap
+from dgemma.values import describe_noise, describe_sampler
 
 __all__ = [
     "Ancestral",
@@ -68,6 +101,59 @@ __all__ = [
     "view",
     "wrap",
 ]
+LISTED = tuple(__all__)
+# Results, base classes and helpers. `dgemma.NAME` works, but `dir(dgemma)` does not list them.
+__all__ += [
+    "KLASS",
+    "P2",
+    "BlockCommit",
+    "BlockRefinement",
+    "CacheMark",
+    "ConfidenceGap",
+    "ConstantTemperature",
+    "Conventions",
+    "DenoiseState",
+    "DenoiserConfig",
+    "EndOfText",
+    "FactorThreshold",
+    "FilledTemplate",
+    "FirstHitting",
+    "Generation",
+    "GenerationDefaults",
+    "Infilling",
+    "LeaveOneOutGibbs",
+    "LinearTemperature",
+    "Moment",
+    "Noise",
+    "Observation",
+    "Pass",
+    "Plan",
+    "Prediction",
+    "PrefixCache",
+    "ReMDM",
+    "RecordedStep",
+    "Reply",
+    "StableAndConfident",
+    "StepCap",
+    "StepRecord",
+    "StopRule",
+    "Sweep",
+    "SweepRow",
+    "TokenBatch",
+    "TokenCache",
+    "TokenEditing",
+    "ToolCall",
+    "Unchanged",
+    "apply_changes",
+    "default_sampler",
+    "denoise_canvas",
+    "describe_noise",
+    "describe_sampler",
+    "learnt_noise",
+    "read_plan",
+    "schedule",
+    "settle",
+]
 
 _FOLDERS = ("data", "train", "view")  # loaded on first use, so that `import dgemma` stays quick
 
@@ -78,10 +164,4 @@ else:
     def __getattr__(name: str) -> Any:
         if name in _FOLDERS:
             return importlib.import_module(f"dgemma.{name}")
-        unlisted = importlib.import_module("dgemma._unlisted")
-        if name in unlisted.__all__:
-            return getattr(unlisted, name)
         raise AttributeError(f"module 'dgemma' has no attribute {name!r}")
-
-    def __dir__() -> list[str]:
-        return __all__
