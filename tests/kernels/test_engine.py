@@ -445,6 +445,66 @@ def test_a_field_added_to_the_state_arrives_in_the_captured_step_and_in_the_next
         assert torch.equal(got, want)
 
 
+class OwnDraw(dgemma.DenoiseState):
+    """A state that draws 1/4 everywhere."""
+
+    @staticmethod
+    def draw(seeds, block, step, num_positions, purpose):
+        return torch.full((len(seeds), num_positions), 0.25, dtype=torch.float64, device=seeds.device)
+
+
+class OwnDrawOfTheState(dgemma.DenoiseState):
+    """A state whose draws depend on its canvas."""
+
+    def draw(self, seeds, block, step, num_positions, purpose):
+        return (self.canvas[:, :num_positions] % 8).double() / 8
+
+
+class OwnUniform(dgemma.DenoiseState):
+    """A state with a draw of its own for noise tokens, at each position."""
+
+    def uniform(self, purpose):
+        places = torch.arange(self.canvas_len, device=self.device, dtype=torch.float64) / self.canvas_len
+        return places.expand_as(self.canvas) if purpose == "noise" else super().uniform(purpose)
+
+
+BOUND = dgemma.EntropyBound(bound=0.5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sampler"),
+    [(OwnDraw, BOUND), (OwnDrawOfTheState, BOUND), (OwnUniform, BOUND), (OwnDraw, dgemma.Ancestral())],
+)
+def test_the_engine_uses_the_draws_of_a_state_that_has_its_own(models, kind, sampler, device):
+    knobs = Knobs(sampler=sampler, temperature=dgemma.LinearTemperature(), stop=None)
+    seeds = torch.tensor([3, 4], device=device)
+    plain = start_state(knobs, dgemma.UniformNoise(VOCAB), seeds=seeds, canvas_len=CANVAS, num_steps=3)
+    own = kind(**{f.name: getattr(plain, f.name) for f in fields(plain)})
+    ends = []
+    for model in models:
+        cache = model.encode(draw_tokens(2, 3))
+        other, _ = model.step(plain, cache=cache, knobs=knobs)  # the engine now has a graph for the library's draws
+        first, _ = model.step(own, cache=cache, knobs=knobs)
+        second, _ = model.step(first, cache=cache, knobs=knobs)
+        ends.append((other.canvas, first.canvas, second.canvas))
+        assert type(second) is kind
+        assert not torch.equal(other.canvas, first.canvas)
+    for want, got in zip(*ends, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_the_kernel_of_the_published_sampler_refuses_fields_and_draws_that_it_does_not_know(models, device):
+    _, plain, knobs = take_first_step(models[1])
+    values = {f.name: getattr(plain, f.name) for f in fields(plain)}
+    assert published.is_published(plain, knobs)
+    assert published.is_published(type("Renamed", (dgemma.DenoiseState,), {})(**values), knobs)
+    for changes in ({"allowed": torch.ones(1, 1, VOCAB)}, {"awaited": plain.open}, {"injected": {"token": plain.open}}):
+        assert not published.is_published(replace(plain, **changes), knobs)
+    for kind in (OwnDraw, OwnDrawOfTheState, OwnUniform):
+        assert not published.is_published(kind(**values), knobs)
+    assert not published.is_published(TracedState(**values, label=plain.seeds), knobs)
+
+
 def test_a_sampler_that_waits_for_the_host_is_named(models, monkeypatch):
     fast = models[1]
     cache, state, knobs = take_first_step(fast)  # on a GPU, reading a prompt captures graphs too

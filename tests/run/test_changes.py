@@ -1,12 +1,12 @@
 """Changes apply from the next step on, and memory that no longer fits is replaced."""
 
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
 
 import pytest
 import torch
 
 import dgemma
-from dgemma.run.changes import apply_changes
+from dgemma.run.changes import apply_changes, list_writes, snapshot
 from dgemma.run.knobs import Knobs
 from dgemma.run.step import start_state
 from dgemma.sampling import KLASS, Ancestral, Confidence, ConstantTemperature, EntropyBound, StableAndConfident
@@ -193,3 +193,81 @@ def test_steps_after_the_last_have_no_noise_and_the_last_temperature():
         state, _ = dgemma.step(Flat(), state, cache=None, knobs=knobs)
     assert state.noise_level.tolist() == state.next_noise_level.tolist() == [0.0, 0.0]
     assert state.temperature.tolist() == pytest.approx([0.4, 0.4])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedState(dgemma.DenoiseState):
+    """A state with fields of every kind: required, optional, shared by all rows, constant and computed."""
+
+    label: torch.Tensor  # (B,)
+    trace: torch.Tensor | None = None
+    table: torch.Tensor = field(default_factory=lambda: torch.arange(5), metadata={"shared": True})
+    origin: str = field(default="here", metadata={"constant": True})
+    num_labels: int = field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "num_labels", len(self.label))
+
+
+def traced():
+    plain, knobs = fresh(EntropyBound())
+    return TracedState(**{f.name: getattr(plain, f.name) for f in fields(plain)}, label=torch.arange(2)), knobs
+
+
+@pytest.mark.parametrize("as_state", [True, False], ids=["state", "dictionary"])
+@pytest.mark.parametrize(
+    ("name", "value"), [("label", torch.tensor([7, 8])), ("trace", torch.ones(2, 3)), ("table", torch.zeros(4))]
+)
+def test_a_field_of_a_subclass_can_change(name, value, as_state):
+    state, knobs = traced()
+    changes = replace(state, **{name: value}) if as_state else {name: value}
+    changed, kept = apply_changes(changes, state, knobs)
+    assert torch.equal(getattr(changed, name), value)
+    assert type(changed) is TracedState
+    assert kept == knobs
+
+
+def test_a_write_into_a_field_of_a_subclass_is_found():
+    state, _ = traced()
+    before = snapshot(state)
+    assert list_writes(before, state) == {}
+    state.label.fill_(9)
+    state.table[1] = 0
+    assert list_writes(before, state).keys() == {"label", "table"}
+    assert before.label.tolist() == [0, 1]
+
+
+def test_rows_of_a_subclass_are_selected_without_its_shared_fields():
+    state, _ = traced()
+    one = state.select(torch.tensor([1]))
+    assert (one.label.tolist(), one.num_labels, one.table.tolist()) == ([1], 1, [0, 1, 2, 3, 4])
+    other = replace(one, label=torch.tensor([5]), table=torch.zeros(3))
+    spliced = state.splice(torch.tensor([0]), other)
+    assert (spliced.label.tolist(), spliced.table.tolist()) == ([5, 1], [0, 1, 2, 3, 4])
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateWithKnob(dgemma.DenoiseState):
+    top_k: int = 3
+
+
+def test_changes_that_a_state_cannot_keep_are_refused():
+    state, knobs = traced()
+    plain, _ = fresh(EntropyBound())
+    values = {f.name: getattr(plain, f.name) for f in fields(plain)}
+    for changes, sentence in (
+        ({"label": torch.zeros(2)}, r"TracedState\.label must stay torch\.int64 \(2,\), got torch\.float32"),
+        ({"origin": "there"}, "got origin"),
+        (replace(state, origin="there"), r"TracedState\.origin must stay the same"),
+        (replace(state, noise=dgemma.MaskNoise(VOCAB + 1)), r"TracedState\.noise must stay the same"),
+        (replace(state, rows=torch.tensor([1, 0])), r"TracedState\.rows must stay the same"),
+        (plain, "must stay a TracedState, got a DenoiseState"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            apply_changes(changes, state, knobs)
+    with pytest.raises(ValueError, match="must stay a DenoiseState, got a TracedState"):
+        apply_changes(state, plain, knobs)
+    with pytest.raises(ValueError, match=r"StateWithKnob\.top_k must not have the name of a knob"):
+        apply_changes({"top_k": 2}, StateWithKnob(**values), knobs)
+    equal, _ = apply_changes(replace(state, noise=dgemma.MaskNoise(VOCAB)), state, knobs)
+    assert equal is state

@@ -417,6 +417,52 @@ def test_a_replay_repeats_writes_in_place(model, prompt, process, tmp_path):
         trajectory.replay(model)
 
 
+@dataclass(frozen=True, kw_only=True)
+class BiasedState(dgemma.DenoiseState):
+    """A state with a field that a denoiser adds."""
+
+    bias: torch.Tensor  # (B,) int64: the token that the denoiser prefers
+
+
+class Biased(dgemma.Denoiser):
+    """A denoiser that prefers the token `bias` of its state."""
+
+    def __init__(self, model):
+        self.model, self.config, self.generation, self.device = model, model.config, model.generation, model.device
+        self.encode = model.encode
+
+    def step(self, state, *, cache, knobs):
+        if not isinstance(state, BiasedState):
+            state = BiasedState(**vars(state), bias=torch.full_like(state.rows, 5))
+        prefers = torch.nn.functional.one_hot(state.bias, VOCAB)[:, None] * 30.0
+        self.denoise = lambda *args, **more: dgemma.Prediction(self.model.denoise(*args, **more).logits + prefers)
+        return step(self, state, cache=cache, knobs=knobs)
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["returned", "written"])
+def test_a_replay_repeats_changes_to_a_field_of_a_subclass(model, prompt, in_place, tmp_path):
+    def change(record):
+        if int(record.step[0]) != 1:
+            return None
+        if in_place:
+            record.state.bias.fill_(9)
+            return None
+        return replace(record.state, bias=torch.full_like(record.state.bias, 9))
+
+    biased = Biased(model)
+    out = dgemma.generate(biased, prompt, record=True, on_step=change, **options())
+    assert [change.values.keys() for change in out.trajectory.changes] == [{"bias"}] * 2
+    assert bool((out.trajectory.at(block=0, step=1).argmax == 5).all())
+    assert bool((out.trajectory.at(block=0, step=2).argmax == 9).all())
+    out.trajectory.save(tmp_path / "run")
+    again = Trajectory.load(tmp_path / "run").replay(biased)  # raises if they differ
+    assert again.changes
+    forked = out.trajectory.fork(biased, block=0, step=2, bias=torch.tensor([11, 11, 11]))
+    assert bool((forked.trajectory.at(block=0, step=2).argmax == 11).all())
+    with pytest.raises(ValueError, match=r"must be among state, .*; got bias"):
+        out.trajectory.replay(model)
+
+
 @pytest.mark.parametrize(("block", "at"), [(0, 0), (0, 2), (1, 0), (1, 2)])
 def test_a_fork_repeats_the_earlier_changes_of_a_callback(model, prompt, block, at):
     out = dgemma.generate(model, prompt, record=True, on_step=meddle, **options())

@@ -1,7 +1,7 @@
 """CUDA graphs of the denoiser: a causal forward, an autoregressive token, a canvas's forward, and a denoising step.
 
 A captured step runs the library's own `predict`, `decide` and `settle` once over static tensors. With the published
-sampler one launch (`published.py`) replaces the last two. Each draw is one launch.
+sampler one launch (`published.py`) replaces the last two. Each draw is one launch, unless the state has its own `draw`.
 """
 
 from dataclasses import dataclass, field, fields
@@ -31,8 +31,11 @@ def carried(state: DenoiseState) -> dict[str, Any]:
     return {f.name: getattr(state, f.name) for f in fields(state) if f.name != "self_cond"}
 
 
-def _drawing(kind: type[DenoiseState]) -> type[DenoiseState]:
-    """Return a subclass of this state whose draws are one launch each, with the same bits."""
+def _drawing(state: DenoiseState) -> type[DenoiseState]:
+    """Return a subclass of the state's class, whose draws are one launch each. A class with its own draws stays."""
+    kind = type(state)
+    if not published.draws_by_seed(state):
+        return kind
     return type(f"Drawing{kind.__name__}", (kind,), {"draw": staticmethod(draws.uniform)})
 
 
@@ -190,7 +193,7 @@ class StaticStep:
         self.postponed = None if postponed is None else postponed.long().clone()
         self.signal = workspace.static_signal(state.canvas.numel(), signal)
         self.logits = workspace.logits_buffer(*state.canvas.shape)
-        self._state = _drawing(type(state))(**tree_unflatten(self.inputs, self._form))
+        self._state = _drawing(state)(**tree_unflatten(self.inputs, self._form))
         self._read_logits = Logits(self.logits.tensor, workspace.turn)  # only graphs read it
         self._denoiser = _StaticDenoiser(workspace, self.postponed, self.signal, buffers, self._read_logits)
 

@@ -4,11 +4,12 @@ Results equal those of `dgemma.run.step.decide` and `settle` bit for bit, with t
 rounded once. The verdict also reports sampled tokens outside the vocabulary that were not accepted.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from dgemma.diffusion import draws as reference_draws
 from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.noise import UniformNoise
 from dgemma.diffusion.prediction import Prediction
@@ -18,6 +19,20 @@ from dgemma.run.step import Settled, clock
 from dgemma.sampling.entropy_bound import EntropyBound
 from dgemma.sampling.stopping import StableAndConfident
 from dgemma_kernels.ops.accept.kernel import MAX_CANVAS, Accepted, accept
+from dgemma_kernels.ops.draws import kernel as draws
+
+# The fields that `decide_and_settle` computes with. Any other field of a state must have its default.
+_READ = frozenset(
+    (
+        *("canvas", "open", "frozen", "draft", "done", "block", "step", "num_steps", "noise_level", "next_noise_level"),
+        *("temperature", "seeds", "rows", "noise", "language", "self_cond", "memory", "stop_memory", "injected"),
+    )
+)
+
+
+def draws_by_seed(state: DenoiseState) -> bool:
+    """Return True if the state's draws are those of the library, so that a kernel may compute them from the seeds."""
+    return state.draw in (draws.uniform, reference_draws.uniform)
 
 
 def is_published(state: DenoiseState, knobs: Knobs) -> bool:
@@ -30,11 +45,12 @@ def is_published(state: DenoiseState, knobs: Knobs) -> bool:
         rule_is_known
         and _has_kernel(knobs.sampler, state.canvas_len)
         and type(state.noise) is UniformNoise
-        and state.awaited is None
-        and state.allowed is None
+        and all(f.name in _READ or getattr(state, f.name) is f.default for f in fields(state))
         # The draft (the tokens to commit) must satisfy the constraint. Every argmax does, but not every noisy canvas.
         and (state.language is None or getattr(knobs.sampler, "commit", None) == "argmax")
         and not state.injected
+        and draws_by_seed(state)
+        and getattr(state.uniform, "__func__", None) is DenoiseState.uniform
     )
 
 

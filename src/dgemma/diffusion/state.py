@@ -30,6 +30,10 @@ class DenoiseState:
     A step changes canvas, open, draft, done, self_cond, both memories, step, both noise levels and temperature. It
     copies every other field, including those of a subclass.
 
+    The fields of a subclass follow the same rules. A tensor in a field without a default keeps its dtype and shape. The
+    metadata "shared" marks a field whose tensors do not have one entry per row. The metadata "constant" marks a field
+    that no callback may change. A subclass may define its own `draw` or `uniform` in pure tensor code.
+
     Example: `replace(state, temperature=torch.full_like(state.temperature, 0.5))`.
     """
 
@@ -45,11 +49,13 @@ class DenoiseState:
     next_noise_level: Tensor  # (B,) float64
     temperature: Tensor  # (B,) float32
     seeds: Tensor  # (B,) int64
-    rows: Tensor  # (B,) int64: row numbers in the whole batch
-    noise: Noise
+    rows: Tensor = field(metadata={"constant": True})  # (B,) int64: row numbers in the whole batch
+    noise: Noise = field(metadata={"constant": True, "shared": True})
     awaited: Tensor | None = None  # (B, C) bool: the canvas may end once these positions are finished; None means all
-    allowed: Tensor | None = None  # (B or 1, C or 1, V) bool; None allows everything
-    language: Language | None = None  # the texts that the canvas may become; None means all
+    # (B or 1, C or 1, V) bool; None allows everything
+    allowed: Tensor | None = field(default=None, metadata={"shared": True})
+    # the texts that the canvas may become; None means all
+    language: Language | None = field(default=None, metadata={"constant": True, "shared": True})
     self_cond: Prediction | Tensor | None = None  # condition of the next forward
     memory: Any = None  # of the sampler
     stop_memory: Any = None  # of the stop rule
@@ -57,7 +63,7 @@ class DenoiseState:
 
     __repr__ = short_repr
 
-    draw = staticmethod(draws.uniform)  # an engine may use another function that returns the same bits
+    draw = staticmethod(draws.uniform)  # an engine may replace this function, but no other, by one with the same bits
 
     @property
     def batch_size(self) -> int:
@@ -131,12 +137,21 @@ class DenoiseState:
         return self.draw(self.seeds, self.block, self.step, 1, purpose)[:, 0]
 
 
-_NOT_OF_ROWS = ("noise", "allowed", "language")
+def split_fields(state: DenoiseState, mark: str) -> tuple[list[str], list[str]]:
+    """Return the names of a state's fields without this mark in their metadata, and the names of those with it.
+
+    Fields with `init=False` are in neither list, because `dataclasses.replace` computes them from the others.
+
+    Example: `split_fields(state, "constant")[1]` is `["rows", "noise", "language"]`.
+    """
+    declared = [f for f in fields(state) if f.init]
+    marked = [f.name for f in declared if f.metadata.get(mark)]
+    return [f.name for f in declared if f.name not in marked], marked
 
 
 def _row_fields(state: DenoiseState) -> dict[str, Any]:
     """The fields whose tensors have one entry per row. A prediction is replaced by its tensors."""
-    values = {f.name: getattr(state, f.name) for f in fields(state) if f.name not in _NOT_OF_ROWS}
+    values = {name: getattr(state, name) for name in split_fields(state, "shared")[0]}
     if isinstance(state.self_cond, Prediction):
         values["self_cond"] = state.self_cond.as_self_cond()
     return values

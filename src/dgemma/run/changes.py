@@ -1,7 +1,7 @@
 """Changes that a caller makes between two steps, to state or knobs. Callbacks, forks and replays use this form."""
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
 import torch
@@ -9,18 +9,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from dgemma.checks import has_values, show
+from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.prediction import Prediction
-from dgemma.diffusion.state import DenoiseState
+from dgemma.diffusion.state import DenoiseState, split_fields
 from dgemma.run.arguments import check_valid, read_allowed
 from dgemma.run.knobs import Knobs
 from dgemma.sampling.temperature import check_temperature, read_temperature
 
 Changes = DenoiseState | Mapping[str, Any] | None
-
-# The noise process, the row numbers and the language cannot change.
-_CONSTANT = frozenset({"noise", "rows", "language"})
-_STATE_FIELDS = frozenset(f.name for f in fields(DenoiseState)) - _CONSTANT
-_ANY_SHAPE = frozenset({"awaited", "allowed", "self_cond", "memory", "stop_memory", "injected"})
 
 
 def list_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> dict[str, Any]:
@@ -48,19 +44,24 @@ def list_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> dict[st
     new_state = listed.pop("state", state)
     if not isinstance(new_state, DenoiseState) or not all(isinstance(name, str) for name in listed):
         raise ValueError(f"Changes between two steps must be a state or fields by name, got {show(changes)}.")
-    known = _STATE_FIELDS | {f.name for f in fields(knobs)}
+    of_state, of_knobs = set(split_fields(state, "constant")[0]), {f.name for f in fields(knobs)}
+    known = of_state | of_knobs
     unknown = sorted(listed.keys() - known)
     if unknown:
         raise ValueError(
             f"Changes between two steps must be among state, {', '.join(sorted(known))}; got {', '.join(unknown)}."
         )
-    for name in sorted(_STATE_FIELDS - listed.keys()):
+    for name in of_state & of_knobs - {"temperature"}:
+        raise ValueError(f"{type(state).__name__}.{name} must not have the name of a knob. Rename the field.")
+    _check_constant(new_state, state)
+    for name in sorted(of_state - listed.keys()):
         if not _same(getattr(new_state, name), getattr(state, name)):
             listed[name] = getattr(new_state, name)
     if "temperature" in listed:
         listed["temperature"] = read_temperature(listed["temperature"])
+    set_knobs = knob_changes(listed, knobs)
     for name, value in listed.items():
-        _check(name, value, state)
+        _check(name, value, state, is_knob=name in set_knobs)
     if "allowed" in listed:
         allowed, shape = listed["allowed"], (state.batch_size, state.canvas_len)
         if allowed is not None:
@@ -85,7 +86,7 @@ def apply_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> tuple[
     listed = list_changes(changes, state, knobs)
     if not listed:
         return state, knobs
-    of_knobs = knob_changes(listed)
+    of_knobs = knob_changes(listed, knobs)
     of_state = {name: value for name, value in listed.items() if name not in of_knobs}
     state, old, knobs = replace(state, **of_state), knobs, replace(knobs, **of_knobs)
     if "temperature" in of_knobs:
@@ -104,13 +105,13 @@ def apply_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> tuple[
     return state, knobs
 
 
-def merge_changes(earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+def merge_changes(earlier: dict[str, Any], later: dict[str, Any], knobs: Knobs) -> dict[str, Any]:
     """Combine two sets of changes; later changes replace earlier ones.
 
-    Example: `merge_changes({"top_k": 5}, {"top_k": None})` is {"top_k": None}.
+    Example: `merge_changes({"top_k": 5}, {"top_k": None}, knobs)` is {"top_k": None}.
     """
     if "state" in later:  # the new state already includes the earlier changes of the state
-        earlier = knob_changes(earlier)
+        earlier = knob_changes(earlier, knobs)
     if later.keys() & {"canvas", "frozen"}:  # canvas and frozen determine `open`
         earlier = {name: value for name, value in earlier.items() if name != "open"}
     return {**earlier, **later}
@@ -121,7 +122,8 @@ def snapshot(state: DenoiseState) -> DenoiseState:
 
     Example: `before = snapshot(record.state)`, then `list_writes(before, record.state)`.
     """
-    return replace(state, **{name: tree_map(_copied, getattr(state, name)) for name in _STATE_FIELDS})
+    names, _ = split_fields(state, "constant")
+    return replace(state, **{name: tree_map(_copied, getattr(state, name)) for name in names})
 
 
 def list_writes(before: DenoiseState, after: DenoiseState) -> dict[str, Any]:
@@ -132,22 +134,34 @@ def list_writes(before: DenoiseState, after: DenoiseState) -> dict[str, Any]:
 
     Example: `list_writes(before, record.state)` is `{}` if a callback wrote nothing.
     """
-    names = {name for name in _STATE_FIELDS if not _same(getattr(before, name), getattr(after, name))}
+    changeable, _ = split_fields(after, "constant")
+    names = {name for name in changeable if not _same(getattr(before, name), getattr(after, name))}
     names |= {"open"} if names & {"canvas", "frozen"} else set()
     return {name: getattr(after, name) for name in sorted(names)}
 
 
-def knob_changes(listed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the listed changes that set a knob."""
-    return {name: value for name, value in listed.items() if name not in _STATE_FIELDS or _is_schedule(name, value)}
+def knob_changes(listed: Mapping[str, Any], knobs: Knobs) -> dict[str, Any]:
+    """Return the listed changes that set a knob. A temperature sets a knob, unless it is a tensor."""
+    names = {f.name for f in fields(knobs)}
+    of_state = {"temperature"} if isinstance(listed.get("temperature"), Tensor) else set()
+    return {name: value for name, value in listed.items() if name in names - of_state}
 
 
-def _is_schedule(name: str, value: Any) -> bool:
-    """Return True for the temperature of the knobs (a schedule), False for that of the state (a tensor)."""
-    return name == "temperature" and not isinstance(value, Tensor)
+def _check_constant(new: DenoiseState, old: DenoiseState) -> None:
+    """Refuse a new state that differs from the old one in more than its fields that may change."""
+    if type(new) is not type(old):
+        raise ValueError(
+            f"A changed state must stay a {type(old).__name__}, got a {type(new).__name__}. "
+            "Change fields of `record.state` with dataclasses.replace."
+        )
+    for name in split_fields(old, "constant")[1]:
+        if not _same(getattr(new, name), getattr(old, name)):
+            raise ValueError(
+                f"{type(old).__name__}.{name} must stay the same within a run. Begin a new run to change it."
+            )
 
 
-def _check(name: str, value: Any, state: DenoiseState) -> None:
+def _check(name: str, value: Any, state: DenoiseState, *, is_knob: bool) -> None:
     if not all(has_values(part) or state.canvas.is_meta for part in tree_leaves(value) if isinstance(part, Tensor)):
         raise ValueError(f"{name} must be dense and on {state.device}, got a sparse tensor or one on meta.")
     if name == "self_cond" and not isinstance(value, Prediction | Tensor | None):
@@ -155,12 +169,13 @@ def _check(name: str, value: Any, state: DenoiseState) -> None:
             f"DenoiseState.self_cond must be a Prediction, logits or None, got {type(value).__name__}. "
             "None disables self-conditioning in the next step."
         )
-    if name not in _STATE_FIELDS - _ANY_SHAPE or _is_schedule(name, value):
+    required = {f.name for f in fields(state) if f.default is MISSING and f.default_factory is MISSING}
+    now = getattr(state, name) if name in required and not is_knob else None
+    if not isinstance(now, Tensor):
         return
-    now: Tensor = getattr(state, name)
     if not isinstance(value, Tensor) or value.shape != now.shape or value.dtype != now.dtype:
         got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"DenoiseState.{name} must stay {now.dtype} {tuple(now.shape)}, got {got}.")
+        raise ValueError(f"{type(state).__name__}.{name} must stay {now.dtype} {tuple(now.shape)}, got {got}.")
     if name == "canvas" and bool(((value < 0) | (value >= state.noise.vocab_size)).any()):
         raise ValueError(
             f"DenoiseState.canvas must hold ids in [0, {state.noise.vocab_size}), "
@@ -179,7 +194,9 @@ def _same(left: Any, right: Any) -> bool:
     left, right = (x.logits if isinstance(x, Prediction) else x for x in (left, right))
     (left_leaves, left_form), (right_leaves, right_form) = tree_flatten(left), tree_flatten(right)
     return left_form == right_form and all(
-        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b
+        torch.equal(a, b)
+        if isinstance(a, Tensor) and isinstance(b, Tensor)
+        else a is b or (isinstance(a, Noise) and a == b)
         for a, b in zip(left_leaves, right_leaves, strict=True)
     )
 

@@ -229,7 +229,8 @@ class Recording:
     def _add_change(
         self, place: StepPlace, changes: Changes, moment: Moment, written: Mapping[str, Any] | None = None
     ) -> None:
-        values = merge_changes(dict(written or {}), list_changes(changes, moment.state, moment.knobs))
+        listed = list_changes(changes, moment.state, moment.knobs)
+        values = merge_changes(dict(written or {}), listed, moment.knobs)
         if values:
             self.changes.append(Change(block=place[0], index=place[1], values=tree_map(_on_cpu, values)))
 
@@ -238,7 +239,7 @@ class Recording:
         values: dict[str, Any] = {}
         for change in self.changes:
             if (change.block, change.index) == place:
-                values = merge_changes(values, change.values)
+                values = merge_changes(values, change.values, moment.knobs)
         return tree_map(lambda x: x.to(moment.state.device) if isinstance(x, Tensor) else x, values)
 
     def _knobs_at(self, block: int) -> Knobs:
@@ -246,7 +247,7 @@ class Recording:
         knobs = self.plan.knobs
         for change in self.changes:
             if change.block < block:
-                knobs = replace(knobs, **knob_changes(change.values))
+                knobs = replace(knobs, **knob_changes(change.values, knobs))
         return knobs
 
 

@@ -170,7 +170,7 @@ class Trajectory(Recording):
             new = dict(changes)
             if seed is not None and step > 0:
                 new.setdefault("seeds", row_seeds.to(moment.state.device)[moment.state.rows])
-            return merge_changes(earlier, new)
+            return merge_changes(earlier, new, moment.knobs)
 
         return self._rerun(model, cache, forked, script)
 
