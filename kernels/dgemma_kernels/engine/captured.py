@@ -4,7 +4,7 @@ A captured step runs the library's own `predict`, `decide` and `settle` once ove
 sampler one launch (`published.py`) replaces the last two. Each draw is one launch, unless the state has its own `draw`.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -69,20 +69,19 @@ class CapturedRead:
 class _PackedState(CausalState):
     """A state whose tensors are views of one packed tensor, so that one launch copies them."""
 
-    # (5, B) int64: token, number, done, broken, seeds. `dataclasses.replace` does not copy this field.
-    packed: Tensor | None = field(default=None, init=False)
+    packed: Tensor  # (5, B) int64: token, number, done, broken, seeds
+    views: dict[str, Tensor]  # the tensors of the state before `dataclasses.replace`
 
 
 def _unpack(packed: Tensor) -> _PackedState:
     token, number, _, _, seeds = packed
     done, broken = packed[2:4].view(torch.bool)[:, ::8]  # the first byte of each number
-    state = _PackedState(token=token[:, None], number=number, done=done, broken=broken, seeds=seeds)
-    object.__setattr__(state, "packed", packed)
-    return state
+    views = {"token": token[:, None], "number": number, "done": done, "broken": broken, "seeds": seeds}
+    return _PackedState(**views, packed=packed, views=views)
 
 
 def _pack(state: CausalState) -> Tensor:
-    if isinstance(state, _PackedState) and state.packed is not None:
+    if isinstance(state, _PackedState) and all(getattr(state, name) is view for name, view in state.views.items()):
         return state.packed
     columns = (state.token[:, 0], state.number, state.done, state.broken, state.seeds)
     return torch.stack([column.long() for column in columns])
