@@ -191,7 +191,11 @@ def predict(denoiser: Denoiser, state: DenoiseState, *, cache: Cache, knobs: Kno
     for name, value, kind in (("state", state, DenoiseState), ("knobs", knobs, Knobs)):
         if not isinstance(value, kind):
             require(False, f"step {name}", f"be a {kind.__name__}", value)
-    level = knobs.sampler.noise_level(state)
+    return predict_at(knobs.sampler.noise_level(state), denoiser, state, cache=cache, knobs=knobs)
+
+
+def predict_at(level: Tensor, denoiser: Denoiser, state: DenoiseState, *, cache: Cache, knobs: Knobs) -> Prediction:
+    """Predict like `predict`, with the canvas's noise level (B,), which a sampler may compute from its memory."""
     raw = denoiser.denoise_at(level, state.canvas, cache, self_cond=state.self_cond, frozen=state.frozen)
     whole = (*state.canvas.shape, state.noise.vocab_size)
     if not isinstance(raw, Prediction) or tuple(raw.shape) != whole:
@@ -243,14 +247,8 @@ def settle(state: DenoiseState, prediction: Prediction, decision: Decision, knob
         still_open = ~state.frozen
     else:
         still_open = ((state.open & ~write) | renoise | state.noise.masked(canvas)) & ~state.frozen
-    after = replace(
-        state,
-        canvas=canvas,
-        open=torch.where(state.done[:, None], state.open, still_open),
-        memory=decision.memory,
-        self_cond=prediction,
-        **clock(state.noise, knobs.temperature, state.step + 1, state.num_steps),
-    )
+    still_open = torch.where(state.done[:, None], state.open, still_open)
+    after = advance(state, prediction, knobs, canvas=canvas, open=still_open, memory=decision.memory)
 
     final = torch.where(state.frozen, state.canvas, knobs.sampler.final(prediction, after))
     if prediction.joint is not None:  # what is committed must be in the language
@@ -269,6 +267,12 @@ def settle(state: DenoiseState, prediction: Prediction, decision: Decision, knob
         done, after = done | stopped, replace(after, stop_memory=stop_memory)
     after = replace(after, done=done)
     return Settled(after, write, renoise, ~state.done, judge(prediction, after))
+
+
+def advance(state: DenoiseState, prediction: Prediction, knobs: Knobs, **changes: Any) -> DenoiseState:
+    """Return the state at the next step, with these changes, conditioned on the prediction of this step."""
+    after_clock = clock(state.noise, knobs.temperature, state.step + 1, state.num_steps)
+    return replace(state, self_cond=prediction, **after_clock, **changes)
 
 
 def record_step(
