@@ -23,12 +23,12 @@ from torch import Tensor
 from dgemma.checks import check_flags, require
 from dgemma.model.cache import Cache
 from dgemma.run.changes import Changes
-from dgemma.run.loop import run_plan
+from dgemma.run.loop import drain, run_plan
 from dgemma.run.options import GenerateOptions, RunOptions, WatchOptions, fill_in, select, takes_options
 from dgemma.run.plan import read_plan
 from dgemma.run.records import BlockCommit, Events, StepRecord
 from dgemma.run.step import Denoiser
-from dgemma.run.trajectory import Generation, Trajectory, drain
+from dgemma.run.trajectory import Generation, Trajectory
 
 
 @takes_options(GenerateOptions)
@@ -72,7 +72,8 @@ def generate(
     require(on_step is None or callable(on_step), "generate on_step", "be a function of a StepRecord", on_step)
     plan = read_plan(model, prompt_tokens, cache=cache, **select(options, RunOptions))
     trajectory = Trajectory(plan, top=watch["record_top"]) if watch["record"] else None
-    return drain(run_plan(model, plan, cache), on_step=on_step, trajectory=trajectory, progress=progress)
+    output = drain(run_plan(model, plan, cache), on_step=on_step, recording=trajectory, progress=progress)
+    return Generation(**vars(output), trajectory=trajectory)
 
 
 @takes_options(RunOptions)

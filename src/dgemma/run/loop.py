@@ -1,21 +1,30 @@
-"""The loop over canvases: start a canvas from noise, step it until its rows are done, commit it."""
+"""The loop over canvases: start a canvas from noise, step it until its rows are done, commit it.
+
+`run_plan` is the loop as a generator of events. `drain` runs it to its end, with a callback and a recording.
+"""
 
 import itertools
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from dgemma.diffusion.prediction import refuse_nan
 from dgemma.diffusion.state import DenoiseState, watch
 from dgemma.model.cache import Cache
-from dgemma.run.changes import Changes, apply_changes
+from dgemma.printing import progress_bar
+from dgemma.run.changes import Changes, apply_changes, snapshot
 from dgemma.run.knobs import Knobs
 from dgemma.run.plan import Plan
-from dgemma.run.records import BlockCommit, Denoised, Events, Moment, Output, StepRecord
+from dgemma.run.recording import Recording
+from dgemma.run.records import BlockCommit, Denoised, Events, Moment, OnStep, Output, StepRecord, shows_progress
 from dgemma.run.step import Denoiser, judge, start_state
+
+Result = TypeVar("Result")
 
 
 @torch.no_grad()
@@ -171,6 +180,43 @@ def denoise_canvas(
             state, cache = state.select(working), cache.select(working)
         goes_on = knobs.stop is None and min(left) > 1
     return Denoised(torch.stack(drafts), torch.tensor(num_forwards, device=device), knobs)
+
+
+def drain(events: Events, *, on_step: OnStep | None, recording: Recording | None, progress: bool = False) -> Output:
+    """Run a stream to its end, pass the changes of `on_step` back into it, and record its events."""
+    with progress_bar(desc="denoising", unit="step", show=progress and not shows_progress(on_step)) as bar:
+        return run_events(events, bar, on_step=on_step, recording=recording)
+
+
+def run_events(
+    events: Generator[StepRecord | BlockCommit, Changes, Result] | Generator[StepRecord, Changes, Result],
+    bar: tqdm,
+    *,
+    on_step: OnStep | None,
+    recording: Recording | None,
+    rows: Tensor | None = None,
+) -> Result:
+    """Do what `drain` does, for a stream with a result of any type, and with a given progress bar.
+
+    rows: pass it if the events belong to some rows of a larger batch. It holds their row numbers in that batch,
+    ascending. In the recording they are numbered 0, 1, ….
+    """
+    changes: Changes = None
+    while True:
+        try:
+            event = events.send(changes)
+        except StopIteration as finished:
+            return finished.value
+        changes = None
+        if isinstance(event, StepRecord):
+            bar.update()
+            unwritten = snapshot(event.state) if recording is not None and on_step is not None else None
+            changes = on_step(event) if on_step is not None else None
+            if recording is not None:
+                here = event if rows is None else replace(event, rows=torch.searchsorted(rows, event.rows))
+                recording.add_step(here, changes, unwritten=unwritten)
+        elif recording is not None:
+            recording.add_commit(event)
 
 
 def refuse_step(record: StepRecord, broken: list[int], stray: list[int]) -> NoReturn:

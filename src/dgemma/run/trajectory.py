@@ -4,26 +4,23 @@ A draw is a function of (seed, block, step, position, purpose). So the plan, the
 callbacks determine a run. A trajectory keeps the plan and the changes; with the model, any step can be repeated.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from dgemma.checks import typed
 from dgemma.model.cache import Cache, require_cache
-from dgemma.printing import progress_bar
 from dgemma.run import arguments
-from dgemma.run.changes import Changes, apply_changes, merge_changes, snapshot
-from dgemma.run.loop import run_plan, start_block
+from dgemma.run.changes import Changes, apply_changes, merge_changes
+from dgemma.run.loop import drain, run_plan, start_block
 from dgemma.run.recording import Recording, StepPlace
-from dgemma.run.records import BlockCommit, Events, Moment, OnStep, Output, StepRecord, shows_progress
-from dgemma.run.step import Denoiser, check_denoiser, clock, shape
+from dgemma.run.records import Moment, OnStep, Output, StepRecord
+from dgemma.run.step import Denoiser, advance, check_denoiser, predict_at
 from dgemma.values import find_unknown
 
-Result = TypeVar("Result")
 Script = Callable[[StepPlace, Moment, StepRecord | None], Changes]
 
 
@@ -97,13 +94,11 @@ class Trajectory(Recording):
                 state, knobs = apply_changes(changes, state, knobs)
                 left = torch.isin(state.rows, taken.rows.to(device)).nonzero()[:, 0]
                 state, here = state.select(left), here.select(left)
-                level = taken.noise_level.to(device)
-                raw = model.denoise_at(level, state.canvas, here, self_cond=state.self_cond, frozen=state.frozen)
-                prediction, canvas = shape(raw, state, knobs), taken.next_canvas.to(device).long()
+                prediction = predict_at(taken.noise_level.to(device), model, state, cache=here, knobs=knobs)
+                canvas = taken.next_canvas.to(device).long()
                 written = torch.where(taken.accepted.to(device), prediction.log_prob(canvas).double(), 0.0)
                 total = total.index_add(0, state.rows, written.sum(1))
-                time = clock(plan.noise, knobs.temperature, state.step + 1, state.num_steps)
-                state = replace(state, canvas=canvas, open=taken.open.to(device), self_cond=prediction, **time)
+                state = advance(state, prediction, knobs, canvas=canvas, open=taken.open.to(device))
         return total
 
     @typed
@@ -191,7 +186,7 @@ class Trajectory(Recording):
 
         past = list(again.commits)
         events = run_plan(model, plan, None if cache is None else cache.clone(), past=past, on_start=on_start)
-        return drain(events, on_step=on_step, trajectory=again)
+        return Generation(**vars(drain(events, on_step=on_step, recording=again)), trajectory=again)
 
     def _check_place(self, block: int, step: int) -> None:
         if not any((recorded.block, recorded.index) == (block, step) for recorded in self.steps):
@@ -234,46 +229,6 @@ class Generation(Output):
     """The result of `generate`. tokens (B, P + N) and new_tokens (B, N); steps (B, blocks) counts forwards."""
 
     trajectory: Trajectory | None
-
-
-def drain(
-    events: Events, *, on_step: OnStep | None, trajectory: Trajectory | None = None, progress: bool = False
-) -> Generation:
-    """Run a stream to its end, pass the changes of `on_step` back into it, and record into `trajectory`."""
-    with progress_bar(desc="denoising", unit="step", show=progress and not shows_progress(on_step)) as bar:
-        output = run_events(events, bar, on_step=on_step, trajectory=trajectory)
-    return Generation(**vars(output), trajectory=trajectory)
-
-
-def run_events(
-    events: Generator[StepRecord | BlockCommit, Changes, Result] | Generator[StepRecord, Changes, Result],
-    bar: tqdm,
-    *,
-    on_step: OnStep | None,
-    trajectory: Trajectory | None,
-    rows: Tensor | None = None,
-) -> Result:
-    """Do what `drain` does, for a stream with a result of any type, and with a given progress bar.
-
-    rows: pass it if the events belong to some rows of a larger batch. It holds their row numbers in that batch,
-    ascending. In the trajectory they are numbered 0, 1, ….
-    """
-    changes: Changes = None
-    while True:
-        try:
-            event = events.send(changes)
-        except StopIteration as finished:
-            return finished.value
-        changes = None
-        if isinstance(event, StepRecord):
-            bar.update()
-            unwritten = snapshot(event.state) if trajectory is not None and on_step is not None else None
-            changes = on_step(event) if on_step is not None else None
-            if trajectory is not None:
-                here = event if rows is None else replace(event, rows=torch.searchsorted(rows, event.rows))
-                trajectory.add_step(here, changes, unwritten=unwritten)
-        elif trajectory is not None:
-            trajectory.add_commit(event)
 
 
 class _Reached(Exception):

@@ -22,12 +22,12 @@ from dgemma.run import arguments
 from dgemma.run.arguments import Span
 from dgemma.run.constrain import Constraint, HoleLanguage
 from dgemma.run.knobs import Knobs
-from dgemma.run.loop import denoise_canvas, start_block
+from dgemma.run.loop import denoise_canvas, run_events, start_block
 from dgemma.run.options import CanvasOptions, WatchOptions, fill_in, select, takes_options
 from dgemma.run.plan import Plan, read_plan
 from dgemma.run.records import BlockCommit, OnStep, shows_progress
 from dgemma.run.step import Denoiser, check_denoiser
-from dgemma.run.trajectory import Trajectory, run_events
+from dgemma.run.trajectory import Trajectory
 
 Holes = Tensor | int | Sequence[tuple[int, int]]
 
@@ -233,7 +233,7 @@ class _Writer:
                 )
                 events = denoise_canvas(self.model, state, cache, knobs)
                 drafts, num_forwards, knobs = run_events(
-                    events, bar, on_step=self.on_step, trajectory=trajectory, rows=state.rows
+                    events, bar, on_step=self.on_step, recording=trajectory, rows=state.rows
                 )
                 scores = self._score(state, cache, drafts)
                 if trajectory is not None:
