@@ -246,6 +246,18 @@ def test_rows_of_a_subclass_are_selected_without_its_shared_fields():
     assert (spliced.label.tolist(), spliced.table.tolist()) == ([5, 1], [0, 1, 2, 3, 4])
 
 
+def test_a_donor_with_other_fields_is_refused_even_if_it_has_as_many_tensors():
+    state, _ = fresh(EntropyBound())
+    row = torch.tensor([0])
+    mine = replace(state, awaited=torch.ones(2, CANVAS_LEN, dtype=torch.bool))
+    theirs = replace(state, memory=torch.zeros(2, CANVAS_LEN)).select(row)
+    with pytest.raises(ValueError, match="donor of the same class with the same fields present"):
+        mine.splice(row, theirs)
+    labelled, _ = traced()
+    with pytest.raises(ValueError, match="donor of the same class with the same fields present"):
+        labelled.splice(row, replace(state, stop_memory=torch.zeros(2)).select(row))
+
+
 @dataclass(frozen=True, kw_only=True)
 class StateWithKnob(dgemma.DenoiseState):
     top_k: int = 3

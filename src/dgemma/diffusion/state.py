@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dgemma.checks import short_repr
 from dgemma.diffusion import draws
@@ -82,7 +82,8 @@ class DenoiseState:
 
         Example: `state.select(torch.tensor([0, 2]))`.
         """
-        selected = self._map_rows(lambda tensor: tensor.index_select(0, rows))
+        values = tree_map(lambda x: x.index_select(0, rows) if isinstance(x, Tensor) else x, _row_fields(self))
+        selected = replace(self, **values)
         if self.language is not None:
             selected = replace(selected, language=self.language.select(rows))
         if self.allowed is None or self.allowed.shape[0] == 1:  # the same for every row
@@ -97,16 +98,21 @@ class DenoiseState:
 
         Example: `state.splice(torch.tensor([1]), other.select(torch.tensor([0])))`.
         """
-        donors = iter(_row_tensors(donor))
-        mine = len(_row_tensors(self))
-        if mine != len(_row_tensors(donor)):
+        mine, form = tree_flatten(_row_fields(self))
+        theirs, donor_form = tree_flatten(_row_fields(donor))
+        are_tensors = [[isinstance(leaf, Tensor) for leaf in leaves] for leaves in (mine, theirs)]
+        if type(donor) is not type(self) or form != donor_form or are_tensors[0] != are_tensors[1]:
             raise ValueError(
-                "DenoiseState.splice must get a donor with the same fields present (self_cond, memory). "
-                "Take both states after the same number of steps under the same sampler."
+                "DenoiseState.splice must get a donor of the same class with the same fields present "
+                "(self_cond, memory). Take both states after the same number of steps under the same sampler."
             )
-        spliced = self._map_rows(lambda tensor: tensor.index_copy(0, rows, next(donors).to(tensor.dtype)))
+        spliced = [
+            old.index_copy(0, rows, new.to(old.dtype)) if isinstance(old, Tensor) else old
+            for old, new in zip(mine, theirs, strict=True)
+        ]
         language = splice_languages(self.language, donor.language, rows, self.batch_size)
-        return replace(spliced, rows=self.rows, allowed=self._splice_allowed(rows, donor), language=language)
+        whole = {"rows": self.rows, "allowed": self._splice_allowed(rows, donor), "language": language}
+        return replace(self, **{**tree_unflatten(spliced, form), **whole})
 
     def _splice_allowed(self, rows: Tensor, donor: "DenoiseState") -> Tensor | None:
         if self.allowed is None and donor.allowed is None:
@@ -116,13 +122,6 @@ class DenoiseState:
         num_positions = max(mine.shape[1], theirs.shape[1])
         theirs = theirs.expand(donor.batch_size, num_positions, -1)
         return mine.expand(self.batch_size, num_positions, -1).index_copy(0, rows, theirs)
-
-    def _map_rows(self, transform: Callable[[Tensor], Tensor]) -> "DenoiseState":
-        """Apply a function to every tensor that has one entry per row."""
-        changes: dict[str, Any] = {}
-        for name, value in _row_fields(self).items():
-            changes[name] = tree_map(lambda x: transform(x) if isinstance(x, Tensor) else x, value)
-        return replace(self, **changes)
 
     def uniform(self, purpose: str) -> Tensor:
         """Draw one uniform in [0, 1) per position, (B, C) float64, from (seed, block, step, position, purpose)."""
@@ -155,10 +154,6 @@ def _row_fields(state: DenoiseState) -> dict[str, Any]:
     if isinstance(state.self_cond, Prediction):
         values["self_cond"] = state.self_cond.as_self_cond()
     return values
-
-
-def _row_tensors(state: DenoiseState) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(list(_row_fields(state).values())) if isinstance(leaf, Tensor)]
 
 
 def watch(*tensors: Tensor) -> Callable[[], bool]:
