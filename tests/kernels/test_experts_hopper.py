@@ -69,7 +69,7 @@ def test_both_products_in_one_launch_match_float64(routing, width, hidden):
 @pytest.mark.parametrize(
     ("old", "new", "hazard"),
     [
-        ("cp.async.wait_group 4;", "cp.async.wait_group 5;", "without having waited for the write"),
+        ("cp.async.wait_group 3;", "cp.async.wait_group 4;", "without having waited for the write"),
         (" fence.proxy.async.shared::cta;", "", "without fence_async_shared"),
         ("    thread_barrier()\n    MMA", "    MMA", "without having waited for the write"),
         ("warpgroup_mma_wait(1, deps=(low_run,))", "warpgroup_mma_wait(2, deps=(low_run,))", "not waited for"),

@@ -89,6 +89,13 @@ def test_scale_rows_matches_float64(shape, dtype, columns, device):
     assert error(norms.scale_rows(x, *scales, factor=3.0), want) < LIMITS[dtype]
 
 
+def test_scale_rows_adds_parts_first(device):
+    parts = draw(3, 5, 300, dtype=torch.float32, device=device, seed=1)
+    row_scale = draw(5, dtype=torch.float32, device=device, seed=2)
+    want = (parts[0].double() + parts[1] + parts[2]) * row_scale[:, None] * 2.0
+    assert error(norms.scale_rows(parts, row_scale, factor=2.0), want) < LIMITS[torch.float32]
+
+
 def assert_rounded(got: Quantized, want: Tensor) -> None:
     """The largest value of a row becomes 448, and the others are off by at most half a step of float8."""
     torch.testing.assert_close(got.scale.double(), want.abs().amax(-1) / 448, rtol=1e-6, atol=0)

@@ -139,7 +139,7 @@ class Forward:
             return scale_rows(self._soft_product(weights), scale, factor=self.embed_scale)
         probabilities = Quantized(values=weights, scale=scale, dtype=self.weights.embedding.dtype)
         if probabilities.shape[0] <= _DEEP and tensor_descriptors(table.scale.device) and not self.batch_invariant:
-            return multiply_deep(probabilities, table).mul_(self.embed_scale)
+            return multiply_deep(probabilities, table, factor=self.embed_scale)
         # For 256 rows, the library's product of this depth is much faster with float32 sums and without scales.
         sums = torch.empty(probabilities.shape[0], table.shape[0], device=table.scale.device)
         self._multiply_unscaled(probabilities, table, self._one, out=sums)

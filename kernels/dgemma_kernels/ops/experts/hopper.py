@@ -45,12 +45,12 @@ _BYTES = gl.constexpr(
         [64, 64],
     )
 )
-# Layouts of copies: rows of tokens, 16 bytes per thread; the scales of a plane; scales and sums of 16 groups.
+# Layouts of copies: rows of tokens, 16 bytes per thread; scales and sums of 16 groups; scales of four planes of down.
 _ROWS8 = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0]))
 _ROWS16 = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-_LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 _SCALES = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
 _SUMS = gl.constexpr(gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0]))
+_FOUR = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
 _PLAIN1 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _PLAIN2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
@@ -205,8 +205,11 @@ def _multiply_blocks(
             while gl.atomic_add(tables[2] + block // BLOCKS, 0, sem="acquire") < SIZE.UP_BLOCKS:
                 pass
         source = _source(tile, pair, block, block < total, SIZE)
+        half = block * 0  # of the memory for the scales of down
         if UP:
             _copy_groups(proj, scales, memory[2], source, pair, 0, LAST + 1, SIZE)
+        else:
+            _copy_scales(proj, memory[2][0], half, source, SIZE)
         for i in gl.static_range(2 * _SLOTS - 1):
             _copy_plane(proj, memory[i % 2], block * 0 + i // 2, source, block * 0 + i)
         slot = block * 0
@@ -216,17 +219,17 @@ def _multiply_blocks(
             next_tile, next_pair = tile, pair  # defined before the branches, as Triton requires
             if tile[2] > SIZE.ROWS // 2:
                 next_tile, next_pair, source, slot = _multiply_block(
-                    proj, scales, out, tables, memory, at, tile, pair, source, slot, SIZE, 1
+                    proj, scales, out, tables, memory, half, at, tile, pair, source, slot, SIZE, 1
                 )
             elif tile[2] > SIZE.ROWS // 4:
                 next_tile, next_pair, source, slot = _multiply_block(
-                    proj, scales, out, tables, memory, at, tile, pair, source, slot, SIZE, 2
+                    proj, scales, out, tables, memory, half, at, tile, pair, source, slot, SIZE, 2
                 )
             else:
                 next_tile, next_pair, source, slot = _multiply_block(
-                    proj, scales, out, tables, memory, at, tile, pair, source, slot, SIZE, 4
+                    proj, scales, out, tables, memory, half, at, tile, pair, source, slot, SIZE, 4
                 )
-            block, tile, pair = after, next_tile, next_pair
+            block, tile, pair, half = after, next_tile, next_pair, 1 - half
         async_copy.wait_group(0)
         thread_barrier()
     return block - total
@@ -239,6 +242,7 @@ def _multiply_block(
     out: gl.tensor,
     tables: gl.tuple,
     memory: gl.tuple,
+    half: gl.tensor,
     at: gl.tuple,
     tile: gl.tuple,
     pair: gl.tensor,
@@ -267,6 +271,7 @@ def _multiply_block(
     SECOND: gl.constexpr = PAIRS * 2 // 3 if UP else PAIRS
     LAST: gl.constexpr = (PLANES - 1) // 16  # index of the last part; a part has 16 groups
     block, after, total = at
+    memory = (memory[0], memory[1], memory[2], half * (4 * triton.cdiv(PLANES, 4)))
     source = (source[0], source[1], source[2], True)  # a constant, so that copies need no test
     if FEW == ROWS:
         few = pair
@@ -296,6 +301,8 @@ def _multiply_block(
     source = _source(next_tile, next_pair, following, copying, SIZE)
     if UP:
         _copy_groups(proj, scales, memory[2], source, next_pair, 0, LAST, SIZE)
+    else:
+        _copy_scales(proj, memory[2][0], 1 - half, source, SIZE)
     plane = block * 0
     low, high = _step(proj, memory, low, high, slot, source, plane, 2 * PAIRS + 1, 1, True, UP)
     slot = gl.where(slot == _SLOTS - 1, 0, slot + 1)
@@ -317,10 +324,11 @@ def _multiply_block(
 
 @gluon.jit
 def _allocate(x: gl.tensor, PLANES: gl.constexpr, ROWS: gl.constexpr) -> gl.tuple:
-    """Return shared memory: two rings, whose planes have codes, rows of tokens and, for down, scales.
+    """Return shared memory: two rings, whose planes have codes and rows of tokens, and memory for scales.
 
-    For gate_up, it also has the scales of all groups, the sums of the rows in each group, and the rounding errors of
-    these sums. All three are in parts of 16 groups. A second view has the scales of single groups.
+    For gate_up, it has the scales of all groups, the sums of the rows in each group, and the rounding errors of these
+    sums. All three are in parts of 16 groups. For down, it has the scales of this block and of the next one, in parts
+    of four planes. A second view has the scales of single groups.
     """
     PARTS: gl.constexpr = triton.cdiv(PLANES, 16)
     if x.dtype.element_ty == gl.float8e4nv:
@@ -329,7 +337,9 @@ def _allocate(x: gl.tensor, PLANES: gl.constexpr, ROWS: gl.constexpr) -> gl.tupl
         groups = (scale, scale._reinterpret(gl.int32, [16 * PARTS, 64], _PLAIN1), sums)
         return _ring(x, ROWS), _ring(x, ROWS), groups
     else:  # noqa: RET505 (without `else`, Triton also compiles the code after the return)
-        return _ring(x, ROWS), _ring(x, ROWS)
+        FOURS: gl.constexpr = triton.cdiv(PLANES, 4)
+        scale = gl.allocate_shared_memory(gl.int32, [2 * FOURS, 4, 64], _PLAIN2)
+        return _ring(x, ROWS), _ring(x, ROWS), (scale, scale._reinterpret(gl.int32, [8 * FOURS, 64], _PLAIN1))
 
 
 @gluon.jit
@@ -341,8 +351,7 @@ def _ring(x: gl.tensor, ROWS: gl.constexpr) -> gl.tuple:
     else:  # noqa: RET505
         codes = gl.allocate_shared_memory(gl.int32, [_SLOTS, 64, 16], _PLAIN2)
         rows = gl.allocate_shared_memory(gl.bfloat16, [_SLOTS, ROWS, 64], gl.NVMMASharedLayout(128, 16))
-        scale = gl.allocate_shared_memory(gl.int32, [_SLOTS, 64], _PLAIN1)
-        return codes, rows, scale
+        return codes, rows
 
 
 @gluon.jit
@@ -402,8 +411,6 @@ def _copy_plane(proj: gl.tuple, ring: gl.tuple, slot: gl.tensor, source: gl.tupl
         columns = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, LAYOUT)), 0) + plane * 64
         rows = proj[0] + (gl.expand_dims(source[1], 1) + columns)
         copy_by_threads(ring[1].index(slot), rows, mask=gl.expand_dims(source[2], 1))
-        if not UP:
-            copy_by_threads(ring[2].index(slot), proj[2] + at * 64 + gl.arange(0, 64, _LINE))
     async_copy.commit_group()
 
 
@@ -484,11 +491,12 @@ def _step(
 
     The rings alternate, by PARITY of the number.
     """
-    # Products read shared memory through the async proxy, but threads wrote the rows through the generic proxy. So a
-    # fence is needed.
-    gl.inline_asm_elementwise(
-        "cp.async.wait_group 4; fence.proxy.async.shared::cta; mov.u32 $0, 0;", "=r", [], gl.int32, False, 1
-    )
+    if PARITY == 0:
+        # Products read shared memory through the async proxy, but threads wrote the rows through the generic proxy. So
+        # a fence is needed. It is slow, so one wait and one fence serve two planes.
+        gl.inline_asm_elementwise(
+            "cp.async.wait_group 3; fence.proxy.async.shared::cta; mov.u32 $0, 0;", "=r", [], gl.int32, False, 1
+        )
     thread_barrier()
     MMA: gl.constexpr = low.type.layout
     ring = memory[PARITY]
@@ -502,9 +510,10 @@ def _step(
         low_scale = gl.expand_dims((scale << 16).to(gl.float32, bitcast=True) * 2.0**-117, 1)
         high_scale = gl.expand_dims((scale & -65536).to(gl.float32, bitcast=True) * 2.0**-113, 1)
     else:
-        low_codes = _decode(ring, slot, MMA, _LOW)
+        scale = memory[2][1].index(memory[3] + number)
+        low_codes = _decode(ring[0], scale, slot, MMA, _LOW)
         low_run = warpgroup_mma(low_codes, rows, low, is_async=True)
-        high_codes = _decode(ring, slot, MMA, _HIGH)
+        high_codes = _decode(ring[0], scale, slot, MMA, _HIGH)
         high_run = warpgroup_mma(high_codes, rows, high, is_async=True)
     if COPY:
         free = slot
@@ -535,10 +544,10 @@ def _split(codes: gl.tensor, slot: gl.tensor, MMA: gl.constexpr) -> tuple[gl.ten
 
 
 @gluon.jit
-def _decode(ring: gl.tuple, slot: gl.tensor, MMA: gl.constexpr, PTX: gl.constexpr) -> gl.tensor:
+def _decode(codes: gl.tensor, scale: gl.tensor, slot: gl.tensor, MMA: gl.constexpr, PTX: gl.constexpr) -> gl.tensor:
     """Return rows r or rows r + 64 of a plane as a left operand: (64, 64) bfloat16."""
-    words = ring[0].index(slot).load(_WORDS)
-    each, words = gl.broadcast(gl.expand_dims(ring[2].index(slot).load(gl.SliceLayout(1, _WORDS)), 1), words)
+    words = codes.index(slot).load(_WORDS)
+    each, words = gl.broadcast(gl.expand_dims(scale.load(gl.SliceLayout(1, _WORDS)), 1), words)
     a, b, c, d = gl.inline_asm_elementwise(PTX, "=h,=h,=h,=h,r,r", [words, each], _BFLOAT16, True, 1)
     wide = gl.join(gl.join(a, c), gl.join(b, d)).reshape(64, 4, 4, 2, 2).permute(0, 2, 3, 1, 4).reshape(64, 64)
     return gl.convert_layout(wide, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
@@ -570,6 +579,19 @@ def _copy_groups(
             for i in gl.static_range(2):
                 sums = of_tokens[1] + (row + (col + (64 * i + 16 * part)))
                 copy_by_threads(groups[2].index(2 * part + i), sums, mask=inside & (col < PLANES - 16 * part))
+
+
+@gluon.jit
+def _copy_scales(proj: gl.tuple, scales: gl.tensor, half: gl.tensor, source: gl.tuple, SIZE: gl.constexpr) -> None:
+    """Start to copy the scales of a block of down to one half of their memory, together with the next plane."""
+    if source[3]:
+        PLANES: gl.constexpr = SIZE.WIDTH // 64
+        FOURS: gl.constexpr = triton.cdiv(PLANES, 4)
+        plane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, _FOUR)), 1)
+        line = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, _FOUR)), 0)
+        for part in gl.static_range(FOURS):
+            at = proj[2] + (source[0] + 4 * part).to(gl.int64) * 64 + (plane * 64 + line)
+            copy_by_threads(scales.index(half * FOURS + part), at, mask=plane < PLANES - 4 * part)
 
 
 @gluon.jit

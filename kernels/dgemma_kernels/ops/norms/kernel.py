@@ -4,6 +4,7 @@ Statistics and products are float32. Values round to the model's dtype where the
 DiffusionGemma) rounds them. Reference: `reference.py`.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -69,17 +70,18 @@ def scale_rows(
 ) -> Tensor:
     """Multiply x (M, D) by `factor`, by scales of its rows (M,), and by scales of its columns (D,) unless None.
 
-    Scales are float32. The result is in `dtype`, by default that of x.
+    x may have parts (P, M, D), which are added first. Scales are float32. The result (M, D) is in `dtype`, by default
+    that of x.
 
     Example: `scale_rows(product, rows.scale, weight.scale, dtype=torch.bfloat16)`.
     """
     _require_rows("scale_rows", x=x)
-    num_rows, width = x.shape
+    *parts, num_rows, width = x.shape
     _require_vectors("scale_rows", num_rows, row_scale=row_scale)
     _require_vectors("scale_rows", width, col_scale=col_scale)
-    out = torch.empty_like(x, dtype=dtype)
+    out = torch.empty(num_rows, width, dtype=dtype or x.dtype, device=x.device)
     _scale_rows_kernel[(triton.cdiv(num_rows, 4), triton.cdiv(width, 256))](
-        x, row_scale, col_scale, out, num_rows, width, factor, ROWS=4, BLOCK=256, num_warps=4
+        x, row_scale, col_scale, out, num_rows, width, factor, PARTS=math.prod(parts), ROWS=4, BLOCK=256, num_warps=4
     )
     return out
 
@@ -323,6 +325,7 @@ def _scale_rows_kernel(
     num_rows: tl.tensor,
     width: tl.tensor,
     factor: tl.tensor,
+    PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -330,6 +333,8 @@ def _scale_rows_kernel(
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = (row < num_rows) & (cols < width)
     values = tl.load(x + row * width + cols, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        values += tl.load(x + (row + part * num_rows) * width + cols, mask=mask, other=0.0).to(tl.float32)
     values *= tl.load(row_scale + row, mask=row < num_rows, other=0.0) * factor
     if col_scale is not None:
         values *= tl.load(col_scale + cols, mask=cols < width, other=0.0)

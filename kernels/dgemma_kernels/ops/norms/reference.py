@@ -29,8 +29,11 @@ def scale_rows(
     factor: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Multiply x (M, D) by `factor`, by scales of its rows (M,), and by scales of its columns (D,) unless None."""
-    scaled = x * (row_scale * factor)[:, None]
+    """Multiply x (M, D) by `factor`, by scales of its rows (M,), and by scales of its columns (D,) unless None.
+
+    x may have parts (P, M, D), which are added first.
+    """
+    scaled = x.reshape(-1, *x.shape[-2:]).sum(0) * (row_scale * factor)[:, None]
     return (scaled if col_scale is None else scaled * col_scale).to(dtype or x.dtype)
 
 

@@ -14,6 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dgemma_kernels.formats.float8 import Quantized, values_and_scale
 from dgemma_kernels.ops.blocks import inside, wait_for_launches_before
 from dgemma_kernels.ops.configs import dependent_launch, num_multiprocessors
+from dgemma_kernels.ops.norms import scale_rows
 
 _DEPTH = 1024  # columns per load
 # Programs have two warps if a float8 weight has at least this many rows. Then a thread loads 16 bytes at once.
@@ -57,8 +58,9 @@ def multiply_row(x: Tensor | Quantized, weight: Tensor | Quantized, *, early: bo
     return out
 
 
-def multiply_deep(x: Quantized, weight: Quantized, *, parts: int | None = None) -> Tensor:
-    """Return x @ weight.T of float8 operands, for few rows and columns and a very large K: (M, K), (N, K) → (M, N).
+def multiply_deep(x: Quantized, weight: Quantized, *, factor: float = 1.0, parts: int | None = None) -> Tensor:
+    """Return factor * x @ weight.T of float8 operands, for few rows and columns and a very large K: (M, K), (N, K) →
+    (M, N).
 
     The depth is added in `parts`, by default as many as fill the GPU. Tensor cores add a part in about 14 bits, and the
     parts are added in float32.
@@ -81,9 +83,7 @@ def multiply_deep(x: Quantized, weight: Quantized, *, parts: int | None = None) 
     sums = torch.empty(parts, num_rows, num_cols, dtype=torch.float32, device=x.values.device)
     _multiply_deep_kernel[(*grid, parts)](
         TensorDescriptor.from_tensor(x.values, [_DEEP_ROWS, _DEEP_DEPTH]),
-        x.scale,
         TensorDescriptor.from_tensor(weight.values, [_DEEP_COLS, _DEEP_DEPTH]),
-        weight.scale,
         sums,
         num_rows,
         num_cols,
@@ -94,15 +94,13 @@ def multiply_deep(x: Quantized, weight: Quantized, *, parts: int | None = None) 
         num_warps=8,
         num_stages=4,
     )
-    return sums.sum(0).to(x.dtype)
+    return scale_rows(sums, x.scale, weight.scale, factor=factor, dtype=x.dtype)
 
 
 @triton.jit
 def _multiply_deep_kernel(
     x: tl.tensor,
-    x_scale: tl.tensor,
     weight: tl.tensor,
-    weight_scale: tl.tensor,
     out: tl.tensor,
     num_rows: tl.tensor,
     num_cols: tl.tensor,
@@ -121,8 +119,6 @@ def _multiply_deep_kernel(
         sums = tl.dot(rows, cols.T, sums)
     row = first_row + tl.arange(0, ROWS)
     col = first_col + tl.arange(0, COLS)
-    sums *= tl.load(x_scale + row, mask=row < num_rows, other=0.0)[:, None]
-    sums *= tl.load(weight_scale + col, mask=col < num_cols, other=0.0)[None, :]
     at = (part.to(tl.int64) * num_rows + row[:, None]) * num_cols + col[None, :]
     tl.store(out + at, sums, mask=(row < num_rows)[:, None] & (col < num_cols)[None, :])
 

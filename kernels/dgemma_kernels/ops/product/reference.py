@@ -10,6 +10,6 @@ def multiply_row(x: Tensor, weight: Tensor) -> Tensor:
     return x @ weight.T
 
 
-def multiply_deep(x: Quantized, weight: Quantized) -> Tensor:
-    """Return x @ weight.T in float64, rounded. (M, K), (N, K) → (M, N)."""
-    return (x.decode() @ weight.decode().T).to(x.dtype)
+def multiply_deep(x: Quantized, weight: Quantized, *, factor: float = 1.0) -> Tensor:
+    """Return factor * x @ weight.T in float64, rounded. (M, K), (N, K) → (M, N)."""
+    return (factor * x.decode() @ weight.decode().T).to(x.dtype)
