@@ -27,7 +27,7 @@ from dgemma.run.knobs import Knobs
 from dgemma.run.step import start_state
 from dgemma.train.lora import LoRA, add_lora
 from dgemma_kernels import accelerate
-from dgemma_kernels.engine import captured, published
+from dgemma_kernels.engine import captured, forward, published
 from dgemma_kernels.engine.forward import Forward
 from dgemma_kernels.engine.graphs import CaptureError, Replay
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits
@@ -124,6 +124,40 @@ def test_a_prompt_in_chunks_equals_the_reference_launched_and_captured(models, m
     assert ("read", (1, 8), False) in cache.buffers.graphs  # captured with the third, replayed for the rest
     want = reference.causal_logits(word, reference.encode(longer))
     torch.testing.assert_close(fast.causal_logits(word, cache), want, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"batch_invariant": True}, {"weights": "fp8", "float8": ["attention"]}], ids=str
+)
+def test_a_prompt_read_without_logits_has_no_queries_in_its_last_layer_but_the_same_keys(options, monkeypatch, device):
+    if "float8" in options and device.type == "cuda":
+        pytest.skip("the library's float8 product has no float32 result on a GPU")
+    model = make_model(device)
+    reference, fast = copy.deepcopy(model), accelerate(model, **options)
+    prompt, word = draw_tokens(1, 7), draw_tokens(1, 1)
+    num_heads, prepare_qkv = [], forward.prepare_qkv
+
+    def prepare(*arguments, **options):
+        num_heads.append(options["num_heads"])
+        return prepare_qkv(*arguments, **options)
+
+    monkeypatch.setattr(forward, "prepare_qkv", prepare)
+    without, whole = fast.encode(prompt), fast.new_cache(1)
+    # With `batch_invariant` the product stays the same, because fewer columns could change the order of its sums.
+    assert num_heads[-2:] == ([2, 2] if "batch_invariant" in options else [2, 0])
+    num_heads.clear()
+    fast.causal_logits(prompt, whole)
+    assert set(num_heads) == {2}
+    for got, want in zip(without.layers, whole.layers, strict=True):
+        num_held = 7 if got.keep is None else got.keep
+        for name in ("keys", "values"):
+            torch.testing.assert_close(
+                getattr(got, name)[:, :, :num_held], getattr(want, name)[:, :, :num_held], **CLOSE
+            )
+    logits = fast.causal_logits(word, without)
+    torch.testing.assert_close(logits, fast.causal_logits(word, whole), **CLOSE)
+    if "float8" not in options:
+        torch.testing.assert_close(logits, reference.causal_logits(word, reference.encode(prompt)), **CLOSE)
 
 
 @pytest.mark.parametrize("kind", ["published", "masked", pytest.param("shaped", marks=pytest.mark.slow)])

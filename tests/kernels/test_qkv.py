@@ -96,6 +96,18 @@ def test_scales_multiply_rows_and_columns_before_the_norms(twin, device):
         assert torch.equal(got[name].nan_to_num(9.0), want[name].nan_to_num(9.0))
 
 
+@LAYOUTS
+@pytest.mark.parametrize("twin", [qkv, reference], ids=["kernel", "reference"])
+def test_without_query_heads_keys_and_values_are_the_same(layout, twin, device):
+    heads, _, head_dim, _ = layout
+    want, got = (draw(layout, torch.float32, device) for _ in range(2))
+    got["projected"] = got["projected"][:, heads * head_dim :].contiguous()
+    twin.prepare_qkv(**want, num_heads=heads, eps=EPS)
+    assert twin.prepare_qkv(**got, num_heads=0, eps=EPS).shape == (BATCH, TOKENS, 0, head_dim)
+    for name in ("keys", "values"):
+        assert torch.equal(got[name].nan_to_num(9.0), want[name].nan_to_num(9.0))
+
+
 def test_prepare_qkv_rounds_where_transformers_rounds(device):
     # Rounding elsewhere (once at the end, say) changes about half of the float16 values.
     case = draw((4, 2, 32, True), torch.float16, device)

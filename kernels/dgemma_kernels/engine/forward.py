@@ -4,6 +4,7 @@ Nothing here reads the device, so all of it can be captured. The reference is `d
 """
 
 import logging
+from dataclasses import replace
 
 import torch
 import triton
@@ -192,7 +193,9 @@ class Forward:
         for index, (layer, (next_norm, next_product)) in enumerate(zip(layers, following, strict=True)):
             keys, values = buffers.keys[index], buffers.values[index]
             slot = buffers.lengths if layer.shape.window is None else buffers.window_lengths
-            projected, scales = self._unscaled(inputs, layer.qkv)
+            is_end = not last and index == len(layers) - 1  # the caller needs only this layer's keys and values
+            product, num_heads = self._keys_product(layer) if is_end else (layer.qkv, self.config.num_attention_heads)
+            projected, scales = self._unscaled(inputs, product)
             rotary_pairs = self._shared_pairs(layer.shape)
             queries = prepare_qkv(
                 projected,
@@ -203,13 +206,13 @@ class Forward:
                 slot,
                 keys,
                 values,
-                num_heads=self.config.num_attention_heads,
+                num_heads=num_heads,
                 eps=self.config.rms_norm_eps,
                 scales=scales,
                 rotary_pairs=rotary_pairs,
             )
-            if not last and index == len(layers) - 1:
-                return x  # the caller needs only the keys and values
+            if is_end:
+                return x
             float8 = isinstance(layer.o, Quantized) and not self._is_row(x)
             if (
                 self.prompt_attention
@@ -255,6 +258,20 @@ class Forward:
     def _is_row(self, x: Tensor | Quantized) -> bool:
         """Tell if `multiply_row` multiplies x; `batch_invariant` requires the library's order of sums."""
         return x.shape[0] == 1 and not self.batch_invariant
+
+    def _keys_product(self, layer: LayerWeights) -> tuple[Tensor | Quantized, int]:
+        """Return the rows of k and v in the weights of q, k and v, and 0 query heads.
+
+        With `batch_invariant` it returns all rows, because a library may add in another order for fewer columns. It
+        does so too where the library's float8 product refuses a number of columns.
+        """
+        qkv, num_heads = layer.qkv, self.config.num_attention_heads
+        start = num_heads * layer.shape.head_dim
+        if self.batch_invariant or (isinstance(qkv, Quantized) and (qkv.shape[0] - start) % 16):
+            return qkv, num_heads
+        if isinstance(qkv, Tensor):
+            return qkv[start:], 0
+        return replace(qkv, values=qkv.values[start:], scale=qkv.scale[start:]), 0
 
     def _shared_pairs(self, shape: LayerShape) -> int | None:
         """Return the number of rotated pairs if keys and values can share the columns that are not rotated, else None.
