@@ -172,6 +172,25 @@ def test_the_sort_does_not_depend_on_how_counts_are_loaded(monkeypatch, device):
     assert router.sort_by_expert(index, counts, 16).pairs.tolist() == index.flatten().argsort(stable=True).tolist()
 
 
+def test_many_tokens_are_sorted_by_programs_with_several_experts(monkeypatch, device):
+    # 18 chunks of 512 tokens, the last with fewer; three programs per chunk, the last with two experts.
+    index = routings(12)["even"].repeat(175, 1).int().to(device)
+    monkeypatch.setattr(router, "_EXPERTS_OF_MANY", 5)
+    tiles = router.sort_by_expert(index, router_reference.count_pairs(index, 12), 288)
+    assert tiles.pairs.tolist() == index.flatten().argsort(stable=True).tolist()
+    sizes, firsts = index.flatten().bincount().tolist(), [0]
+    for size in sizes:
+        firsts.append(firsts[-1] + size)
+    want = [
+        [expert, firsts[expert] + start, min(288, size - start)]
+        for expert, size in enumerate(sizes)
+        for start in range(0, size, 288)
+    ]
+    assert tiles.tiles.tolist() == want + [[0, 0, 0]] * (len(tiles.tiles) - len(want))
+    assert not tiles.finished.any()
+    assert tiles.queue.tolist() == [0, len(want)]
+
+
 def test_more_active_experts_than_experts_are_refused(device):
     with pytest.raises(ValueError, match=r"route.num_active must be in 1..E"):
         router.route(

@@ -18,6 +18,7 @@ from dgemma_kernels.ops.configs import dependent_launch
 _SPLITS_OF_MANY = 4  # parts of the depth, from MANY_ROWS tokens on
 # Rows of `counts` that a program of the sort loads together.
 _COUNT_ROWS_PER_LOAD = 8
+_EXPERTS_OF_MANY = 8  # that a program of the sort has if there are many tokens, so that fewer programs load all counts
 
 
 class ExpertTiles(NamedTuple):
@@ -145,7 +146,8 @@ def sort_by_expert(index: Tensor, counts: Tensor, rows_per_tile: int) -> ExpertT
     tiles = torch.empty(max_tiles, 3, dtype=torch.int32, device=index.device)
     finished = torch.empty(max_tiles, dtype=torch.int32, device=index.device)
     queue = torch.empty(2, dtype=torch.int32, device=index.device)
-    _sort_by_expert_kernel[(num_experts, num_chunks)](
+    group = _EXPERTS_OF_MANY if num_chunks > 2 * _COUNT_ROWS_PER_LOAD else 1
+    _sort_by_expert_kernel[(triton.cdiv(num_experts, group), num_chunks)](
         index,
         counts,
         pairs,
@@ -160,6 +162,7 @@ def sort_by_expert(index: Tensor, counts: Tensor, rows_per_tile: int) -> ExpertT
         NUM_EXPERTS=num_experts,
         EXPERTS=max(triton.next_power_of_2(num_experts), 2),
         CHUNK=chunk,
+        GROUP=group,
         AT_ONCE=min(triton.next_power_of_2(num_chunks), _COUNT_ROWS_PER_LOAD),
         num_warps=1 if chunk <= 128 else 4,
         **dependent_launch(index.device),
@@ -307,11 +310,12 @@ def _sort_by_expert_kernel(
     NUM_EXPERTS: tl.constexpr,
     EXPERTS: tl.constexpr,
     CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
     AT_ONCE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """Write the pairs of one expert and CHUNK tokens. `counts` gives the number of pairs before them."""
-    mine, my_chunk = tl.program_id(0), tl.program_id(1)
+    """Write the pairs of GROUP experts and CHUNK tokens. `counts` gives the number of pairs before them."""
+    my_chunk = tl.program_id(1)
     num_chunks = tl.num_programs(1)
     experts = tl.arange(0, EXPERTS)
     token = my_chunk * CHUNK + tl.arange(0, CHUNK)
@@ -330,27 +334,33 @@ def _sort_by_expert_kernel(
             total += count
             earlier += tl.where(chunk < my_chunk, count, 0)
 
-    first_row = tl.sum(tl.where(experts < mine, total, 0))
-    first = first_row + tl.sum(tl.where(experts == mine, earlier, 0))
-    place = tl.sum(tl.where(expert == mine, slot + 1, 0), 1)  # k + 1 where the token chose this expert, else 0
-    rank = tl.cumsum((place > 0).to(tl.int32), 0) - 1
-    tl.store(pairs + first + rank, token * NUM_ACTIVE + place - 1, mask=place > 0)
+    for member in range(GROUP):
+        mine = tl.program_id(0) * GROUP + member
+        first_row = tl.sum(tl.where(experts < mine, total, 0))
+        first = first_row + tl.sum(tl.where(experts == mine, earlier, 0))
+        place = tl.sum(tl.where(expert == mine, slot + 1, 0), 1)  # k + 1 where the token chose this expert, else 0
+        rank = tl.cumsum((place > 0).to(tl.int32), 0) - 1
+        tl.store(pairs + first + rank, token * NUM_ACTIVE + place - 1, mask=place > 0)
 
-    if my_chunk == 0:
-        tile_counts = (total + ROWS - 1) // ROWS
-        first_tile = tl.sum(tl.where(experts < mine, tile_counts, 0))
-        num_rows = tl.sum(tl.where(experts == mine, total, 0))
-        for start in range(0, num_rows, 32 * ROWS):
-            row = start + tl.arange(0, 32) * ROWS
-            entry = tiles + (first_tile + row // ROWS) * 3
-            tl.store(entry, tl.zeros([32], tl.int32) + mine, mask=row < num_rows)
-            tl.store(entry + 1, first_row + row, mask=row < num_rows)
-            tl.store(entry + 2, tl.minimum(num_rows - row, ROWS), mask=row < num_rows)
-        num_tiles = tl.sum(tile_counts)
-        field = tl.arange(0, 4)
-        if mine == 0:
-            tl.store(queue, 0)
-            tl.store(queue + 1, num_tiles)
-        for tile in range(mine, max_tiles, NUM_EXPERTS):
-            tl.store(finished + tile, 0)
-            tl.store(tiles + tile * 3 + field, tl.zeros([4], tl.int32), mask=field < tl.where(tile >= num_tiles, 3, 0))
+        if (
+            my_chunk == member
+        ):  # there are at least GROUP chunks, so each program writes the tiles of one expert at most
+            tile_counts = (total + ROWS - 1) // ROWS
+            first_tile = tl.sum(tl.where(experts < mine, tile_counts, 0))
+            num_rows = tl.sum(tl.where(experts == mine, total, 0))
+            for start in range(0, num_rows, 32 * ROWS):
+                row = start + tl.arange(0, 32) * ROWS
+                entry = tiles + (first_tile + row // ROWS) * 3
+                tl.store(entry, tl.zeros([32], tl.int32) + mine, mask=row < num_rows)
+                tl.store(entry + 1, first_row + row, mask=row < num_rows)
+                tl.store(entry + 2, tl.minimum(num_rows - row, ROWS), mask=row < num_rows)
+            num_tiles = tl.sum(tile_counts)
+            field = tl.arange(0, 4)
+            if mine == 0:
+                tl.store(queue, 0)
+                tl.store(queue + 1, num_tiles)
+            for tile in range(mine, max_tiles, NUM_EXPERTS):
+                tl.store(finished + tile, 0)
+                tl.store(
+                    tiles + tile * 3 + field, tl.zeros([4], tl.int32), mask=field < tl.where(tile >= num_tiles, 3, 0)
+                )
