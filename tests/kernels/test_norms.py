@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from dgemma_kernels import blocks
 from dgemma_kernels.formats import Quantized
-from dgemma_kernels.ops import blocks
 from dgemma_kernels.ops.mlp import kernel as mlp
 from dgemma_kernels.ops.mlp import reference as mlp_reference
 from dgemma_kernels.ops.norms import kernel as norms

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dgemma.model.quantized import E2M1, NVFP4_GROUP, IntWeight, NvFp4Weight, unpack_nibbles
+from dgemma_kernels.blocks import finish_products, inside
 from dgemma_kernels.formats.float8 import quantize
 from dgemma_kernels.formats.packed import Weights
-from dgemma_kernels.ops.blocks import finish_products, inside
 
 ROWS, COLS = 128, 64  # of a plane; with `gated`, the first 64 rows are gate and the others up
 _CHUNK = 1 << 25  # weights arranged at a time

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dgemma_kernels.ops.blocks import finish_products, inside
+from dgemma_kernels.blocks import finish_products, inside
 
 HALF, DEPTH = 64, 128  # columns per plane of lower bytes, and per plane of codes, which holds two halves
 ROWS = 128  # per block; with `gated`, 64 of gate and 64 of up

@@ -1,1 +1,1 @@
-"""Kernels by operation, each with its PyTorch reference, and the tile shapes and device functions that they share."""
+"""Kernels by operation, each with its PyTorch reference, and the tile shapes that they share."""

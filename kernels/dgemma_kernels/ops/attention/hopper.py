@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from dgemma_kernels.blocks import wait_for_launches_before
 from dgemma_kernels.ops.attention.hopper_common import (
     BYTES,
     CHUNK,
@@ -37,7 +38,6 @@ from dgemma_kernels.ops.attention.hopper_common import (
     store_unit,
 )
 from dgemma_kernels.ops.attention.parts import float8_unit, part_of_keys
-from dgemma_kernels.ops.blocks import wait_for_launches_before
 from dgemma_kernels.ops.configs import dependent_launch
 from dgemma_kernels.ops.hopper import async_load, async_store, make_barriers
 

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dgemma_kernels.blocks import wait_for_launches_before
 from dgemma_kernels.formats.float8 import LARGEST
-from dgemma_kernels.ops.blocks import wait_for_launches_before
 from dgemma_kernels.ops.configs import dependent_launch
 
 _MAX_SPLITS = 128

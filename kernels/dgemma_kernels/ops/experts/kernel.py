@@ -22,11 +22,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dgemma_kernels.blocks import wait_for_launches_before
 from dgemma_kernels.formats import ExpertWeights, FourBit, Packed, Quantized, format_of, stored_tensors
 from dgemma_kernels.formats.float8 import values_and_scale
 from dgemma_kernels.formats.fourbit import COLS, OrderedRows
 from dgemma_kernels.formats.packed import DEPTH, HALF, ROWS, Weights
-from dgemma_kernels.ops.blocks import wait_for_launches_before
 from dgemma_kernels.ops.configs import (
     KEPT_OUTPUT,
     ExpertConfig,

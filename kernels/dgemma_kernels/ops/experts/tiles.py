@@ -9,9 +9,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from dgemma_kernels.blocks import float8_scale, gelu_tanh_times, inside
 from dgemma_kernels.formats.fourbit import multiply_four_bit
 from dgemma_kernels.formats.packed import Weights, multiply_packed
-from dgemma_kernels.ops.blocks import float8_scale, gelu_tanh_times, inside
 
 
 class ExpertTile(NamedTuple):

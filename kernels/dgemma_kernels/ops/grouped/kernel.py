@@ -19,8 +19,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dgemma.checks import require
+from dgemma_kernels.blocks import gelu_tanh_times
 from dgemma_kernels.ops import ahead
-from dgemma_kernels.ops.blocks import gelu_tanh_times
 from dgemma_kernels.ops.configs import gluon_obstacle, is_hopper
 from dgemma_kernels.ops.grouped.tiles import find_tile
 

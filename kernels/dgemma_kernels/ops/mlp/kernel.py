@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dgemma.checks import require, require_tensor
+from dgemma_kernels.blocks import gelu_tanh_times, inside, load_rows, rows_of, store_rows_rounded
 from dgemma_kernels.formats import format_of
 from dgemma_kernels.formats.float8 import Quantized
-from dgemma_kernels.ops.blocks import gelu_tanh_times, inside, load_rows, rows_of, store_rows_rounded
 from dgemma_kernels.ops.configs import DenseConfig, dense_config
 
 

@@ -13,9 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dgemma.checks import require
-from dgemma_kernels.formats.float8 import Quantized
-from dgemma_kernels.formats.fourbit import OrderedRows
-from dgemma_kernels.ops.blocks import (
+from dgemma_kernels.blocks import (
     MANY_ROWS,
     blocks_of,
     load_row,
@@ -27,6 +25,8 @@ from dgemma_kernels.ops.blocks import (
     store_rows_rounded,
     wait_for_launches_before,
 )
+from dgemma_kernels.formats.float8 import Quantized
+from dgemma_kernels.formats.fourbit import OrderedRows
 from dgemma_kernels.ops.configs import dependent_launch
 
 _MAX_WIDTH = 16384

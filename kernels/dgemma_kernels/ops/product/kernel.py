@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dgemma_kernels.blocks import inside, wait_for_launches_before
 from dgemma_kernels.formats.float8 import Quantized, values_and_scale
-from dgemma_kernels.ops.blocks import inside, wait_for_launches_before
 from dgemma_kernels.ops.configs import dependent_launch, num_multiprocessors
 from dgemma_kernels.ops.norms import scale_rows
 

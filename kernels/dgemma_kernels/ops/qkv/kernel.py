@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma_kernels.ops.blocks import wait_for_launches_before
+from dgemma_kernels.blocks import wait_for_launches_before
 from dgemma_kernels.ops.configs import dependent_launch
 
 _TILE_ELEMENTS = 2048  # values per program

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dgemma_kernels.blocks import blocks_of, load_row, store_block
 from dgemma_kernels.ops import norms
-from dgemma_kernels.ops.blocks import blocks_of, load_row, store_block
 
 _MAX_WIDTH = 8192
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dgemma.checks import require_tensor
-from dgemma_kernels.ops.blocks import MANY_ROWS, inside, wait_for_launches_before
+from dgemma_kernels.blocks import MANY_ROWS, inside, wait_for_launches_before
 from dgemma_kernels.ops.configs import dependent_launch
 
 _SPLITS_OF_MANY = 4  # parts of the depth, from MANY_ROWS tokens on

@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dgemma.checks import require_tensor
+from dgemma_kernels.blocks import blocks_of, inside, load_row, store_block, store_rounded, wait_for_launches_before
 from dgemma_kernels.formats.float8 import Quantized
-from dgemma_kernels.ops.blocks import blocks_of, inside, load_row, store_block, store_rounded, wait_for_launches_before
 from dgemma_kernels.ops.configs import dependent_launch
 from dgemma_kernels.ops.norms.kernel import add_attention, as_rows, empty_rows, inverse_rms, router_input
 from dgemma_kernels.ops.router.kernel import ExpertTiles, choose_experts
