@@ -5,12 +5,16 @@ public functions on uninitialised CPU tensors, and WGMMA, the kernels that must 
 """
 
 import json
+import os
 import re
 import runpy
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -19,6 +23,7 @@ from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.ahead import AbsentGPU, only_compiling
 from running_products import overwritten
 
+TABLES: dict[str, dict[str, Any]] = {}  # by name
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -31,31 +36,36 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {name.lower(): int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
 
 
+def compile_case(table: str, case: str) -> list[tuple[dict[str, Any], bytes | None]]:
+    """Compile a case and return the resources of each kernel, with its machine code if that must be disassembled."""
+    calls, wgmma = TABLES[table]["CALLS"], TABLES[table]["WGMMA"]
+    with only_compiling() as kernels:
+        calls[case]()
+    found = []
+    for kernel in {kernel.hash: kernel for kernel in kernels}.values():
+        used = re.findall(r"(wgmma\.mma_async\S+)\s*\{[^}]*\},\s*(\{?)", kernel.asm["ptx"])  # sums, left operand
+        row = {"case": f"{table}: {case}: {kernel.name}", "shared": kernel.metadata.shared}
+        row |= {"wgmma": sorted({name for name, _ in used}), "wants_wgmma": kernel.name in wgmma}
+        row["left_in_registers"] = all(brace for _, brace in used)
+        # Other kernels have no left operand in registers, and disassembling all takes 10 seconds.
+        cubin = kernel.asm["cubin"] if any(brace for _, brace in used) else None
+        found.append((row | resources(kernel.asm["cubin"]), cubin))
+    return found
+
+
 def main() -> None:
     triton.runtime.driver.set_active(AbsentGPU(GPUTarget("cuda", 90, 32)))
     configs.gpu_name = lambda device: "NVIDIA H200"
-    rows, cubins = [], {}
     for path in sorted(Path(__file__).parent.glob("compile_cases_*.py")):
-        if sys.argv[1:] and path.stem.removeprefix("compile_cases_") not in sys.argv[1:]:
-            continue
-        table = runpy.run_path(str(path))
-        for case, call in table["CALLS"].items():
-            with only_compiling() as kernels:
-                call()
-            for kernel in {kernel.hash: kernel for kernel in kernels}.values():
-                row = {"case": f"{path.stem}: {case}: {kernel.name}", "shared": kernel.metadata.shared}
-                used = re.findall(
-                    r"(wgmma\.mma_async\S+)\s*\{[^}]*\},\s*(\{?)", kernel.asm["ptx"]
-                )  # sums, left operand
-                row |= {"wgmma": sorted({name for name, _ in used}), "wants_wgmma": kernel.name in table["WGMMA"]}
-                row["left_in_registers"] = all(brace for _, brace in used)
-                rows.append(row | resources(kernel.asm["cubin"]))
-                if any(brace for _, brace in used):
-                    cubins[len(rows) - 1] = kernel.asm["cubin"]
-    # Other kernels have no left operand in registers, and disassembling all takes 10 seconds.
-    writes = dict(zip(cubins, overwritten(list(cubins.values())) if cubins else [], strict=True))
-    rows = [row | {"overwritten": writes.get(i, [])} for i, row in enumerate(rows)]
-    print(json.dumps(rows))
+        if not sys.argv[1:] or path.stem.removeprefix("compile_cases_") in sys.argv[1:]:
+            TABLES[path.stem] = runpy.run_path(str(path))
+    cases = [(table, case) for table, content in TABLES.items() for case in content["CALLS"]]
+    # Forks share the imports and the tables. A process that dies raises an error here.
+    with ProcessPoolExecutor(min(4, len(os.sched_getaffinity(0))), get_context("fork")) as processes:
+        found = [kernel for kernels in processes.map(compile_case, *zip(*cases, strict=True)) for kernel in kernels]
+    cubins = [cubin for _, cubin in found if cubin]
+    writes = iter(overwritten(cubins) if cubins else [])
+    print(json.dumps([row | {"overwritten": next(writes) if cubin else []} for row, cubin in found]))
 
 
 if __name__ == "__main__":
