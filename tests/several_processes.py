@@ -1,9 +1,11 @@
 """Training on several gloo processes of one machine: the function of each process, and a launcher for tests."""
 
 import os
+import random
 import socket
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -137,6 +139,9 @@ def _run(
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port below those that systems give to connections, so that no connection takes it before its use."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):  # another process listens there
+            probe.bind(("127.0.0.1", port))
+            return port

@@ -1,13 +1,13 @@
 """Runs `ahead` without a GPU and prints as JSON how many kernels this process compiled, and what was called.
 
-Run it in a separate process, without TRITON_INTERPRET. With the argument "dead", the other processes are killed.
+Run it in a separate process, without TRITON_INTERPRET. It runs `ahead` again after the other processes have ended.
 """
 
 import json
 import os
-import sys
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import triton
@@ -57,16 +57,24 @@ def main() -> None:
     ptxas.write_text(f'#!/bin/sh\n{knobs.nvidia.ptxas.path} "$@" && if [ "$1" = --version ]; then echo other; fi\n')
     ptxas.chmod(0o755)
     os.environ["TRITON_PTXAS_PATH"] = str(ptxas)
-    if "dead" in sys.argv:
-        async_compile.AsyncCompile.process_pool().shutdown()
-    fills = [partial(compile_ahead.fill, value) for value in (1, 2, 1)]
-    ahead.start([partial(compile_ahead.refuse), *fills, partial(compile_ahead.fail)])
-    os.environ["TRITON_LIBDEVICE_PATH"] = "elsewhere"  # as torch does while it compiles; Triton's keys contain it
-    ahead.finish()
-    kernels = compile_ahead._fill_kernel.device_caches[0][0].values()
-    names = [type(kernel).__name__ for kernel in kernels]
-    is_over = _async_compile.active_mode.get() is None and not ahead._started
-    print(json.dumps({"built": len(built), "kernels": names, "launchers": launchers, "is over": is_over}))
+
+    def compile_fills(*values: int) -> dict[str, object]:
+        fills = [partial(compile_ahead.fill, value) for value in values]
+        ahead.start([partial(compile_ahead.refuse), *fills, partial(compile_ahead.fail)])
+        # As torch does while it compiles; Triton's keys contain it.
+        with patch.dict(os.environ, TRITON_LIBDEVICE_PATH="elsewhere"):
+            ahead.finish()
+        loaded = compile_ahead._fill_kernel.device_caches[0][0]
+        is_over = _async_compile.active_mode.get() is None and not ahead._started
+        found = {"built": len(built), "launchers": [*launchers], "is over": is_over}
+        found["kernels"] = [type(kernel).__name__ for kernel in loaded.values()]
+        for each in (built, launchers, loaded):
+            each.clear()
+        return found
+
+    alive = compile_fills(1, 2, 1)
+    async_compile.AsyncCompile.process_pool().shutdown()
+    print(json.dumps({"alive": alive, "dead": compile_fills(3, 4, 3)}))
 
 
 if __name__ == "__main__":

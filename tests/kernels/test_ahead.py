@@ -15,20 +15,25 @@ from dgemma_kernels.ops import ahead
 pytestmark = pytest.mark.compile
 
 
-@pytest.mark.parametrize(("arguments", "num_built"), [((), 0), (("dead",), 2)], ids=["alive", "dead"])
-def test_other_processes_compile_and_this_one_does_without_them(tmp_path, arguments, num_built):
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Results of `compile_ahead.py`, with other processes and after their end."""
     switches = ("TRITON_INTERPRET", "TRITON_OVERRIDE_ARCH", "TORCHINDUCTOR_COMPILE_THREADS")
     environment = {name: value for name, value in os.environ.items() if name not in switches}
-    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path)}
-    script = Path(__file__).with_name("compile_ahead.py")
-    command = [sys.executable, script, *arguments]
+    folder = str(tmp_path_factory.mktemp("kernels"))
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": folder}
+    command = [sys.executable, Path(__file__).with_name("compile_ahead.py")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["built"] == num_built
-    assert found["kernels"] == ["CompiledKernel"] * 2
-    assert found["launchers"] == ["_fill_kernel"] * 2
-    assert found["is over"]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(("others", "num_built"), [("alive", 0), ("dead", 2)])
+def test_other_processes_compile_and_this_one_does_without_them(found, others, num_built):
+    assert found[others]["built"] == num_built
+    assert found[others]["kernels"] == ["CompiledKernel"] * 2
+    assert found[others]["launchers"] == ["_fill_kernel"] * 2
+    assert found[others]["is over"]
 
 
 @pytest.mark.parametrize("name", ["async_compile", "runtime.cache_dir_utils", "AsyncCompile"])
