@@ -78,10 +78,12 @@ def test_a_token_routes_the_same_alone_and_in_any_batch(device):
     assert torch.equal(index[37:38], alone[1])
 
 
-def test_many_tokens_are_routed_like_few(device, monkeypatch):
+@pytest.mark.parametrize("library", [False, True], ids=["kernel", "library"])
+def test_many_tokens_are_routed_like_few(library, device, monkeypatch):
     inputs = draw(70, 600, 12, torch.float16, device)
     few = router.route(*inputs, 3)
     monkeypatch.setattr(router, "MANY_ROWS", 64)
+    monkeypatch.setattr(router, "LIBRARY_TOKENS", 64 if library else 128)
     many, one_order = router.route(*inputs, 3), router.route(*inputs, 3, one_order=True)
     assert all(torch.equal(a, b) for a, b in zip(few, one_order, strict=True))
     # Their sums have another order, so a score may round differently, by 2**-11 of scores of about 6.

@@ -16,6 +16,8 @@ from dgemma_kernels.blocks import MANY_ROWS, inside, wait_for_launches_before
 from dgemma_kernels.ops.configs import dependent_launch
 
 _SPLITS_OF_MANY = 4  # parts of the depth, from MANY_ROWS tokens on
+_TOKENS_OF_MANY = 2  # that a program chooses experts for, from MANY_ROWS tokens on
+LIBRARY_TOKENS = 8192  # for as many, a library's product is faster, and its scores are already rounded
 # Rows of `counts` that a program of the sort loads together.
 _COUNT_ROWS_PER_LOAD = 8
 _EXPERTS_OF_MANY = 8  # that a program of the sort has if there are many tokens, so that fewer programs load all counts
@@ -76,30 +78,36 @@ def route(
     many = num_tokens >= MANY_ROWS and proj.dtype.itemsize <= 2 and not one_order
     if many:  # with more parts, partial scores would be most of the bytes
         depth, steps = 64, triton.cdiv(width, 64 * _SPLITS_OF_MANY)
-    splits = triton.cdiv(width, depth * steps)
-    partial = torch.empty(splits, num_tokens, num_experts, dtype=torch.float32, device=router_input.device)
+    library = many and num_tokens >= LIBRARY_TOKENS
+    splits = 1 if library else triton.cdiv(width, depth * steps)
     weights = torch.empty(num_tokens, num_active, dtype=torch.float32, device=router_input.device)
     index = torch.empty(num_tokens, num_active, dtype=torch.int32, device=router_input.device)
     chunk = tokens_per_count(num_tokens)
     counts = torch.empty(triton.cdiv(num_tokens, chunk), num_experts, dtype=torch.int32, device=router_input.device)
-    _partial_scores_kernel[(triton.cdiv(num_tokens, rows), splits)](
-        router_input,
-        proj,
-        partial,
-        counts,
-        num_tokens,
-        counts.numel(),
-        WIDTH=width,
-        NUM_EXPERTS=num_experts,
-        EXPERTS=experts,
-        ROWS=rows,
-        DEPTH=depth,
-        STEPS=steps,
-        num_warps=4 if many else 8,
-        num_stages=3,
-        **dependent_launch(router_input.device),
-    )
-    _choose_experts_kernel[(num_tokens,)](
+    if library:
+        partial = torch.mm(router_input, proj.T)
+        counts.zero_()
+    else:
+        partial = torch.empty(splits, num_tokens, num_experts, dtype=torch.float32, device=router_input.device)
+        _partial_scores_kernel[(triton.cdiv(num_tokens, rows), splits)](
+            router_input,
+            proj,
+            partial,
+            counts,
+            num_tokens,
+            counts.numel(),
+            WIDTH=width,
+            NUM_EXPERTS=num_experts,
+            EXPERTS=experts,
+            ROWS=rows,
+            DEPTH=depth,
+            STEPS=steps,
+            num_warps=4 if many else 8,
+            num_stages=3,
+            **dependent_launch(router_input.device),
+        )
+    tokens = _TOKENS_OF_MANY if many else 1
+    _choose_experts_kernel[(triton.cdiv(num_tokens, tokens),)](
         partial,
         router_input,
         per_expert_scale,
@@ -113,6 +121,7 @@ def route(
         EXPERTS=experts,
         ACTIVE=triton.next_power_of_2(num_active),
         CHUNK=chunk,
+        TOKENS=tokens,
         num_warps=1,
         **dependent_launch(router_input.device),
     )
@@ -274,24 +283,29 @@ def _choose_experts_kernel(
     EXPERTS: tl.constexpr,
     ACTIVE: tl.constexpr,
     CHUNK: tl.constexpr,
+    TOKENS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """Choose the experts of one token in one warp, so that reductions over the experts stay in registers."""
-    token = tl.program_id(0).to(tl.int64)
+    """Choose the experts of TOKENS tokens in one warp, so that reductions over the experts stay in registers."""
     experts = tl.arange(0, EXPERTS)
     expert_inside = inside(experts, NUM_EXPERTS, NUM_EXPERTS == EXPERTS)
     scales = tl.load(per_expert_scale + experts, mask=expert_inside, other=0.0).to(tl.float32)
     wait_for_launches_before(DEPENDENT)
-    scores = tl.zeros([EXPERTS], tl.float32)
-    for split in tl.static_range(SPLITS):
-        scores += tl.load(partial + (split * num_tokens + token) * NUM_EXPERTS + experts, mask=expert_inside, other=0.0)
-    scores = scores.to(router_input.dtype.element_ty).to(tl.float32)
-    top, chosen = choose_experts(scores, scales, expert_inside, NUM_ACTIVE, ACTIVE)
     slots = tl.arange(0, ACTIVE)
-    pair = token * NUM_ACTIVE + slots
-    tl.store(weights + pair, top, mask=slots < NUM_ACTIVE)
-    tl.store(index + pair, chosen, mask=slots < NUM_ACTIVE)
-    tl.atomic_add(counts + token // CHUNK * NUM_EXPERTS + chosen, 1, mask=slots < NUM_ACTIVE, sem="relaxed")
+    for i in tl.static_range(TOKENS):  # independent of each other, so that their waits overlap
+        token = tl.program_id(0).to(tl.int64) * TOKENS + i
+        scores = tl.zeros([EXPERTS], tl.float32)
+        limit = tl.where(token < num_tokens, NUM_EXPERTS, 0) if TOKENS > 1 else NUM_EXPERTS
+        for split in tl.static_range(SPLITS):
+            at = partial + (split * num_tokens + token) * NUM_EXPERTS + experts
+            scores += tl.load(at, mask=experts < limit, other=0.0)
+        scores = scores.to(router_input.dtype.element_ty).to(tl.float32)
+        top, chosen = choose_experts(scores, scales, expert_inside, NUM_ACTIVE, ACTIVE)
+        pair = token * NUM_ACTIVE + slots
+        slot_inside = slots < (tl.where(token < num_tokens, NUM_ACTIVE, 0) if TOKENS > 1 else NUM_ACTIVE)
+        tl.store(weights + pair, top, mask=slot_inside)
+        tl.store(index + pair, chosen, mask=slot_inside)
+        tl.atomic_add(counts + token // CHUNK * NUM_EXPERTS + chosen, 1, mask=slot_inside, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["num_tokens", "max_tiles"])
