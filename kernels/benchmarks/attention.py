@@ -167,8 +167,8 @@ def run_qkv(layer: str, prefix: int) -> str:
     options: dict[str, Any] = {"num_heads": HEADS, "eps": 1e-6}
     arguments = (query_norm, key_norm, inv_freq, start, start)
     mine, others = ((cache[0], cache[1]) for cache in caches)
-    got = prepare_qkv(projected[0], *arguments, *mine, **options)
-    want = qkv_reference.prepare_qkv(projected[0], *arguments, *others, **options)
+    got: Any = prepare_qkv(projected[0], *arguments, *mine, **options)
+    want: Any = qkv_reference.prepare_qkv(projected[0], *arguments, *others, **options)
     demand_parity(
         f"prepare_qkv {layer} queries", got, want, 2e-3
     )  # the same roundings, except the last bit of a square root

@@ -3,6 +3,7 @@
 import torch
 import triton
 
+from dgemma_kernels.formats.float8 import Quantized
 from dgemma_kernels.ops.attention import attention, attention_float8
 from dgemma_kernels.ops.attention import kernel as module
 
@@ -68,7 +69,9 @@ CALLS = {
 
 
 def run_float8(*, float8: bool) -> None:
-    queries, cache = (torch.empty(1, *shape, dtype=torch.bfloat16) for shape in ((8192, HEADS, 512), (2, 16_384, 512)))
+    values, scale = torch.empty(1, 8192, HEADS, 512, dtype=torch.float8_e4m3fn), torch.empty(1, 8192, HEADS)
+    queries = Quantized(values=values, scale=scale, dtype=torch.bfloat16)
+    cache = torch.empty(1, 2, 16_384, 512, dtype=torch.bfloat16)
     attention_float8(queries, cache, cache, torch.empty(1, dtype=torch.int64), float8=float8)
 
 

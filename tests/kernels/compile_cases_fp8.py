@@ -55,8 +55,11 @@ def run_attention(kv_heads: int, head_dim: int, projections: int) -> None:
     cache, row = torch.empty(1, kv_heads, 1280, head_dim, dtype=torch.bfloat16), torch.empty(1, dtype=torch.int64)
     projected = torch.empty(256, (HEADS + projections * kv_heads) * head_dim, dtype=torch.bfloat16)
     weight, inv_freq = torch.empty(head_dim, dtype=torch.bfloat16), torch.empty(head_dim // 2)
-    scales = tuple(torch.empty(size) for size in projected.shape)
-    prepare_qkv(projected, weight, weight, inv_freq, row, row, cache, cache, num_heads=HEADS, eps=1e-6, scales=scales)
+    options = {"eps": 1e-6, "scales": tuple(torch.empty(size) for size in projected.shape)}
+    for float8 in (False, True):
+        prepare_qkv(
+            projected, weight, weight, inv_freq, row, row, cache, cache, num_heads=HEADS, **options, float8=float8
+        )
     partial = torch.empty(4, 1, 256, HEADS, head_dim, dtype=torch.bfloat16)
     out, scale = torch.empty_like(partial[0], dtype=torch.float8_e4m3fn), torch.empty(256)
     combine_parts(partial, torch.empty(partial.shape[:4]), out, scale)

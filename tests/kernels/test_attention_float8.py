@@ -16,9 +16,9 @@ import attention_cases
 from attention_cases import FULL, HANGS, TAKEN, UNSEEN, exact, native, pretend_hopper
 from dgemma_kernels import accelerate
 from dgemma_kernels.engine import forward
-from dgemma_kernels.ops.attention import attention_float8, float8_factor, reference
+from dgemma_kernels.formats.float8 import Quantized, quantize
 from dgemma_kernels.ops.attention import float8 as module
-from dgemma_kernels.ops.norms import reference as norms_reference
+from dgemma_kernels.ops.attention import float8_factor, reference
 from gluon_interpreter import Hazard, load
 from kernel_inputs import error, make_model
 
@@ -34,6 +34,14 @@ def draw(lengths: list[int], num_tokens: int, layer: tuple[int, int] = SMALL, **
     if layer == SMALL:
         options = {"heads": 4, "device": "cpu"} | options
     return attention_cases.draw(lengths, num_tokens, layer, **options)
+
+
+def attention_float8(queries: Tensor, *arguments: Any, **options: Any) -> Any:
+    return module.attention_float8(quantize(queries), *arguments, **options)
+
+
+def attention_reference(queries: Tensor, *arguments: Any, **options: Any) -> Any:
+    return reference.attention_float8(quantize(queries), *arguments, **options)
 
 
 @functools.cache
@@ -53,19 +61,15 @@ def on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture(autouse=True)
 def run_interpreted(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Pretend that this is a Hopper GPU, with the interpreted kernel, unless the test runs natively.
-
-    Queries are rounded by the reference, because Triton's interpreter would take three quarters of the time for them.
-    """
+    """Pretend that this is a Hopper GPU, with the interpreted kernel, unless the test runs natively."""
     if "native" not in request.node.name:
         pretend_hopper(monkeypatch)
         monkeypatch.setattr(module, "_hopper_float8", interpreted)
-        monkeypatch.setattr(module, "round_rows", norms_reference.round_rows)
         monkeypatch.setattr(module, "round_cache", on_gpu(module.round_cache))
 
 
 def check(case: tuple[Tensor, ...]) -> None:
-    assert error(attention_float8(*case), reference.attention_float8(*case)) < CLOSE
+    assert error(attention_float8(*case), attention_reference(*case)) < CLOSE
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
@@ -84,7 +88,7 @@ def test_interpreted_groups_of_heads_match_the_reference(heads, kv_heads):
 def test_reference_is_exact_attention_up_to_rounding():
     for lengths in ([3, 200], [1000]):
         case = draw(lengths, 9)
-        assert error(reference.attention_float8(*case), exact(*case, causal=True)) < COST
+        assert error(attention_reference(*case), exact(*case, causal=True)) < COST
 
 
 def test_large_keys_fit_with_a_factor():
@@ -94,9 +98,9 @@ def test_large_keys_fit_with_a_factor():
     assert factor == 64.0  # 40 · sqrt(512) is at most 28 · 64
     assert float8_factor(torch.full((512,), 1.2)) == 1.0
     case = (queries / 40, keys * 40, values, length)
-    for attend in (reference.attention_float8, attention_float8):
+    for attend in (attention_reference, attention_float8):
         assert error(attend(*case, key_factor=factor), exact(*case, causal=True)) < COST
-    clipped = reference.attention_float8(*case)
+    clipped = attention_reference(*case)
     assert not error(clipped, exact(*case, causal=True)) < COST
 
 
@@ -115,7 +119,7 @@ def test_small_weights_far_from_a_large_one_count():
     keys[:, :, 0, 0] = 16.0
     queries[..., 0] = torch.log(torch.tensor(4096.0)) / 16.0  # the largest of its row, which float8 represents exactly
     case = (queries, keys, values + 1.0, length)
-    for got in (reference.attention_float8(*case), attention_float8(*case)):
+    for got in (attention_reference(*case), attention_float8(*case)):
         assert error(got, exact(*case, causal=True)) < COST
 
 
@@ -174,9 +178,9 @@ def test_accelerate_uses_it_for_prompts_in_full_layers(monkeypatch):
             parameter.fill_(0.2)  # scores near 1
     calls: list[int] = []
 
-    def count(queries: Tensor, *arguments: Any, **options: Any) -> Any:
+    def count(queries: Quantized, *arguments: Any, **options: Any) -> Any:
         calls.append(queries.shape[1])
-        return attention_float8(queries, *arguments, **options)
+        return module.attention_float8(queries, *arguments, **options)
 
     monkeypatch.setattr(forward, "attention_float8", count)
     monkeypatch.setattr(forward, "_MANY", 16)
@@ -234,7 +238,7 @@ def test_every_mistake_in_the_kernel_is_detected_in_every_order(old, new, found,
             with pytest.raises((Hazard, ValueError), match=found):
                 attention_float8(*case)
         else:
-            assert not error(attention_float8(*case), reference.attention_float8(*case)) < 5 * CLOSE
+            assert not error(attention_float8(*case), attention_reference(*case)) < 5 * CLOSE
 
 
 @native

@@ -108,6 +108,19 @@ def test_without_query_heads_keys_and_values_are_the_same(layout, twin, device):
         assert torch.equal(got[name].nan_to_num(9.0), want[name].nan_to_num(9.0))
 
 
+@LAYOUTS
+@pytest.mark.parametrize("twin", [qkv, reference], ids=["kernel", "reference"])
+def test_float8_queries_are_those_of_transformers_rounded(layout, twin, device):
+    case = draw(layout, torch.float16, device)
+    query = twin.prepare_qkv(**case, num_heads=layout[0], eps=EPS, float8=True)
+    want = published(case, layout[0])[0].float()
+    assert query.dtype == torch.float16
+    torch.testing.assert_close(query.scale, want.abs().amax(-1) / 448, rtol=2e-3, atol=0)  # two float16 steps of 2**-11
+    # Three bits of mantissa; below 2**-6 units, half of a step of 2**-9. Two float16 steps may come from the rotation.
+    allowed = (want.abs() / 16).clamp(min=query.scale[..., None] / 1024) + 4e-3
+    assert ((query.decode() - want).abs() <= allowed).all()
+
+
 def test_prepare_qkv_rounds_where_transformers_rounds(device):
     # Rounding elsewhere (once at the end, say) changes about half of the float16 values.
     case = draw((4, 2, 32, True), torch.float16, device)

@@ -197,6 +197,13 @@ class Forward:
             product, num_heads = self._keys_product(layer) if is_end else (layer.qkv, self.config.num_attention_heads)
             projected, scales = self._unscaled(inputs, product)
             rotary_pairs = self._shared_pairs(layer.shape)
+            in_float8 = (
+                self.prompt_attention
+                and causal
+                and not canvas_len
+                and x.shape[0] >= _MANY
+                and not layer.shape.is_sliding
+            )
             queries = prepare_qkv(
                 projected,
                 layer.query_norm,
@@ -210,17 +217,12 @@ class Forward:
                 eps=self.config.rms_norm_eps,
                 scales=scales,
                 rotary_pairs=rotary_pairs,
+                float8=in_float8,
             )
             if is_end:
                 return x
             float8 = isinstance(layer.o, Quantized) and not self._is_row(x)
-            if (
-                self.prompt_attention
-                and causal
-                and not canvas_len
-                and x.shape[0] >= _MANY
-                and not layer.shape.is_sliding
-            ):
+            if isinstance(queries, Quantized):
                 factor = self._key_factors[index]
                 seen = attention_float8(queries, keys, values, slot, float8=float8, key_factor=factor)
             else:

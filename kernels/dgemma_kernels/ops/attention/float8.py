@@ -17,32 +17,31 @@ from dgemma_kernels.formats.float8 import Quantized
 from dgemma_kernels.ops.attention.kernel import check_arguments, hopper_obstacle
 from dgemma_kernels.ops.attention.parts import float8_unit
 from dgemma_kernels.ops.configs import gluon_obstacle
-from dgemma_kernels.ops.norms import round_rows
 
 _BLOCK = 128  # slots and columns per program
 
 
 def attention_float8(
-    queries: Tensor, keys: Tensor, values: Tensor, length: Tensor, *, float8: bool = False, key_factor: float = 1.0
+    queries: Quantized, keys: Tensor, values: Tensor, length: Tensor, *, float8: bool = False, key_factor: float = 1.0
 ) -> Tensor | Quantized:
-    """Attend causally with the operands of both products in float8. Arguments and result are those of `attention`.
+    """Attend causally with the operands of both products in float8. Arguments and result are those of `attention`, but
+    queries are already rounded, with one scale per token and head.
 
     It raises an error where `float8_obstacle` returns a requirement. Values must have a root mean square of at most 1
     per head, and keys one of at most `key_factor`, a power of two. Rounded copies of them take 2·H bytes per key head
     and slot while it runs.
 
-    Example: `attention_float8(queries, cache.keys, cache.values, cache.length)`.
+    Example: `attention_float8(quantize(queries), cache.keys, cache.values, cache.length)`.
     """
     if obstacle := float8_obstacle(queries, keys, values):
         raise ValueError(f"attention_float8 needs {obstacle}. Use attention.")
     check_arguments(queries, keys, values, length, causal=True, window=None, canvas_len=0, keep=0)
     batch, num_tokens, num_heads, head_dim = queries.shape
     unit = float8_unit(head_dim)
-    rounded = round_rows(queries.view(-1, head_dim))
-    out = torch.empty_like(queries, dtype=torch.float8_e4m3fn if float8 else None)
+    out = torch.empty_like(queries.values, dtype=None if float8 else queries.dtype)
     _hopper_float8().attend(
-        rounded.values.view(queries.shape),
-        rounded.scale if key_factor == 1 else rounded.scale * key_factor,
+        queries.values,
+        queries.scale if key_factor == 1 else queries.scale * key_factor,
         *round_cache(keys, values, length, num_tokens, key_factor),
         length,
         out,
@@ -67,7 +66,7 @@ def float8_factor(key_norm: Tensor) -> float:
     return 2.0 ** max(math.ceil(math.log2(largest / limit)), 0) if largest else 1.0
 
 
-def float8_obstacle(queries: Tensor, keys: Tensor, values: Tensor) -> str | None:
+def float8_obstacle(queries: Tensor | Quantized, keys: Tensor, values: Tensor) -> str | None:
     """Return a requirement of `attention_float8` that these arguments do not meet, None if it can run.
 
     Example: `float8_obstacle(queries, keys, values)` is "a head_dim of 512, got 256" in a sliding layer.

@@ -46,7 +46,7 @@ def attend(
 ) -> None:
     """Write causal attention to `out` (B, T, N, 512).
 
-    queries: (B, T, N, 512) in float8, with one scale per token and head, query_scale (B·T·N,).
+    queries: (B, T, N, 512) in float8, with one scale per token and head, query_scale (B, T, N).
     keys: (B, K, capacity, 512), and values: (B, K, capacity / 128, 512, 128), both in units of `unit` and contiguous.
     The capacity is a multiple of 256. Slots from length + T to the next multiple of 256 must be finite.
     A float8 `out` is also in units of `unit`.
@@ -78,7 +78,7 @@ def _attention_hopper_float8_kernel(
     value_desc: gl.tensor,  # (slots / 128 · H, 128)
     out_desc: gl.tensor,  # (B, T, N, H)
     length_ptr: gl.tensor,
-    query_scale_ptr: gl.tensor,  # (B·T·N,) float32
+    query_scale_ptr: gl.tensor,  # (B, T, N) float32
     num_tokens: gl.tensor,
     num_slots: gl.tensor,  # per batch row and key head
     KV_HEADS: gl.constexpr,

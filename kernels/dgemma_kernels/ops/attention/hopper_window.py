@@ -131,7 +131,7 @@ def _attention_window_kernel(
             (_attend, (outs, smem, barriers, sizes, SECOND, KV_HEADS, WINDOW, UNIT)),
         ],
         [4, 4],
-        [232, 232],  # registers per thread, which leaves 40 for the copying warps
+        [240, 240],  # registers per thread, which leaves 24 for the copying warps
     )
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma_kernels.formats.float8 import Quantized
+from dgemma_kernels.formats.float8 import Quantized, values_and_scale
 from dgemma_kernels.ops.attention.parts import (
     choose_num_splits,
     combine_parts,
@@ -193,16 +193,17 @@ def choose_kernel(
     return KernelChoice("hopper", f"it can run, and is faster for more than {_FEW_ROWS} packed query rows")
 
 
-def hopper_obstacle(queries: Tensor, keys: Tensor, values: Tensor) -> str | None:
+def hopper_obstacle(queries: Tensor | Quantized, keys: Tensor, values: Tensor) -> str | None:
     """Return a requirement of the Hopper kernels that these arguments do not meet, None if they can run.
 
     Example: `hopper_obstacle(queries, keys, values)` is "a head_dim of 256 or 512, got 128" for heads of 128.
     """
+    rows, _ = values_and_scale(queries)
     head_dim, group = queries.shape[3], queries.shape[2] // keys.shape[1]
-    if triton.knobs.runtime.interpret and queries.device.type == "cuda":
+    if triton.knobs.runtime.interpret and rows.device.type == "cuda":
         return "a compiler: Triton's interpreter does not run Gluon"
-    if not is_hopper(queries.device):
-        return f"a Hopper GPU (compute capability 9.0), got tensors on {queries.device}"
+    if not is_hopper(rows.device):
+        return f"a Hopper GPU (compute capability 9.0), got tensors on {rows.device}"
     if queries.dtype not in (torch.bfloat16, torch.float16):
         return f"bfloat16 or float16, got {queries.dtype}"
     if head_dim not in (256, 512):
@@ -211,7 +212,7 @@ def hopper_obstacle(queries: Tensor, keys: Tensor, values: Tensor) -> str | None
         return f"a number of query heads per key head that divides 64, got {group}"
     if any(stride % head_dim for cache in (keys, values) for stride in cache.stride()[:2]):
         return f"strides of keys and values in multiples of {head_dim}, got {keys.stride()} and {values.stride()}"
-    if any(tensor.data_ptr() % 16 for tensor in (queries, keys, values)):
+    if any(tensor.data_ptr() % 16 for tensor in (rows, keys, values)):
         return "tensors aligned to 16 bytes"  # for tensor descriptors
     return None
 
@@ -423,7 +424,7 @@ def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
 
 
 def check_arguments(
-    queries: Tensor,
+    queries: Tensor | Quantized,
     keys: Tensor,
     values: Tensor,
     length: Tensor,
@@ -434,10 +435,11 @@ def check_arguments(
     keep: int,
 ) -> None:
     """Raise ValueError for arguments of `attention` with wrong shapes, strides or dtypes."""
-    if queries.dim() != 4 or not queries.is_contiguous():
+    rows, _ = values_and_scale(queries)
+    if rows.dim() != 4 or not rows.is_contiguous():
         raise ValueError(
-            f"attention queries must be contiguous (B, T, N, H), got shape {tuple(queries.shape)} with strides "
-            f"{queries.stride()}. Call .contiguous()."
+            f"attention queries must be contiguous (B, T, N, H), got shape {tuple(rows.shape)} with strides "
+            f"{rows.stride()}. Call .contiguous()."
         )
     batch, num_tokens, num_heads, head_dim = queries.shape
     if keys.dim() != 4 or keys.shape != values.shape or keys.shape[0] != batch or keys.shape[3] != head_dim:
@@ -461,7 +463,7 @@ def check_arguments(
             f"attention queries, keys and values must share one dtype of bfloat16, float16, float32, got "
             f"{queries.dtype}, {keys.dtype}, {values.dtype}."
         )
-    if length.shape != (batch,) or length.dtype not in (torch.int32, torch.int64) or length.device != queries.device:
+    if length.shape != (batch,) or length.dtype not in (torch.int32, torch.int64) or length.device != rows.device:
         raise ValueError(
             f"attention length must be (B,) int32 or int64 on the queries' device, got {tuple(length.shape)} "
             f"{length.dtype} on {length.device}."

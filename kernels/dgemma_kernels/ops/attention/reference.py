@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dgemma_kernels.formats.float8 import Quantized, quantize
+from dgemma_kernels.formats.float8 import Quantized
 from dgemma_kernels.ops.attention.parts import float8_unit
 
 _TILE = 128  # keys of `attention_float8` whose weights are relative to one maximum
@@ -43,7 +43,7 @@ def attention(
 
 
 def attention_float8(
-    queries: Tensor, keys: Tensor, values: Tensor, length: Tensor, *, float8: bool = False, key_factor: float = 1.0
+    queries: Quantized, keys: Tensor, values: Tensor, length: Tensor, *, float8: bool = False, key_factor: float = 1.0
 ) -> Tensor | Quantized:
     """Attend causally with the operands of both products in float8. Shapes are those of `attention`.
 
@@ -60,7 +60,7 @@ def attention_float8(
         padded = torch.nn.functional.pad(cache, (0, 0, 0, num_slots - cache.shape[2])).masked_fill(~used, 0.0)
         return ((padded.float() / unit).to(torch.float8_e4m3fn).double() * unit).repeat_interleave(group, 1)
 
-    scores = quantize(queries).decode().transpose(1, 2) @ narrow(keys, key_factor * unit).transpose(2, 3)
+    scores = queries.decode().transpose(1, 2) @ narrow(keys, key_factor * unit).transpose(2, 3)
     scores = scores.masked_fill((slot > own[..., None])[:, None], -torch.inf).unflatten(-1, (-1, _TILE))
     top = scores.amax(-1, keepdim=True)  # (B, N, T, tiles, 1)
     weights = (scores - top.clamp(min=torch.finfo(top.dtype).min)).exp()

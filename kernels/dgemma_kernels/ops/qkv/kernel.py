@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma_kernels.blocks import wait_for_launches_before
+from dgemma_kernels.blocks import float8_scale, wait_for_launches_before
+from dgemma_kernels.formats.float8 import Quantized
 from dgemma_kernels.ops.configs import dependent_launch
 
 _TILE_ELEMENTS = 2048  # values per program
@@ -32,7 +33,8 @@ def prepare_qkv(
     eps: float,
     scales: tuple[Tensor, Tensor] | None = None,
     rotary_pairs: int | None = None,
-) -> Tensor:
+    float8: bool = False,
+) -> Tensor | Quantized:
     """Norm queries, keys and values per head, rotate the first two, write keys and values into the cache.
 
     projected: (B·T, (N + 2K)·H) contiguous, the heads of q, then k, then v; or (B·T, (N + K)·H) if the layer has no
@@ -40,7 +42,7 @@ def prepare_qkv(
     without rotation. start: (B,) the position of each row's first new token. length: (B,) the cache slot of that token,
     with length + T <= capacity. keys, values: (B, K, capacity, H), written in place. `scales`, float32, multiply the
     rows (B·T,) and columns of `projected` first. Returns the queries (B, T, N, H). With `num_heads=0`, `projected` has
-    only k and v, and the result is empty.
+    only k and v, and the result is empty. With `float8` it is rounded to float8, with one scale per query head.
 
     With `rotary_pairs`, for a layer without v_proj, only the first pairs rotate. In the other columns, key_weight
     multiplies the queries instead of the keys. Products of queries and keys stay the same, and keys equal values
@@ -52,7 +54,9 @@ def prepare_qkv(
     batch, kv_heads, _, head_dim = keys.shape
     has_value = projected.shape[1] == (num_heads + 2 * kv_heads) * head_dim
     num_tokens = projected.shape[0] // batch
-    queries = torch.empty((batch, num_tokens, num_heads, head_dim), dtype=projected.dtype, device=projected.device)
+    shape, dtype = (batch, num_tokens, num_heads, head_dim), torch.float8_e4m3fn if float8 else projected.dtype
+    queries = torch.empty(shape, dtype=dtype, device=projected.device)
+    query_scale = torch.empty(shape[:3], dtype=torch.float32, device=projected.device) if float8 else None
     heads = math.gcd(num_heads, kv_heads)  # a tile has heads of only one of q, k, v
     heads = min(heads & -heads, max(1, _TILE_ELEMENTS // head_dim))
     _prepare_qkv_kernel[(projected.shape[0], (num_heads + kv_heads * (2 if has_value else 1)) // heads)](
@@ -64,6 +68,7 @@ def prepare_qkv(
         start,
         length,
         queries,
+        query_scale,
         keys,
         values,
         num_tokens,
@@ -79,7 +84,7 @@ def prepare_qkv(
         num_warps=max(1, heads * head_dim // 1024),
         **dependent_launch(keys.device),
     )
-    return queries
+    return queries if query_scale is None else Quantized(values=queries, scale=query_scale, dtype=projected.dtype)
 
 
 @triton.jit
@@ -112,6 +117,7 @@ def _prepare_qkv_kernel(
     start_ptr: tl.tensor,
     length_ptr: tl.tensor,
     query_ptr: tl.tensor,
+    query_scale_ptr: tl.tensor,
     key_ptr: tl.tensor,
     value_ptr: tl.tensor,
     num_tokens: tl.tensor,
@@ -183,13 +189,29 @@ def _prepare_qkv_kernel(
         sin = sin.to(dtype).to(tl.float32)[None, :]
         turned_low = (low * cos).to(dtype).to(tl.float32) - (high * sin).to(dtype).to(tl.float32)
         turned_high = (high * cos).to(dtype).to(tl.float32) + (low * sin).to(dtype).to(tl.float32)
-        if is_query:
-            target = query_ptr + (row * NUM_HEADS + first + head[:, None]) * HEAD_DIM + pair[None, :]
+        if query_scale_ptr is None:
+            if is_query:
+                target = query_ptr + (row * NUM_HEADS + first + head[:, None]) * HEAD_DIM + pair[None, :]
+            else:
+                key_head = (first - NUM_HEADS + head).to(tl.int64)[:, None]
+                target = key_ptr + batch * key_batch_stride + key_head * key_head_stride + slot + pair[None, :]
+            tl.store(target, turned_low)
+            tl.store(target + HALF, turned_high)
+        elif is_query:
+            turned_low = turned_low.to(dtype).to(tl.float32)
+            turned_high = turned_high.to(dtype).to(tl.float32)
+            query_scale = float8_scale(tl.maximum(tl.abs(turned_low), tl.abs(turned_high)), 1)
+            query_head = row * NUM_HEADS + first + head
+            tl.store(query_scale_ptr + query_head, query_scale)
+            at_query = query_ptr + query_head[:, None] * HEAD_DIM + pair[None, :]
+            inverse = (1.0 / query_scale)[:, None]
+            tl.store(at_query, (turned_low * inverse).to(query_ptr.dtype.element_ty))
+            tl.store(at_query + HALF, (turned_high * inverse).to(query_ptr.dtype.element_ty))
         else:
             key_head = (first - NUM_HEADS + head).to(tl.int64)[:, None]
-            target = key_ptr + batch * key_batch_stride + key_head * key_head_stride + slot + pair[None, :]
-        tl.store(target, turned_low)
-        tl.store(target + HALF, turned_high)
+            at_key = key_ptr + batch * key_batch_stride + key_head * key_head_stride + slot + pair[None, :]
+            tl.store(at_key, turned_low)
+            tl.store(at_key + HALF, turned_high)
 
 
 def _check(

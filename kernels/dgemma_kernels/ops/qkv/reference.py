@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from dgemma_kernels.formats.float8 import Quantized, quantize
 from dgemma_kernels.ops.norms.reference import rms_norm
 
 
@@ -20,7 +21,8 @@ def prepare_qkv(
     eps: float,
     scales: tuple[Tensor, Tensor] | None = None,
     rotary_pairs: int | None = None,
-) -> Tensor:
+    float8: bool = False,
+) -> Tensor | Quantized:
     """Norm per head, rotate q and k, write k and v to slots length + [0, T). Return the queries (B, T, N, H).
 
     With `rotary_pairs`, key_weight multiplies the queries in columns that do not rotate.
@@ -45,4 +47,5 @@ def prepare_qkv(
     slot = (length[:, None] + offset)[:, None, :, None].expand(-1, kv_heads, -1, head_dim)
     keys.scatter_(2, slot, rotate(rms_norm(key, key_weight, eps)).transpose(1, 2))
     values.scatter_(2, slot, rms_norm(value, None, eps).transpose(1, 2))
-    return rotate(rms_norm(query, query_weight, eps)).contiguous()
+    queries = rotate(rms_norm(query, query_weight, eps)).contiguous()
+    return quantize(queries) if float8 else queries
