@@ -11,14 +11,14 @@ from dgemma_kernels.ops.attention.parts import combine_parts
 from dgemma_kernels.ops.experts import kernel as experts
 from dgemma_kernels.ops.mlp import kernel as mlp
 from dgemma_kernels.ops.norms import kernel as norms
-from dgemma_kernels.ops.product.kernel import multiply_deep
+from dgemma_kernels.ops.product.kernel import multiply_beside, multiply_deep
 from dgemma_kernels.ops.qkv.kernel import prepare_qkv
 from dgemma_kernels.ops.router import kernel as router
 from dgemma_kernels.ops.router import reference
 
 E, A, D, F, DENSE = 128, 8, 2816, 704, 2112
 HEADS = 16
-WGMMA = {"_expert_gate_up_kernel", "_expert_down_kernel", "_experts_many_kernel", "_multiply_deep_kernel"}
+WGMMA = {"_expert_gate_up_kernel", "_expert_down_kernel", "_experts_many_kernel", "_multiply_tiles_kernel"}
 
 
 def empty(*shape: int) -> Quantized:
@@ -80,6 +80,7 @@ CALLS["4096 tokens, without Gluon"] = lambda: run_experts(
     "NVIDIA H200", 4096, configs.EXPERTS["fp8"]["NVIDIA H200"][-1]
 )
 CALLS["soft embedding"] = lambda: multiply_deep(empty(256, 16_384), empty(D, 16_384))
+CALLS["dense product"] = lambda: multiply_beside(empty(256, D), empty(2 * DENSE, D))
 if not triton.__version__.startswith("3.6."):  # kernels without measured tiles
     CALLS["norms"] = run_norms
     CALLS["attention, sliding"] = lambda: run_attention(8, 256, 2)

@@ -37,6 +37,15 @@ def test_a_deep_product_matches_float64_in_any_number_of_parts(device, parts, ro
     assert ((got - want).norm() / want.norm()).item() < (4e-3 if device.type == "cuda" else 1e-5)
 
 
+@pytest.mark.parametrize(("rows", "cols", "depth"), [(128, 128, 384), (100, 272, 400)], ids=["exact", "ragged"])
+def test_a_product_next_to_other_kernels_matches_float64_without_scales(device, rows, cols, depth):
+    generator = torch.Generator().manual_seed(rows)
+    x, weight = (quantize(torch.randn(n, depth, generator=generator).to(device)) for n in (rows, cols))
+    got, want = kernel.multiply_beside(x, weight), x.values.double() @ weight.values.double().T
+    # Hopper adds in 14 bits, the interpreter in float32.
+    assert ((got - want).norm() / want.norm()).item() < (4e-3 if device.type == "cuda" else 1e-5)
+
+
 def test_deep_products_of_other_shapes_are_refused(device):
     x = quantize(torch.ones(2, 24, device=device))
     with pytest.raises(ValueError, match=r"K in multiples of 16, got \(2, 24\) and \(2, 24\)"):

@@ -38,7 +38,7 @@ from dgemma_kernels.ops.embedding import embed
 from dgemma_kernels.ops.experts import fits_many, multiply_experts
 from dgemma_kernels.ops.mlp import dense_mlp, geglu, geglu_float8
 from dgemma_kernels.ops.norms import attention_residual, layer_tail, rms_norm, round_rows, scale_rows
-from dgemma_kernels.ops.product import multiply_deep, multiply_row
+from dgemma_kernels.ops.product import multiply_beside, multiply_deep, multiply_row
 from dgemma_kernels.ops.qkv import prepare_qkv
 from dgemma_kernels.ops.router import route, sort_by_expert
 from dgemma_kernels.ops.token import choose_token, score_token
@@ -47,7 +47,7 @@ logger = logging.getLogger("dgemma")
 
 _Scales = tuple[Tensor, Tensor] | None  # of rows and columns
 
-_DEEP = 256  # rows; for more, library products fill the GPU
+_FEW = 256  # rows; for more, library products fill the GPU
 _MANY = 1024  # tokens of a forward, which fill the GPU with programs of `attention_float8`
 _TILE = 64  # keys; a multiple of the number of keys in any tile of attention
 _FULL_PART = 10 * _TILE  # keys; a canvas of 256 after a prefix of 1,024 tokens sees two equal parts
@@ -139,7 +139,7 @@ class Forward:
         if table is None:
             return scale_rows(self._soft_product(weights), scale, factor=self.embed_scale)
         probabilities = Quantized(values=weights, scale=scale, dtype=self.weights.embedding.dtype)
-        if probabilities.shape[0] <= _DEEP and tensor_descriptors(table.scale.device) and not self.batch_invariant:
+        if self._has_few_rows(probabilities):
             return multiply_deep(probabilities, table, factor=self.embed_scale)
         # For 256 rows, the library's product of this depth is much faster with float32 sums and without scales.
         sums = torch.empty(probabilities.shape[0], table.shape[0], device=table.scale.device)
@@ -275,6 +275,10 @@ class Forward:
             return qkv[start:], 0
         return replace(qkv, values=qkv.values[start:], scale=qkv.scale[start:]), 0
 
+    def _has_few_rows(self, x: Quantized) -> bool:
+        """Tell if `ops.product` multiplies x instead of the library; `batch_invariant` requires one order of sums."""
+        return x.shape[0] <= _FEW and tensor_descriptors(x.scale.device) and not self.batch_invariant
+
     def _shared_pairs(self, shape: LayerShape) -> int | None:
         """Return the number of rotated pairs if keys and values can share the columns that are not rotated, else None.
 
@@ -356,7 +360,10 @@ class Forward:
             return dense_mlp(dense_in, layer.gate_up, layer.down, self._dense_progress, config=tiles), None
         assert isinstance(layer.gate_up, Quantized)
         assert isinstance(layer.down, Quantized)
-        gate_up = self._multiply_unscaled(dense_in, layer.gate_up, self._one)
+        if dense_in.shape[0] > _FEW // 2 and self._has_few_rows(dense_in):
+            gate_up = multiply_beside(dense_in, layer.gate_up)
+        else:
+            gate_up = self._multiply_unscaled(dense_in, layer.gate_up, self._one)
         hidden = geglu_float8(gate_up, dense_in.scale, layer.gate_up.scale)
         return self._multiply_unscaled(hidden, layer.down, self._one), (hidden.scale, layer.down.scale)
 

@@ -1,4 +1,5 @@
-"""Matrix products whose shapes are slow in cuBLAS: one row, or a very long inner dimension. Reference: `reference.py`.
+"""Matrix products that suit no library: of one row, of a very large depth, or next to other kernels. Reference:
+`reference.py`.
 
 The product of one row is limited by reading the weight. A program loads its rows of the weight at once, into registers.
 On Hopper it does so before it waits for the previous kernel (programmatic dependent launch), so memory is busy while
@@ -19,7 +20,8 @@ from dgemma_kernels.ops.norms import scale_rows
 _DEPTH = 1024  # columns per load
 # Programs have two warps if a float8 weight has at least this many rows. Then a thread loads 16 bytes at once.
 _MANY = 16_384
-_DEEP_ROWS, _DEEP_COLS, _DEEP_DEPTH = 128, 256, 128  # of a tile
+_TILE_ROWS, _TILE_DEPTH = 128, 128  # of a tile of float8 operands
+_DEEP_COLS, _BESIDE_COLS = 256, 128
 
 
 def multiply_row(x: Tensor | Quantized, weight: Tensor | Quantized, *, early: bool = True) -> Tensor:
@@ -67,38 +69,62 @@ def multiply_deep(x: Quantized, weight: Quantized, *, factor: float = 1.0, parts
 
     Example: `multiply_deep(soft_probabilities(logits, statistics, temperature, float8=True), table)`.
     """
+    _require_operands("multiply_deep", x, weight)
     (num_rows, depth), num_cols = x.shape, weight.shape[0]
-    operands = (x.values, weight.values)
-    if weight.shape[1] != depth or x.dtype != weight.dtype or x.block or weight.block or depth % 16:
-        raise ValueError(
-            f"multiply_deep must get (M, K) and (N, K) with K in multiples of 16, got {tuple(x.shape)} and "
-            f"{tuple(weight.shape)}."
-        )
-    if not all(tensor.is_contiguous() for tensor in operands):
-        raise ValueError("multiply_deep must get contiguous tensors. Call .contiguous() on them first.")
-    grid = (triton.cdiv(num_rows, _DEEP_ROWS), triton.cdiv(num_cols, _DEEP_COLS))
-    steps = triton.cdiv(depth, _DEEP_DEPTH)
+    num_tiles = triton.cdiv(num_rows, _TILE_ROWS) * triton.cdiv(num_cols, _DEEP_COLS)
     if parts is None:
-        parts = max(1, min(steps, num_multiprocessors(x.values.device) // (grid[0] * grid[1])))
+        parts = max(1, min(triton.cdiv(depth, _TILE_DEPTH), num_multiprocessors(x.values.device) // num_tiles))
     sums = torch.empty(parts, num_rows, num_cols, dtype=torch.float32, device=x.values.device)
-    _multiply_deep_kernel[(*grid, parts)](
-        TensorDescriptor.from_tensor(x.values, [_DEEP_ROWS, _DEEP_DEPTH]),
-        TensorDescriptor.from_tensor(weight.values, [_DEEP_COLS, _DEEP_DEPTH]),
-        sums,
-        num_rows,
-        num_cols,
-        steps,
-        ROWS=_DEEP_ROWS,
-        COLS=_DEEP_COLS,
-        DEPTH=_DEEP_DEPTH,
-        num_warps=8,
-        num_stages=4,
-    )
+    _multiply_tiles(x, weight, sums, _DEEP_COLS)
     return scale_rows(sums, x.scale, weight.scale, factor=factor, dtype=x.dtype)
 
 
+def multiply_beside(x: Quantized, weight: Quantized) -> Tensor:
+    """Return the product of the values of float8 operands, without their scales: (M, K), (N, K) → (M, N).
+
+    It is for the second stream of a forward. A program of a library's product uses all registers of a multiprocessor.
+    So small kernels on the first stream wait for it. This product has larger tiles, on fewer multiprocessors, and its
+    programs leave registers to others.
+
+    Example: `multiply_beside(dense_in, layer.gate_up)`.
+    """
+    _require_operands("multiply_beside", x, weight)
+    out = torch.empty(1, x.shape[0], weight.shape[0], dtype=x.dtype, device=x.values.device)
+    _multiply_tiles(x, weight, out, _BESIDE_COLS)
+    return out[0]
+
+
+def _require_operands(owner: str, x: Quantized, weight: Quantized) -> None:
+    depth = x.shape[1]
+    if weight.shape[1] != depth or x.dtype != weight.dtype or x.block or weight.block or depth % 16:
+        raise ValueError(
+            f"{owner} must get (M, K) and (N, K) with K in multiples of 16, got {tuple(x.shape)} and "
+            f"{tuple(weight.shape)}."
+        )
+    if not (x.values.is_contiguous() and weight.values.is_contiguous()):
+        raise ValueError(f"{owner} must get contiguous tensors. Call .contiguous() on them first.")
+
+
+def _multiply_tiles(x: Quantized, weight: Quantized, out: Tensor, cols: int) -> None:
+    """Write x @ weight.T without scales, in parts of the depth. out: (parts, M, N)."""
+    parts, num_rows, num_cols = out.shape
+    _multiply_tiles_kernel[(triton.cdiv(num_rows, _TILE_ROWS), triton.cdiv(num_cols, cols), parts)](
+        TensorDescriptor.from_tensor(x.values, [_TILE_ROWS, _TILE_DEPTH]),
+        TensorDescriptor.from_tensor(weight.values, [cols, _TILE_DEPTH]),
+        out,
+        num_rows,
+        num_cols,
+        triton.cdiv(x.shape[1], _TILE_DEPTH),
+        ROWS=_TILE_ROWS,
+        COLS=cols,
+        DEPTH=_TILE_DEPTH,
+        num_warps=8,
+        num_stages=4,
+    )
+
+
 @triton.jit
-def _multiply_deep_kernel(
+def _multiply_tiles_kernel(
     x: tl.tensor,
     weight: tl.tensor,
     out: tl.tensor,

@@ -13,3 +13,8 @@ def multiply_row(x: Tensor, weight: Tensor) -> Tensor:
 def multiply_deep(x: Quantized, weight: Quantized, *, factor: float = 1.0) -> Tensor:
     """Return factor * x @ weight.T in float64, rounded. (M, K), (N, K) → (M, N)."""
     return (factor * x.decode() @ weight.decode().T).to(x.dtype)
+
+
+def multiply_beside(x: Quantized, weight: Quantized) -> Tensor:
+    """Return the product of the values in float64, rounded. (M, K), (N, K) → (M, N)."""
+    return (x.values.double() @ weight.values.double().T).to(x.dtype)
