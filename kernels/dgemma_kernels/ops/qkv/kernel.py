@@ -81,7 +81,7 @@ def prepare_qkv(
         HEADS=heads,
         HAS_VALUE=has_value,
         OWN_PAIRS=head_dim // 2 if rotary_pairs is None else rotary_pairs,
-        num_warps=max(1, heads * head_dim // 1024),
+        num_warps=max(1, heads * head_dim // (512 if float8 else 1024)),
         **dependent_launch(keys.device),
     )
     return queries if query_scale is None else Quantized(values=queries, scale=query_scale, dtype=projected.dtype)
