@@ -1,5 +1,6 @@
-"""Matrix products that suit no library: of one row, of a very large depth, or next to other kernels. Reference:
-`reference.py`.
+"""Matrix products that are slow in cuBLAS: one row, a very large depth, or next to other kernels.
+
+Reference: `reference.py`.
 
 The product of one row is limited by reading the weight. A program loads its rows of the weight at once, into registers.
 On Hopper it does so before it waits for the previous kernel (programmatic dependent launch), so memory is busy while
