@@ -40,8 +40,9 @@ def interpret_quickly() -> None:
 
     It patches `triton.language` once, not again at every launch and call of a device function. It does not compute
     tests for overflow whose assertions are off. It builds each type and shape of a block once, and each constant of a
-    type and shape. It does not convert operands that have one type, and fills a block with a scalar directly. It
-    reduces a block by combining its halves, as a GPU does, and not one element after another.
+    type and shape. It does not convert operands that have one type, and fills a block with a scalar directly. It does
+    not check the widths of arrays that it made itself. It reduces a block by combining its halves, as a GPU does, and
+    not one element after another.
     """
     import triton.language as tl
     from triton.language.semantic import TritonSemantic
@@ -119,6 +120,20 @@ def interpret_quickly() -> None:
             fields = type.__dict__["fields_of_tensors"] = {"dtype": type.scalar} | shape
         self.__dict__ = {"handle": handle, "type": type, **fields}
 
+    def hold(self: interpreter.TensorHandle, data: np.ndarray, dtype: tl.dtype, attr: dict | None = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    with_element_ty, other_types = tl.block_type.with_element_ty, {}
+
+    def remembered_with_element_ty(self: tl.block_type, scalar_ty: tl.dtype) -> tl.block_type:
+        # Types of one kind share their fields, which `types` keeps.
+        key = (id(self.__dict__), scalar_ty.name, getattr(scalar_ty, "address_space", None))
+        if key not in other_types:
+            other_types[key] = with_element_ty(self, scalar_ty)
+        return other_types[key]
+
+    interpreter.TensorHandle.__init__, tl.block_type.with_element_ty = hold, remembered_with_element_ty
+
     def fill(scalar: tl.tensor, block: tl.tensor) -> tl.tensor:
         data = np.empty(block.handle.data.shape, interpreter._get_np_dtype(scalar.dtype))
         data.fill(scalar.handle.data.item())
@@ -139,7 +154,8 @@ def interpret_quickly() -> None:
         return value if type(value) in bare else unwrap(value)
 
     convert, constants = TritonSemantic.binary_op_type_checking_impl, {}
-    of_one_type = {"fp32", "fp64", "int1", "int32", "int64"}  # two operands of one of these types need no conversion
+    # Two operands of one of these types need no conversion.
+    of_one_type = {"fp32", "fp64", "int1", "int8", "int32", "int64", "uint32"}
 
     def convert_if_needed(
         self: TritonSemantic, left: object, right: object, *rules: bool, **named: bool
@@ -158,8 +174,24 @@ def interpret_quickly() -> None:
                 if converted is left:
                     constants[key] = constant
                 return converted, constant
+        elif type(right) is tl.tensor and not named and isinstance(left, int | float):
+            key = (repr(left), right.dtype.name, id(right.shape), rules)
+            if key in constants:
+                return constants[key], right
+            constant, converted = convert(self, left, right, *rules)
+            if converted is right:
+                constants[key] = constant
+            return constant, converted
         return convert(self, left, right, *rules, **named)
 
+    cast = TritonSemantic.cast
+
+    def cast_if_needed(
+        self: TritonSemantic, value: tl.tensor, dtype: tl.dtype, fp_downcast_rounding: str | None = None
+    ) -> tl.tensor:
+        return value if value.dtype is dtype.scalar else cast(self, value, dtype, fp_downcast_rounding)
+
+    TritonSemantic.cast = cast_if_needed
     tl.block_type.__init__, tl.tensor.__init__ = remembered_type, remembered_shape
     broadcast, TritonSemantic.broadcast_impl_value = TritonSemantic.broadcast_impl_value, broadcast_if_needed
     TritonSemantic.binary_op_type_checking_impl = convert_if_needed
