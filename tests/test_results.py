@@ -108,7 +108,7 @@ def test_prompts_steps_and_tokens_are_the_recorded_ones():
 
 KINDS = {
     "experts": ("_expert_", "_experts_many"),
-    "attention": ("_attention_hopper", "_attention_kernel", "_combine", "_round_cache"),
+    "attention": ("_attention_hopper", "_attention_kernel", "_attention_window", "_combine", "_round_cache"),
     "other products": ("nvjet", "cublasLt", "_multiply_", "_dense_mlp", "_partial_scores", "_route_row"),
 }
 
