@@ -104,7 +104,7 @@ def _same_inputs_every_run() -> None:
 def _same_arithmetic_in_any_order_of_tests() -> None:
     """Disable oneDNN, whose small products take twice as long on Arm.
 
-    Other processes that tests start use it, as users do, except those of `fork_server`.
+    It stays enabled in other processes that tests start, as it is for users. Processes of `fork_server` disable it too.
 
     On some CPUs torch disables it at the first bfloat16 product, and later results would round differently.
     """

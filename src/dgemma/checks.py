@@ -254,7 +254,7 @@ def check_finite(owner: Any, field: str, *, above: float | None = None, fix: str
 
 
 def check_choice(owner: Any, field: str, *, fix: str = "") -> None:
-    """Require one of the names in the field's annotation, a `Literal`. A field without one raises a TypeError.
+    """Require one of the names in the field's annotation, a `Literal`. Raise a TypeError if it is not a `Literal`.
 
     Example: `check_choice(self, "quota")` for a field `quota: Literal["fixed", "cosine"]`.
     """

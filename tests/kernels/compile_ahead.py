@@ -1,6 +1,7 @@
 """Runs `ahead` without a GPU and prints as JSON how many kernels this process compiled, and what was called.
 
-Run it in a separate process, without TRITON_INTERPRET. It runs `ahead` again after the other processes have ended.
+Run it in a separate process, without TRITON_INTERPRET. `ahead` compiles in other processes. After they have ended, this
+file runs it again.
 """
 
 import json
@@ -61,7 +62,7 @@ def main() -> None:
     def compile_fills(*values: int) -> dict[str, object]:
         fills = [partial(compile_ahead.fill, value) for value in values]
         ahead.start([partial(compile_ahead.refuse), *fills, partial(compile_ahead.fail)])
-        # As torch does while it compiles; Triton's keys contain it.
+        # Torch sets this variable while it compiles, and the keys of Triton's cache contain it.
         with patch.dict(os.environ, TRITON_LIBDEVICE_PATH="elsewhere"):
             ahead.finish()
         loaded = compile_ahead._fill_kernel.device_caches[0][0]

@@ -47,7 +47,7 @@ def compile_case(table: str, case: str) -> list[tuple[dict[str, Any], bytes | No
         row = {"case": f"{table}: {case}: {kernel.name}", "shared": kernel.metadata.shared}
         row |= {"wgmma": sorted({name for name, _ in used}), "wants_wgmma": kernel.name in wgmma}
         row["left_in_registers"] = all(brace for _, brace in used)
-        # Other kernels have no left operand in registers, and disassembling all takes 10 seconds.
+        # Only kernels with a left operand in registers are disassembled. For all kernels it would take 10 seconds.
         cubin = kernel.asm["cubin"] if any(brace for _, brace in used) else None
         found.append((row | resources(kernel.asm["cubin"]), cubin))
     return found

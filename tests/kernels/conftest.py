@@ -126,7 +126,7 @@ def interpret_quickly() -> None:
     with_element_ty, other_types = tl.block_type.with_element_ty, {}
 
     def remembered_with_element_ty(self: tl.block_type, scalar_ty: tl.dtype) -> tl.block_type:
-        # Types of one kind share their fields, which `types` keeps.
+        # Equal types share one `__dict__`, which `types` keeps alive. So its id can be a key.
         key = (id(self.__dict__), scalar_ty.name, getattr(scalar_ty, "address_space", None))
         if key not in other_types:
             other_types[key] = with_element_ty(self, scalar_ty)

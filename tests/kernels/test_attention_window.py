@@ -17,7 +17,7 @@ from gluon_interpreter import Hazard, load
 from kernel_inputs import error
 
 PROGRAMS = 2  # for five tiles of rows, so that programs have two and three of them
-UNIT = 1 / 16  # of float8: 448 units are 28, and values are at most 16
+UNIT = 1 / 16  # the scale of results in float8: their largest code, 448, is 28, and attention's values are at most 16
 
 
 @functools.cache
@@ -40,7 +40,7 @@ def interpret(case: tuple[Tensor, ...], window: int, *, float8: bool = False, ke
 # Four heads share a key head, so a tile's 128 rows are 32 tokens.
 CASES = {
     "no-prefix": ([0], 150, 50),
-    "prefix": ([70], 150, 50),  # the last tile of keys ends in the middle, before slots that are NaN
+    "prefix": ([70], 150, 50),  # keys end inside of the last tile; the slots after them are NaN
     "rows": ([0, 131], 70, 33),  # rows of the batch end in partial tiles
     "window-of-one-tile": ([64], 130, 64),
 }

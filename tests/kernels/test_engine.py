@@ -379,7 +379,7 @@ def check_published_steps(
     table = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(2)).to(device)
     table[:, 7] += torch.linspace(4, 9, VOCAB, device=device)
     monkeypatch.setattr(Forward, "canvas", lambda self, tokens, signal, buffers: tokens.flatten())
-    # `out` is None where a prompt's reader rehearses a step, which happens once per shape.
+    # To compile early, the engine also calls `head` when it reads a prompt of a new shape, without `out`.
     head = lambda self, hidden, out=None: table[hidden] if out is None else out.copy_(table[hidden])  # noqa: E731
     monkeypatch.setattr(Forward, "head", head)
     launches = []

@@ -24,7 +24,7 @@ from dgemma_kernels.ops.router import reference as router_reference
 from dgemma_kernels.ops.vocabulary import kernel as vocabulary
 from kernel_inputs import NUM_EXPERTS, draw_routing, make_model
 
-E, D, F = NUM_EXPERTS, 72, 88  # neither width is a multiple of any tile; hidden values of two blocks, 64 and 24
+E, D, F = NUM_EXPERTS, 72, 88  # no width is a multiple of a tile; the 88 hidden values have blocks of 64 and 24
 EPS, FLOAT8 = 1e-6, torch.float8_e4m3fn
 GRID = torch.arange(256, dtype=torch.uint8).view(FLOAT8).double()
 GRID = GRID[GRID.isfinite()]  # all float8 values
@@ -38,7 +38,7 @@ SUMS = 4e-3 if NATIVE else 1e-5
 # in the one text where a token changed its expert. Each of the following faults exceeds at least one of the limits
 # TYPICAL and TOGETHER. Unrounded values, or one scale for all blocks of a row, give 1.4 % in the typical position.
 # Scales of another row or block give 4 to 40 % in both measures. One lost row gives 15 % in all positions together.
-# In the interpreter at most one value rounds to the other neighbour: 0.5 %.
+# In the interpreter at most one value rounds to the other neighbour. All positions together are then off by 0.5 %.
 TYPICAL, TOGETHER = (1e-2, 5e-2) if NATIVE else (1e-3, 1e-2)
 CANVAS, VOCAB = 4, 40
 
@@ -208,8 +208,8 @@ def test_a_large_block_of_hidden_values_does_not_coarsen_another_block(device):
 
 @pytest.mark.usefixtures("described")
 def test_a_tile_of_two_blocks_of_rows_gives_the_rows_of_a_tile_of_one(device, monkeypatch):
-    # A tile of 48 rows has blocks of 32 and 16 rows, which share the weights. The experts have 0, 1, 32, 33, 48 and 49
-    # rows: no row, a part of the first block, all of it, both blocks in part and in full, and a second tile.
+    # A tile of 48 rows has blocks of 32 and 16 rows, which share the weights. The experts have 0 rows, 1 (part of the
+    # first block), 32 (all of it), 33 (part of the second), 48 (both) and 49 (a second tile).
     index = torch.arange(E).repeat_interleave(torch.tensor([0, 1, 32, 33, 48, 49]))[:, None].int().to(device)
     x, gate_up, down, weights = draw(index, 80, F, torch.float32, device)
     rows = {}

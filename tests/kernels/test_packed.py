@@ -33,9 +33,9 @@ NATIVE = torch.cuda.is_available()
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 # The interpreter does not multiply bfloat16.
 DTYPES = [torch.float32, torch.bfloat16] if NATIVE else [torch.float32]
-# Inputs that outliers multiply are scaled up, so that errors show. A placeholder left in place of an outlier, about
-# 2**-15 of a row's largest weight, then adds an eighth of that weight to an output. A missing outlier
-# changes the output by more than a hundredth of that weight.
+# Inputs that outliers multiply are scaled up, so that errors show. A placeholder is about 2**-15 of a row's largest
+# weight. If it stays in place of its outlier, it adds an eighth of that weight to an output. A missing outlier changes
+# the output by more than a hundredth of that weight.
 LOUD = 2.0**12
 # float32 sums in another sequence, in two layers, with activations of about ten. A GPU adds in yet another sequence.
 CLOSE = {"rtol": 2e-4, "atol": 2e-4} if NATIVE else {"rtol": 2e-5, "atol": 2e-5}

@@ -169,8 +169,8 @@ def test_the_first_step_starts_to_compile_its_kernels_ahead(rank, kernels_on_cpu
 
     def record(package, name):
         function = getattr(package, name)
-        # Sizes matter here, and values do not. References are faster than interpreted kernels. Those of the other two
-        # packages return other types.
+        # Sizes matter here, and values do not. References are faster than interpreted kernels. References of
+        # `choices` and `grouped` return other types, so their own functions run.
         references = package if package in (choices, grouped) else import_module(f"{package.__name__}.reference")
         faster = getattr(references, name)
 

@@ -32,7 +32,7 @@ def carried(state: DenoiseState) -> dict[str, Any]:
 
 
 def _drawing(state: DenoiseState) -> type[DenoiseState]:
-    """Return a subclass of the state's class, whose draws are one launch each. A class with its own draws stays."""
+    """Return the state's class with draws of one launch each. A class with its own draws is returned unchanged."""
     kind = type(state)
     if not published.draws_by_seed(state):
         return kind
@@ -70,7 +70,7 @@ class _PackedState(CausalState):
     """A state whose tensors are views of one packed tensor, so that one launch copies them."""
 
     packed: Tensor  # (5, B) int64: token, number, done, broken, seeds
-    views: dict[str, Tensor]  # the tensors of the state before `dataclasses.replace`
+    views: dict[str, Tensor]  # views of `packed` by field; a field that differs from its view was replaced
 
 
 def _unpack(packed: Tensor) -> _PackedState:

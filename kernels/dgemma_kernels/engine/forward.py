@@ -262,10 +262,10 @@ class Forward:
         return x.shape[0] == 1 and not self.batch_invariant
 
     def _keys_product(self, layer: LayerWeights) -> tuple[Tensor | Quantized, int]:
-        """Return the rows of k and v in the weights of q, k and v, and 0 query heads.
+        """Return the weights of k and v without those of q, and their number of query heads, 0.
 
-        With `batch_invariant` it returns all rows, because a library may add in another order for fewer columns. It
-        does so too where the library's float8 product refuses a number of columns.
+        With `batch_invariant` it returns the weights of q, k and v, because a library may add in another order for
+        fewer columns. It also returns them if the library's float8 product does not accept so many columns.
         """
         qkv, num_heads = layer.qkv, self.config.num_attention_heads
         start = num_heads * layer.shape.head_dim

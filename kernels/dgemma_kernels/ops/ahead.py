@@ -31,8 +31,8 @@ _compiling = threading.RLock()  # `only_compiling` replaces a function that all 
 def start(calls: Sequence[partial[Any]]) -> None:
     """Start to compile the kernels that these calls launch, each call in a worker. Nothing is launched.
 
-    Tensors of the calls are on the meta device. With another version of torch's compiler
-    nothing may start. Then each kernel compiles at its first launch.
+    Tensors of the calls are on the meta device. If this version of torch lacks a function that is needed, nothing is
+    started. Each kernel then compiles at its first launch.
 
     Example: `start([partial(rms_norm, torch.empty(256, 2816, device="meta"), None, 1e-6)])`.
     """

@@ -59,8 +59,8 @@ def _add_generate(commands: Any) -> None:
 
 def _add_batch_size(parser: Any, *, earlier: str, default: int, help: str) -> None:
     """Add `--batch-size`, and the name that it had in earlier versions, which the help does not show."""
-    # argparse ignores an option that has its default value when it looks for two exclusive ones. So the options have no
-    # default, and the parser has one.
+    # If two exclusive options are given, argparse overlooks one whose value equals its default. So these options have
+    # no default, and the parser has one.
     parser.set_defaults(batch_size=default)
     either = parser.add_mutually_exclusive_group()
     help = f"{help} ({default})"

@@ -30,9 +30,9 @@ class DenoiseState:
     A step changes canvas, open, draft, done, self_cond, both memories, step, both noise levels and temperature. It
     copies every other field, including those of a subclass.
 
-    The fields of a subclass follow the same rules. A tensor in a field without a default keeps its dtype and shape. The
-    metadata "shared" marks a field whose tensors do not have one entry per row. The metadata "constant" marks a field
-    that no callback may change. A subclass may define its own `draw` or `uniform` in pure tensor code.
+    Three rules hold for all fields, also those of a subclass. A tensor in a field without a default keeps its dtype and
+    shape. The metadata "shared" marks a field whose tensors do not have one entry per row. The metadata "constant"
+    marks a field that no callback may change. A subclass may define its own `draw` or `uniform` in pure tensor code.
 
     Example: `replace(state, temperature=torch.full_like(state.temperature, 0.5))`.
     """
@@ -63,7 +63,7 @@ class DenoiseState:
 
     __repr__ = short_repr
 
-    draw = staticmethod(draws.uniform)  # an engine may replace this function, but no other, by one with the same bits
+    draw = staticmethod(draws.uniform)  # an engine may compute these draws faster, but not those of a subclass
 
     @property
     def batch_size(self) -> int:

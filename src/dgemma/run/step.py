@@ -195,7 +195,7 @@ def predict(denoiser: Denoiser, state: DenoiseState, *, cache: Cache, knobs: Kno
 
 
 def predict_at(level: Tensor, denoiser: Denoiser, state: DenoiseState, *, cache: Cache, knobs: Knobs) -> Prediction:
-    """Predict like `predict`, with the canvas's noise level (B,), which a sampler may compute from its memory."""
+    """Predict like `predict`, at the given noise level (B,) instead of the sampler's."""
     raw = denoiser.denoise_at(level, state.canvas, cache, self_cond=state.self_cond, frozen=state.frozen)
     whole = (*state.canvas.shape, state.noise.vocab_size)
     if not isinstance(raw, Prediction) or tuple(raw.shape) != whole:

@@ -2,9 +2,9 @@
 
 Each step takes rows from the source, draws noise from their seeds, measures the objective's terms, reduces them to a
 scalar and updates the weights. No step waits for the GPU. The numbers are read, checked and logged every `log_every`
-steps or ten seconds, and before anything is saved. A checkpoint is written every `checkpoint_every` steps, and
-after five minutes without one. This wait is longer if writing would take more than 5 % of the time. Ctrl-C, SIGTERM or
-the end of its minutes stop a run between two steps.
+steps or ten seconds, and before anything is saved. A checkpoint is written every `checkpoint_every` steps, and after
+five minutes without one. This wait is longer if writing would take more than 5 % of the time. Ctrl-C, SIGTERM and the
+limit `minutes` stop a run between two steps.
 """
 
 import logging
@@ -407,7 +407,8 @@ class TimeBudget:
         return self.seconds / self.limit
 
     def plan(self, step: int, steps: int | None, share: float) -> int | None:
-        """Return the number of steps of the whole run, after `step` of `steps`; None while the pace is unknown.
+        """Return the number of steps for the whole run, or None while the pace is unknown. So far, `step` of `steps`
+        are done.
 
         share: the fraction of the time that is over, equal on all processes.
         """

@@ -372,5 +372,5 @@ def _add_product(acc: gl.tensor, decay: gl.tensor, weights: gl.tensor, values: g
     product = warpgroup_mma(weights, values.permute((1, 0)), zeros, use_acc=False, is_async=True)
     product = warpgroup_mma_wait(0, deps=(product,))
     mbarrier.arrive(free)
-    # No product runs here: this wait is for the compiler, which would move the sum after the next product, and spill.
+    # No product runs here. Without this wait, the compiler computes the sum later, after the next product, and spills.
     return warpgroup_mma_wait(0, deps=(acc * decay + product,))

@@ -1,8 +1,9 @@
 """Causal attention within a window on Hopper, for prompts: `hopper` with many tiles of rows per program.
 
-In `hopper`, a program computes 128 packed query rows. With a window of 1,024 keys, its start and its end take about a
-sixth of its time. Here, one program per multiprocessor computes many such tiles of rows, one after the other. While it
-ends one tile, it already copies queries, keys and values of the next. Results have the bits of `hopper`.
+In `hopper`, a program computes 128 packed query rows. With a window of 1,024 keys, the start and the end of a program
+take about a sixth of its time. Here, one program per multiprocessor computes many such tiles of rows, one after the
+other. While it ends one tile, it already copies queries, keys and values of the next. Results have the bits of
+`hopper`.
 
 Barriers: a chunk is `full` when its copy is complete, and `free` when both warpgroups have read it. Tiles of keys are
 numbered over all tiles of rows. Their number gives their place in shared memory and the phase of their barriers.
@@ -264,7 +265,7 @@ def _attend(
             mbarrier.arrive(k_free.index(number % _BUFFERS * 2 + 1))
             weight, decay, top, total = add_softmax(mask_scores(s, j, token, span, MODE), top, total)
             next_p = gl.convert_layout(weight.to(dtype), WEIGHTS)
-            # This barrier is always complete; only its branch matters, as in `hopper`.
+            # This barrier is always complete. The wait only adds a branch to the machine code, as in `hopper`.
             mbarrier.wait(q_full.index(0), turn & 1)
             acc0, acc1, p, next_p = warpgroup_mma_wait(0, deps=(acc0, acc1, p, next_p))
             mbarrier.arrive(v_free.index(at))

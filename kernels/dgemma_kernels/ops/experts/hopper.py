@@ -324,11 +324,11 @@ def _multiply_block(
 
 @gluon.jit
 def _allocate(x: gl.tensor, PLANES: gl.constexpr, ROWS: gl.constexpr) -> gl.tuple:
-    """Return shared memory: two rings, whose planes have codes and rows of tokens, and memory for scales.
+    """Return shared memory: two rings of planes, and a part for scales. A plane has codes and rows of tokens.
 
-    For gate_up, it has the scales of all groups, the sums of the rows in each group, and the rounding errors of these
-    sums. All three are in parts of 16 groups. For down, it has the scales of this block and of the next one, in parts
-    of four planes. A second view has the scales of single groups.
+    For gate_up, the part for scales has the scales of all groups, the sums of the rows in each group, and the rounding
+    errors of these sums. All three are in parts of 16 groups. For down, it has the scales of this block and of the next
+    one, in parts of four planes. A second view has the scales of single groups.
     """
     PARTS: gl.constexpr = triton.cdiv(PLANES, 16)
     if x.dtype.element_ty == gl.float8e4nv:
@@ -583,7 +583,7 @@ def _copy_groups(
 
 @gluon.jit
 def _copy_scales(proj: gl.tuple, scales: gl.tensor, half: gl.tensor, source: gl.tuple, SIZE: gl.constexpr) -> None:
-    """Start to copy the scales of a block of down to one half of their memory, together with the next plane."""
+    """Start to copy the scales for a block of down into half of their memory. The next plane's wait includes them."""
     if source[3]:
         PLANES: gl.constexpr = SIZE.WIDTH // 64
         FOURS: gl.constexpr = triton.cdiv(PLANES, 4)

@@ -1,4 +1,4 @@
-"""Products of one row with a weight, and products with a very long inner dimension."""
+"""Products that a library computes slowly: of one row, of a very long inner dimension, and next to other kernels."""
 
 from dgemma_kernels.ops.product.kernel import multiply_beside, multiply_deep, multiply_row
 

@@ -84,8 +84,8 @@ def multiply_beside(x: Quantized, weight: Quantized) -> Tensor:
     """Return the product of the values of float8 operands, without their scales: (M, K), (N, K) → (M, N).
 
     It is for the second stream of a forward. A program of a library's product uses all registers of a multiprocessor.
-    So small kernels on the first stream wait for it. This product has larger tiles, on fewer multiprocessors, and its
-    programs leave registers to others.
+    So small kernels on the first stream wait for it. This product runs on fewer multiprocessors, and its programs leave
+    registers to others.
 
     Example: `multiply_beside(dense_in, layer.gate_up)`.
     """

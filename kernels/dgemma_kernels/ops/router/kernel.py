@@ -16,11 +16,11 @@ from dgemma_kernels.blocks import MANY_ROWS, inside, wait_for_launches_before
 from dgemma_kernels.ops.configs import dependent_launch
 
 _SPLITS_OF_MANY = 4  # parts of the depth, from MANY_ROWS tokens on
-_TOKENS_OF_MANY = 2  # that a program chooses experts for, from MANY_ROWS tokens on
-LIBRARY_TOKENS = 8192  # for as many, a library's product is faster, and its scores are already rounded
+_TOKENS_OF_MANY = 2  # tokens for which a program chooses experts, if there are MANY_ROWS tokens or more
+LIBRARY_TOKENS = 8192  # from this number on, a library's product computes the scores, rounded to the model's dtype
 # Rows of `counts` that a program of the sort loads together.
 _COUNT_ROWS_PER_LOAD = 8
-_EXPERTS_OF_MANY = 8  # that a program of the sort has if there are many tokens, so that fewer programs load all counts
+_EXPERTS_OF_MANY = 8  # experts per program of the sort for many tokens; every program loads all counts
 
 
 class ExpertTiles(NamedTuple):
