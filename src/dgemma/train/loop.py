@@ -407,10 +407,10 @@ class TimeBudget:
         return self.seconds / self.limit
 
     def plan(self, step: int, steps: int | None, share: float) -> int | None:
-        """Return the number of steps for the whole run, or None while the pace is unknown. So far, `step` of `steps`
-        are done.
+        """Return the number of steps for the whole run, or None while the pace is unknown.
 
-        share: the fraction of the time that is over, equal on all processes.
+        So far, `step` steps are done, and the plan was `steps`. share: the fraction of the time that is over, equal on
+        all processes.
         """
         self.shares.append(share)
         if share >= 1:
