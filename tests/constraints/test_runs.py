@@ -1,9 +1,9 @@
 """Texts that `generate` returns under a constraint have the probabilities that enumeration gives.
 
 A run takes two steps of the exact reverse kernel. The expected probability of a text is a sum over first canvases,
-drawn texts, noise and second drafts, from the definitions alone. The test compares it with what `generate` returns.
-Each branch of that sum has a box: one interval for every uniform that the run draws. `generate` gets the corners and
-the middle of each box as its uniforms. It must return the text of the branch.
+drawn texts, noise and second drafts, from the definitions alone. The test checks that `generate` agrees with each
+branch of that sum. A branch has a box: one interval for every uniform that the run draws. `generate` gets the corners
+and the middle of each box as its uniforms. It must return the text of the branch.
 """
 
 import itertools

@@ -17,7 +17,7 @@ from gluon_interpreter import Hazard, load
 from kernel_inputs import error
 
 PROGRAMS = 2  # for five tiles of rows, so that programs have two and three of them
-UNIT = 1 / 16  # the scale of results in float8: their largest code, 448, is 28, and attention's values are at most 16
+UNIT = 1 / 16  # scale of float8 results: the largest code, 448, stands for 28, and attention's values are at most 16
 
 
 @functools.cache

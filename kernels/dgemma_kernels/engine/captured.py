@@ -32,7 +32,7 @@ def carried(state: DenoiseState) -> dict[str, Any]:
 
 
 def _drawing(state: DenoiseState) -> type[DenoiseState]:
-    """Return the state's class with draws of one launch each. A class with its own draws is returned unchanged."""
+    """Return a subclass in which each draw is one launch. A class with its own draws is returned unchanged."""
     kind = type(state)
     if not published.draws_by_seed(state):
         return kind

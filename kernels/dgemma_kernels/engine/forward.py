@@ -265,7 +265,8 @@ class Forward:
         """Return the weights of k and v without those of q, and their number of query heads, 0.
 
         With `batch_invariant` it returns the weights of q, k and v, because a library may add in another order for
-        fewer columns. It also returns them if the library's float8 product does not accept so many columns.
+        fewer columns. It also returns them if k and v in float8 have a number of columns that is not a multiple of 16.
+        The library requires such a multiple.
         """
         qkv, num_heads = layer.qkv, self.config.num_attention_heads
         start = num_heads * layer.shape.head_dim

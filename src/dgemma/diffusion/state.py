@@ -30,7 +30,7 @@ class DenoiseState:
     A step changes canvas, open, draft, done, self_cond, both memories, step, both noise levels and temperature. It
     copies every other field, including those of a subclass.
 
-    Three rules hold for all fields, also those of a subclass. A tensor in a field without a default keeps its dtype and
+    Rules for all fields, also those of a subclass: a tensor in a field without a default keeps its dtype and
     shape. The metadata "shared" marks a field whose tensors do not have one entry per row. The metadata "constant"
     marks a field that no callback may change. A subclass may define its own `draw` or `uniform` in pure tensor code.
 
@@ -63,7 +63,7 @@ class DenoiseState:
 
     __repr__ = short_repr
 
-    draw = staticmethod(draws.uniform)  # an engine may compute these draws faster, but not those of a subclass
+    draw = staticmethod(draws.uniform)  # an engine may replace it by a faster one, but not the `draw` of a subclass
 
     @property
     def batch_size(self) -> int:

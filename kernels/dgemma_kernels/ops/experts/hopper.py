@@ -328,7 +328,7 @@ def _allocate(x: gl.tensor, PLANES: gl.constexpr, ROWS: gl.constexpr) -> gl.tupl
 
     For gate_up, the part for scales has the scales of all groups, the sums of the rows in each group, and the rounding
     errors of these sums. All three are in parts of 16 groups. For down, it has the scales of this block and of the next
-    one, in parts of four planes. A second view has the scales of single groups.
+    one, in parts of four planes. A second view of these scales is indexed by groups.
     """
     PARTS: gl.constexpr = triton.cdiv(PLANES, 16)
     if x.dtype.element_ty == gl.float8e4nv:
@@ -583,7 +583,10 @@ def _copy_groups(
 
 @gluon.jit
 def _copy_scales(proj: gl.tuple, scales: gl.tensor, half: gl.tensor, source: gl.tuple, SIZE: gl.constexpr) -> None:
-    """Start to copy the scales for a block of down into half of their memory. The next plane's wait includes them."""
+    """Start to copy the scales for a block of down into half of their memory.
+
+    The next wait for the copy of a plane also waits for this copy.
+    """
     if source[3]:
         PLANES: gl.constexpr = SIZE.WIDTH // 64
         FOURS: gl.constexpr = triton.cdiv(PLANES, 4)

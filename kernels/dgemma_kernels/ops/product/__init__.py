@@ -1,4 +1,4 @@
-"""Products that a library computes slowly: of one row, of a very long inner dimension, and next to other kernels."""
+"""Products that a library computes slowly: of one row, of a long inner dimension, or while other kernels run."""
 
 from dgemma_kernels.ops.product.kernel import multiply_beside, multiply_deep, multiply_row
 
