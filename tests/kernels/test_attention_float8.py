@@ -104,6 +104,11 @@ def test_large_keys_fit_with_a_factor():
     assert not error(clipped, exact(*case, causal=True)) < COST
 
 
+def test_queries_that_are_not_rounded_are_refused():
+    with pytest.raises(ValueError, match="queries must be Quantized, got Tensor"):
+        module.attention_float8(*draw([20], 9, (2, 512), heads=4, device="cpu"))
+
+
 def test_strided_keys_are_refused():
     queries, keys, values, length = draw([20], 9, (2, 512), heads=4, device="cpu")
     strided = keys.transpose(1, 2).contiguous().transpose(1, 2)

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar
 from unittest.mock import MagicMock
 
@@ -411,13 +411,13 @@ def check_published_steps(
         prediction = FusedPrediction(logits, (SoftCap(fast.config.final_logit_softcapping),))
         want_after, want_record = dgemma.step(ConstantDenoiser(prediction), state, cache=cache, knobs=knobs)
         for got, want in ((after, want_after), (record, want_record)):
-            for field in fields(want):
-                expected, value = getattr(want, field.name), getattr(got, field.name)
+            for column in fields(want):
+                expected, value = getattr(want, column.name), getattr(got, column.name)
                 if isinstance(expected, torch.Tensor):
-                    assert value.dtype == expected.dtype, field.name
-                    assert torch.equal(value, expected), field.name
-                elif field.name in ("memory", "stop_memory", "awaited", "allowed", "injected"):
-                    assert value == expected, field.name
+                    assert value.dtype == expected.dtype, column.name
+                    assert torch.equal(value, expected), column.name
+                elif column.name in ("memory", "stop_memory", "awaited", "allowed", "injected"):
+                    assert value == expected, column.name
         assert torch.equal(record.prediction.logits, want_record.prediction.logits)
         num_accepted, num_renoised = num_accepted + record.accepted.sum(), num_renoised + record.renoised.sum()
         drafts.append(after.draft)
@@ -431,10 +431,24 @@ def check_published_steps(
 
 @dataclass(frozen=True, kw_only=True)
 class TracedState(dgemma.DenoiseState):
-    """A state with two added fields: a tensor, and a number that keys the graph."""
+    """A state with three added fields: a tensor, a number that keys the graph, and a number computed from it."""
 
     label: torch.Tensor
     limit: int = 3
+    half: int = field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "half", self.limit // 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputedState(dgemma.DenoiseState):
+    """A state with a tensor that is computed from another one."""
+
+    twice: torch.Tensor = field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "twice", 2 * self.canvas)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -456,8 +470,17 @@ def test_a_step_keeps_a_field_added_to_the_state(models, device):
     state = TracedState(**{f.name: getattr(plain, f.name) for f in fields(plain)}, label=seeds + 2, limit=2)
     want, got = (model.step(state, cache=model.new_cache(1), knobs=knobs)[0] for model in models)
     assert type(got) is TracedState
-    assert (got.label.tolist(), got.limit) == ([5], 2)
+    assert (got.label.tolist(), got.limit, got.half) == ([5], 2, 1)
     assert torch.equal(got.canvas, want.canvas)
+
+
+def test_a_captured_step_refuses_a_tensor_that_it_cannot_compute_again(models, device):
+    knobs = Knobs(sampler=AddLabel(), temperature=dgemma.LinearTemperature(), stop=None)
+    seeds = torch.tensor([3], device=device)
+    plain = start_state(knobs, dgemma.UniformNoise(VOCAB), seeds=seeds, canvas_len=CANVAS, num_steps=2)
+    state = ComputedState(**{f.name: getattr(plain, f.name) for f in fields(plain)})
+    with pytest.raises(ValueError, match="twice is a tensor in a field with init=False"):
+        models[1].step(state, cache=models[1].new_cache(1), knobs=knobs)
 
 
 @pytest.mark.slow

@@ -116,7 +116,7 @@ def test_float8_queries_are_those_of_transformers_rounded(layout, twin, device):
     want = published(case, layout[0])[0].float()
     assert query.dtype == torch.float16
     torch.testing.assert_close(query.scale, want.abs().amax(-1) / 448, rtol=2e-3, atol=0)  # two float16 steps of 2**-11
-    # Float8 has three bits of mantissa, so values are off by at most a sixteenth of themselves. Values below 2**-6 times
+    # Float8 has three bits of mantissa, so values are off by at most a sixteenth of themselves. Values below 2**-6 of
     # the scale have steps of 2**-9 times the scale, and are off by at most half a step. Two float16 steps may come from
     # the rotation.
     allowed = (want.abs() / 16).clamp(min=query.scale[..., None] / 1024) + 4e-3

@@ -361,6 +361,22 @@ def test_a_spliced_row_continues_like_the_donor_did(model, prompt):
     assert fork.trajectory.difference(fork.trajectory.replay(model)) is None
 
 
+def test_a_row_can_come_from_a_run_with_an_equal_constraint(model, prompt):
+    pytest.importorskip("outlines_core")
+    runs = []
+    for seed in (3, 90):
+        constraint = dgemma.Regex(f"[a-h]{{{CANVAS_LEN}}}", dgemma.ByteTokenizer())
+        one = options(max_new_tokens=CANVAS_LEN, stop=None, seed=seed, constraint=constraint)
+        runs.append(dgemma.generate(model, prompt, record=True, **one))
+    host, donor = (run.trajectory for run in runs)
+    row = torch.tensor([1])
+    state = donor.moment(model, step=2).state.select(row)
+    spliced = host.moment(model, step=2).state.splice(row, state)
+    fork = host.fork(model, step=2, state=spliced)
+    assert torch.equal(fork.new_tokens[1], runs[1].new_tokens[1])
+    assert not torch.equal(fork.new_tokens[1], runs[0].new_tokens[1])
+
+
 def test_a_spliced_row_keeps_its_place_in_the_batch(model, recorded):
     state = recorded.trajectory.moment(model, step=1).state
     spliced = state.splice(torch.tensor([1]), state.select(torch.tensor([2])))

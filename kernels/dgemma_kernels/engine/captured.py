@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from dgemma.diffusion.state import DenoiseState
 from dgemma.run.causal import CausalRule, CausalState
@@ -28,7 +28,13 @@ _NO_CACHE: Any = None  # a static denoiser reads its buffers
 
 def carried(state: DenoiseState) -> dict[str, Any]:
     """Return the fields that a captured step reads and writes: all but self_cond, which it has as a soft embedding."""
-    return {f.name: getattr(state, f.name) for f in fields(state) if f.name != "self_cond"}
+    for f in fields(state):
+        if not f.init and any(isinstance(leaf, Tensor) for leaf in tree_leaves(getattr(state, f.name))):
+            raise ValueError(
+                f"{type(state).__name__}.{f.name} is a tensor in a field with init=False. "
+                "A captured step cannot compute it again. Make it a property."
+            )
+    return {f.name: getattr(state, f.name) for f in fields(state) if f.init and f.name != "self_cond"}
 
 
 def _drawing(state: DenoiseState) -> type[DenoiseState]:

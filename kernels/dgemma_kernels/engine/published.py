@@ -45,7 +45,7 @@ def is_published(state: DenoiseState, knobs: Knobs) -> bool:
         rule_is_known
         and _has_kernel(knobs.sampler, state.canvas_len)
         and type(state.noise) is UniformNoise
-        and all(f.name in _READ or getattr(state, f.name) is f.default for f in fields(state))
+        and all(f.name in _READ or getattr(state, f.name) is f.default for f in fields(state) if f.init)
         # The draft (the tokens to commit) must satisfy the constraint. Every argmax does, but not every noisy canvas.
         and (state.language is None or getattr(knobs.sampler, "commit", None) == "argmax")
         and not state.injected

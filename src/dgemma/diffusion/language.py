@@ -43,13 +43,18 @@ def splice_languages(mine: Language | None, donor: Language | None, rows: Tensor
     left = _anything(known, state_rows) if mine is None else mine
     right = _anything(known, len(rows)) if donor is None else donor
     automaton, start, end = left.automaton, right.start, right.end
-    if automaton.token_class is not right.automaton.token_class:
+    if not _equal(automaton, right.automaton):
         automaton = _side_by_side(automaton, right.automaton)
         start = start + left.automaton.num_states
         end = F.pad(end, (left.automaton.num_states, 0))
     ends = F.pad(left.end, (0, automaton.num_states - left.end.shape[1])).index_copy(0, rows, end)
     spliced = Language(automaton, left.start.index_copy(0, rows, start), ends, _splice_may_end(left, right, rows))
     return spliced if automaton is left.automaton else _reachable(spliced)
+
+
+def _equal(left: Automaton, right: Automaton) -> bool:
+    names = ("token_class", "next_state", "is_end")
+    return left is right or all(torch.equal(getattr(left, name), getattr(right, name)) for name in names)
 
 
 def _splice_may_end(left: Language, right: Language, rows: Tensor) -> Tensor | None:

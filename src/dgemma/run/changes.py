@@ -196,7 +196,7 @@ def _same(left: Any, right: Any) -> bool:
     return left_form == right_form and all(
         torch.equal(a, b)
         if isinstance(a, Tensor) and isinstance(b, Tensor)
-        else a is b or (isinstance(a, Noise) and a == b)
+        else a is b or (type(a) is type(b) and isinstance(a, Noise | str | int | float) and a == b)
         for a, b in zip(left_leaves, right_leaves, strict=True)
     )
 

@@ -68,6 +68,7 @@ def check_content(content: Mapping[str, Any]) -> None:
     for change in changes or ():
         # A subclass of the state may have other fields. So only a replay, which knows the state, checks the names.
         fits = isinstance(change, Change) and isinstance(change.values, dict) and "state" not in change.values
+        fits = fits and all(isinstance(name, str) for name in change.values)
         fits = fits and _is_int(change.block, 0, plan.num_blocks - 1) and _is_int(change.index, 0, plan.num_steps)
         require(fits, "changes", "set fields of the state or knobs before a step of the run", change)
 

@@ -33,6 +33,11 @@ def attention_float8(
 
     Example: `attention_float8(quantize(queries), cache.keys, cache.values, cache.length)`.
     """
+    if not isinstance(queries, Quantized):
+        raise ValueError(
+            f"attention_float8 queries must be Quantized, got {type(queries).__name__}. "
+            "Use prepare_qkv(..., float8=True)."
+        )
     if obstacle := float8_obstacle(queries, keys, values):
         raise ValueError(f"attention_float8 needs {obstacle}. Use attention.")
     check_arguments(queries, keys, values, length, causal=True, window=None, canvas_len=0, keep=0)
