@@ -520,7 +520,7 @@ class OwnDrawOfTheState(dgemma.DenoiseState):
 
 
 class OwnUniform(dgemma.DenoiseState):
-    """A state with a draw of its own for noise tokens, at each position."""
+    """A state with its own draw of noise tokens, at each position."""
 
     def uniform(self, purpose):
         places = torch.arange(self.canvas_len, device=self.device, dtype=torch.float64) / self.canvas_len
