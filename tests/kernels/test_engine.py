@@ -431,7 +431,7 @@ def check_published_steps(
 
 @dataclass(frozen=True, kw_only=True)
 class TracedState(dgemma.DenoiseState):
-    """A state with three added fields: a tensor, a number that keys the graph, and a number computed from it."""
+    """A state with three added fields: a tensor, a number that keys the graph, and half of that number."""
 
     label: torch.Tensor
     limit: int = 3
@@ -520,7 +520,7 @@ class OwnDrawOfTheState(dgemma.DenoiseState):
 
 
 class OwnUniform(dgemma.DenoiseState):
-    """A state with its own draw of noise tokens, at each position."""
+    """A state that has its own uniforms for noise tokens."""
 
     def uniform(self, purpose):
         places = torch.arange(self.canvas_len, device=self.device, dtype=torch.float64) / self.canvas_len

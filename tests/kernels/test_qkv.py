@@ -117,8 +117,8 @@ def test_float8_queries_are_those_of_transformers_rounded(layout, twin, device):
     assert query.dtype == torch.float16
     torch.testing.assert_close(query.scale, want.abs().amax(-1) / 448, rtol=2e-3, atol=0)  # two float16 steps of 2**-11
     # Float8 has three bits of mantissa, so values are off by at most a sixteenth of themselves. Values below 2**-6 of
-    # the scale have steps of 2**-9 times the scale, and are off by at most half a step. Two float16 steps may come from
-    # the rotation.
+    # the scale have steps of 2**-9 times the scale, and are off by at most half a step. The rotation may add an error
+    # of two float16 steps.
     allowed = (want.abs() / 16).clamp(min=query.scale[..., None] / 1024) + 4e-3
     assert ((query.decode() - want).abs() <= allowed).all()
 

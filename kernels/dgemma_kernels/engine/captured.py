@@ -38,7 +38,10 @@ def carried(state: DenoiseState) -> dict[str, Any]:
 
 
 def _drawing(state: DenoiseState) -> type[DenoiseState]:
-    """Return a subclass in which each draw is one launch. A class with its own draws is returned unchanged."""
+    """Return a subclass of the state's class in which each draw is one launch.
+
+    If the state's class has its own draws, the result is that class.
+    """
     kind = type(state)
     if not published.draws_by_seed(state):
         return kind

@@ -328,7 +328,7 @@ def _allocate(x: gl.tensor, PLANES: gl.constexpr, ROWS: gl.constexpr) -> gl.tupl
 
     For gate_up, the part for scales has the scales of all groups, the sums of the rows in each group, and the rounding
     errors of these sums. All three are in parts of 16 groups. For down, it has the scales of this block and of the next
-    one, in parts of four planes. A second view of these scales is indexed by groups.
+    one, in parts of four planes. For both products, a second view of the scales is indexed by groups.
     """
     PARTS: gl.constexpr = triton.cdiv(PLANES, 16)
     if x.dtype.element_ty == gl.float8e4nv:
