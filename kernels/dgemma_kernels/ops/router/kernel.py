@@ -20,7 +20,7 @@ _TOKENS_OF_MANY = 2  # tokens for which a program chooses experts, if there are 
 LIBRARY_TOKENS = 8192  # from this number on, a library's product computes the scores, rounded to the model's dtype
 # Rows of `counts` that a program of the sort loads together.
 _COUNT_ROWS_PER_LOAD = 8
-_EXPERTS_OF_MANY = 8  # with many tokens, one program sorts those of 8 experts; each program loads all counts
+_EXPERTS_OF_MANY = 8  # with many tokens, one program sorts the pairs of 8 experts; each program loads all counts
 
 
 class ExpertTiles(NamedTuple):
