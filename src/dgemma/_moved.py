@@ -21,7 +21,7 @@ _FOLDERS = {
 MOVED = {f"dgemma.{name}": f"dgemma.{folder}.{name}" for folder, names in _FOLDERS.items() for name in names.split()}
 MOVED |= {
     "dgemma.causal": "dgemma.tasks.autoregressive",
-    "dgemma.denoiser": "dgemma.run.step",
+    "dgemma.denoiser": "dgemma.model.denoiser",
     "dgemma.progress": "dgemma.printing",
     "dgemma.serve.trial": "dgemma.constraints.trial",
     "dgemma.train.balance": "dgemma.train.recipes",

@@ -13,6 +13,7 @@ from dgemma.diffusion.state import DenoiseState
 from dgemma.model import presets
 from dgemma.model.cache import CacheMark, PrefixCache
 from dgemma.model.config import Conventions, DenoiserConfig, GenerationDefaults, ModelConfig
+from dgemma.model.denoiser import Denoiser
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.run.changes import apply_changes
 from dgemma.run.defaults import default_sampler, learnt_noise
@@ -22,7 +23,7 @@ from dgemma.run.loop import denoise_canvas
 from dgemma.run.many import generate_many
 from dgemma.run.plan import Plan, read_plan
 from dgemma.run.records import BlockCommit, Moment, RecordedStep, StepRecord
-from dgemma.run.step import Denoiser, settle, start_state, step
+from dgemma.run.step import settle, start_state, step
 from dgemma.run.trajectory import Generation, Trajectory
 from dgemma.sampling import (
     KLASS,

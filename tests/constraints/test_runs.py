@@ -196,7 +196,7 @@ class Scripted(dgemma.Denoiser):
     def step(self, state, *, cache, knobs):
         number = int(state.step[0])
         injected = {purpose: u[state.rows] for (step, purpose), u in self.uniforms.items() if step == number}
-        return super().step(replace(state, injected=injected), cache=cache, knobs=knobs)
+        return dgemma.step(self, replace(state, injected=injected), cache=cache, knobs=knobs)
 
 
 def run_branches(case, branches, place):

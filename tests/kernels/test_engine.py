@@ -22,9 +22,9 @@ from dgemma.diffusion import draws as reference_draws
 from dgemma.diffusion.language import Language
 from dgemma.diffusion.prediction import SoftCap
 from dgemma.diffusion.schedule import OneMinusCosine
-from dgemma.run.causal import CausalRule, CausalState
+from dgemma.model.causal import CausalRule, CausalState
 from dgemma.run.knobs import Knobs
-from dgemma.run.step import start_state
+from dgemma.run.step import start_state, take_step
 from dgemma.train.lora import LoRA, add_lora
 from dgemma_kernels import accelerate
 from dgemma_kernels.engine import captured, forward, published
@@ -468,7 +468,7 @@ def test_a_step_keeps_a_field_added_to_the_state(models, device):
     seeds = torch.tensor([3], device=device)
     plain = start_state(knobs, dgemma.UniformNoise(VOCAB), seeds=seeds, canvas_len=CANVAS, num_steps=2)
     state = TracedState(**{f.name: getattr(plain, f.name) for f in fields(plain)}, label=seeds + 2, limit=2)
-    want, got = (model.step(state, cache=model.new_cache(1), knobs=knobs)[0] for model in models)
+    want, got = (take_step(model, state, cache=model.new_cache(1), knobs=knobs)[0] for model in models)
     assert type(got) is TracedState
     assert (got.label.tolist(), got.limit, got.half) == ([5], 2, 1)
     assert torch.equal(got.canvas, want.canvas)
@@ -495,9 +495,9 @@ def test_a_field_added_to_the_state_arrives_in_the_captured_step_and_in_the_next
         state = TracedState(**first, label=torch.tensor([5, 11], device=device))
         cache = model.encode(draw_tokens(2, 3))
         for _ in range(3):
-            state, _ = model.step(state, cache=cache, knobs=knobs)
+            state, _ = take_step(model, state, cache=cache, knobs=knobs)
             assert type(state) is TracedState
-        other, _ = model.step(replace(state, label=state.label + 7, limit=1), cache=cache, knobs=knobs)
+        other, _ = take_step(model, replace(state, label=state.label + 7, limit=1), cache=cache, knobs=knobs)
         ends.append((state.canvas, state.label, other.canvas, other.label))
         assert (state.limit, other.limit) == (3, 1)
     for want, got in zip(*ends, strict=True):
@@ -542,9 +542,11 @@ def test_the_engine_uses_the_draws_of_a_state_that_has_its_own(models, kind, sam
     ends = []
     for model in models:
         cache = model.encode(draw_tokens(2, 3))
-        other, _ = model.step(plain, cache=cache, knobs=knobs)  # the engine now has a graph for the library's draws
-        first, _ = model.step(own, cache=cache, knobs=knobs)
-        second, _ = model.step(first, cache=cache, knobs=knobs)
+        other, _ = take_step(
+            model, plain, cache=cache, knobs=knobs
+        )  # the engine now has a graph for the library's draws
+        first, _ = take_step(model, own, cache=cache, knobs=knobs)
+        second, _ = take_step(model, first, cache=cache, knobs=knobs)
         ends.append((other.canvas, first.canvas, second.canvas))
         assert type(second) is kind
         assert not torch.equal(other.canvas, first.canvas)
@@ -702,7 +704,7 @@ def test_a_finished_canvas_is_read_together_with_the_next_one(models):
         cache = model.encode(block, model.encode(prompt, attention_mask=real))
         waits = getattr(cache, "postponed", None) is not None
         seen = cache.num_slots, cache.num_seen
-        _, record = model.step(start, cache=cache, knobs=knobs)
+        _, record = take_step(model, start, cache=cache, knobs=knobs)
         logits = record.prediction.logits
         assert getattr(cache, "postponed", None) is None
         assert (cache.num_slots, cache.num_seen) == seen == (7 + CANVAS, 7 + CANVAS)

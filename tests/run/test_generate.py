@@ -464,7 +464,7 @@ def test_the_next_canvas_is_started_during_the_first_step_of_a_canvas():
 
         def step(self, state, *, cache, knobs):
             calls.append(("step", int(state.block[0])))
-            return super().step(state, cache=cache, knobs=knobs)
+            return dgemma.step(self, state, cache=cache, knobs=knobs)
 
         def read_ahead(self, values):
             calls.append("wait")

@@ -42,7 +42,7 @@ class Mortal(RowwiseDenoiser):
         if steps == 12 and path and not os.path.exists(path):
             with open(path, "w"):
                 os.kill(os.getpid(), signal.SIGKILL)
-        return super().step(*arguments, **options)
+        return dgemma.step(self, *arguments, **options)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 import dgemma
-from dgemma.run.step import Denoiser
+from dgemma.model.denoiser import Denoiser
 from dgemma.train import add_lora
 from dgemma.train.batch import TrainBatch
 from dgemma.train.likelihood import evaluate

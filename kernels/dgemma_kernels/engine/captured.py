@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from dgemma.diffusion.state import DenoiseState
-from dgemma.run.causal import CausalRule, CausalState
+from dgemma.model.causal import CausalRule, CausalState
+from dgemma.model.denoiser import Denoiser
 from dgemma.run.knobs import Knobs
-from dgemma.run.step import Denoiser, Settled, decide, predict, record_step, settle, shape
+from dgemma.run.step import Settled, decide, predict, record_step, settle, shape
 from dgemma_kernels.engine import published
 from dgemma_kernels.engine.cache import CacheBuffers
 from dgemma_kernels.engine.graphs import CaptureError, Replay, as_bytes, copy_all, side_stream

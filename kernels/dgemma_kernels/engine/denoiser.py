@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
+from dgemma.model.causal import CausalRule, CausalState
 from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig
+from dgemma.model.denoiser import Denoiser
 from dgemma.model.diffusion import DiffusionGemma
-from dgemma.run.causal import CausalRule, CausalState
 from dgemma.run.knobs import Knobs
 from dgemma.run.records import StepRecord
-from dgemma.run.step import Denoiser
 from dgemma_kernels.engine.cache import BufferPool, FusedCache, memory_of
 from dgemma_kernels.engine.captured import (
     CapturedCausalStep,

@@ -19,11 +19,11 @@ from dgemma.cli.listing import shipped
 from dgemma.constraints.languages import Choice, JsonSchema, Regex
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
 from dgemma.files import read_json
+from dgemma.model.denoiser import Denoiser
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.layout import lay_out_by_column
 from dgemma.model.quantize import FORMATS
 from dgemma.run.defaults import default_sampler, warn_of_noise
-from dgemma.run.step import Denoiser
 from dgemma.sampling import Sampler
 from dgemma.values import SAMPLERS, rebuild_noise, rebuild_sampler
 

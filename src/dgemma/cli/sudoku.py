@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from dgemma.cli import loading, output
 from dgemma.data import sudoku
+from dgemma.model.denoiser import Denoiser
 from dgemma.run.defaults import warn_of_noise
-from dgemma.run.step import Denoiser
 from dgemma.sampling import EntropyBound, StableAndConfident
 from dgemma.view.board import Board
 from dgemma.view.terminal import BoardView

@@ -23,13 +23,13 @@ from dgemma.checks import as_int, require, typed
 from dgemma.data.sudoku.tokenizer import SudokuTokenizer
 from dgemma.files import open_file, write_text, writing
 from dgemma.intervals import Estimate, mean_of
+from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.layout import lay_out_by_column
 from dgemma.printing import progress_bar
 from dgemma.run.defaults import learnt_noise
 from dgemma.run.many import generate_many
 from dgemma.run.plan import read_plan
-from dgemma.run.step import Denoiser, check_denoiser
 from dgemma.sampling.base import Sampler
 from dgemma.train.batch import TrainBatch, row_seeds
 from dgemma.train.canvases import cut_canvases

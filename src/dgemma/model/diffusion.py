@@ -18,6 +18,7 @@ from dgemma.model.attention import Mask
 from dgemma.model.backbone import KeysValues, Layer, run_layers
 from dgemma.model.cache import Cache, LayerCache, PrefixCache
 from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig
+from dgemma.model.denoiser import Denoiser
 from dgemma.model.experts import Experts, ReleasedExperts
 from dgemma.model.layers import GatedMLP, RMSNorm, rms_norm, wide_dtype
 from dgemma.model.masks import canvas_mask, causal_mask
@@ -26,7 +27,6 @@ from dgemma.model.noise_level import NoiseLevelEmbedding
 from dgemma.model.quantize import Quantization
 from dgemma.model.quantized import QuantizedWeight, quantized_weights
 from dgemma.model.rotary import rotary_table
-from dgemma.run.step import Denoiser
 
 _MOST_ROWS = 1 << 20  # in a cache
 _ENCODE_CHUNK = 1024  # tokens per chunk: memory grows with the length of a prompt, not with its square

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from dgemma.diffusion.state import DenoiseState
 from dgemma.model.cache import Cache
+from dgemma.model.denoiser import Denoiser
 from dgemma.run.loop import refuse_step, start_block
 from dgemma.run.plan import Plan
-from dgemma.run.step import Denoiser, judge
+from dgemma.run.step import judge, take_step
 
 _Element = TypeVar("_Element")
 
@@ -157,7 +158,7 @@ class Batch:
     def _advance(self, group: _Group) -> list[Row]:
         """Take one step of a group. Rows that finish their canvas leave it."""
         knobs = _present(group)[0].plan.knobs
-        group.state, record = self._model.step(group.state, cache=group.cache, knobs=knobs)
+        group.state, record = take_step(self._model, group.state, cache=group.cache, knobs=knobs)
         verdict = judge(record.prediction, group.state) if record.verdict is None else record.verdict
         left, broken, stray = self._model.read_ahead(verdict)  # the host waits for the device here
         if any(broken) or any(stray):

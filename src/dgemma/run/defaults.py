@@ -4,7 +4,7 @@ import logging
 from functools import cache
 
 from dgemma.diffusion.noise import Noise
-from dgemma.run.step import Denoiser
+from dgemma.model.denoiser import Denoiser
 from dgemma.sampling.base import Sampler
 from dgemma.sampling.entropy_bound import EntropyBound
 from dgemma.values import describe_noise, rebuild_noise, rebuild_sampler

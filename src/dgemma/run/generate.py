@@ -22,12 +22,12 @@ from torch import Tensor
 
 from dgemma.checks import check_flags, require
 from dgemma.model.cache import Cache
+from dgemma.model.denoiser import Denoiser
 from dgemma.run.changes import Changes
 from dgemma.run.loop import drain, run_plan
 from dgemma.run.options import GenerateOptions, RunOptions, WatchOptions, fill_in, select, takes_options
 from dgemma.run.plan import read_plan
 from dgemma.run.records import BlockCommit, Events, StepRecord
-from dgemma.run.step import Denoiser
 from dgemma.run.trajectory import Generation, Trajectory
 
 

@@ -16,13 +16,14 @@ from tqdm import tqdm
 from dgemma.diffusion.prediction import refuse_nan
 from dgemma.diffusion.state import DenoiseState, watch
 from dgemma.model.cache import Cache
+from dgemma.model.denoiser import Denoiser
 from dgemma.printing import progress_bar
 from dgemma.run.changes import Changes, apply_changes, snapshot
 from dgemma.run.knobs import Knobs
 from dgemma.run.plan import Plan
 from dgemma.run.recording import Recording
 from dgemma.run.records import BlockCommit, Denoised, Events, Moment, OnStep, Output, StepRecord, shows_progress
-from dgemma.run.step import Denoiser, judge, start_state
+from dgemma.run.step import judge, start_state, take_step
 
 Result = TypeVar("Result")
 
@@ -157,7 +158,9 @@ def denoise_canvas(
     # finish early, when it has no undecided position left.
     goes_on = knobs.stop is None and num_steps > 1
     for num_taken in itertools.count(1):
-        state, record = model.step(state, cache=cache, knobs=knobs)  # before any host work, because the device is idle
+        state, record = take_step(
+            model, state, cache=cache, knobs=knobs
+        )  # before any host work, because the device is idle
         if num_taken == 1 and meanwhile is not None:
             meanwhile()
         written = watch(state.done, state.step, state.num_steps, state.canvas)

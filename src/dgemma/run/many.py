@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import as_int, as_lists, check_flags, require, short_repr, show
 from dgemma.files import open_file
+from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.printing import progress_bar
 from dgemma.run.batch import Batch, Row
 from dgemma.run.options import Default, TextOptions, fill_in, renames, select, takes_options
 from dgemma.run.plan import Plan, read_plan
 from dgemma.run.run_file import RunFile
-from dgemma.run.step import Denoiser, check_denoiser
 
 _PROMPT_KEYS = ("prompt", "messages", "tokens")
 _OWN_KEYS = ("id", "seed", "max_new_tokens")

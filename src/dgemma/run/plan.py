@@ -9,13 +9,13 @@ from torch import Tensor
 
 from dgemma.diffusion.noise import Noise
 from dgemma.model.cache import Cache
+from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.run import arguments
 from dgemma.run.arguments import Span
 from dgemma.run.constrain import RunLanguage, read_constraint
 from dgemma.run.defaults import default_sampler, learnt_noise, warn_of_noise
 from dgemma.run.knobs import Knobs
 from dgemma.run.options import RunOptions, fill_in, takes_options
-from dgemma.run.step import Denoiser, check_denoiser
 from dgemma.sampling.base import Sampler
 from dgemma.sampling.stopping import StableAndConfident
 from dgemma.sampling.temperature import LinearTemperature, read_temperature

@@ -18,6 +18,7 @@ from typing import Any, Unpack
 import torch.distributed as dist
 
 from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.model.denoiser import Denoiser
 from dgemma.run.batch import Batch
 from dgemma.run.many import (
     Completion,
@@ -33,7 +34,6 @@ from dgemma.run.many import (
 )
 from dgemma.run.options import TextOptions, select, takes_options
 from dgemma.run.run_file import RunFile
-from dgemma.run.step import Denoiser
 
 logger = logging.getLogger("dgemma")
 _MOST_TRIES = 3  # attempts at a prompt whose worker is lost each time

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from dgemma.checks import typed
 from dgemma.model.cache import Cache, require_cache
+from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.run import arguments
 from dgemma.run.changes import Changes, apply_changes, merge_changes
 from dgemma.run.loop import drain, run_plan, start_block
 from dgemma.run.recording import Recording, StepPlace
 from dgemma.run.records import Moment, OnStep, Output, StepRecord
-from dgemma.run.step import Denoiser, advance, check_denoiser, predict_at
+from dgemma.run.step import advance, predict_at
 from dgemma.values import find_unknown
 
 Script = Callable[[StepPlace, Moment, StepRecord | None], Changes]

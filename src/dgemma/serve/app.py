@@ -16,8 +16,8 @@ from starlette.exceptions import HTTPException
 
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import require
+from dgemma.model.denoiser import Denoiser
 from dgemma.run.options import renames
-from dgemma.run.step import Denoiser
 from dgemma.serve.engine import Engine
 from dgemma.serve.errors import ApiError
 from dgemma.serve.gate import Gate, Limits

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.run.step import Denoiser
+from dgemma.model.denoiser import Denoiser
 from dgemma.serve.errors import ApiError
 from dgemma.serve.protocol import Question
 from dgemma.tasks.slots import FilledTemplate, Slot, Template, decide_many

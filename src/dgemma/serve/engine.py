@@ -10,9 +10,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+from dgemma.model.denoiser import Denoiser
 from dgemma.run.batch import Batch, Row
 from dgemma.run.plan import Plan
-from dgemma.run.step import Denoiser
 from dgemma.serve.errors import ApiError
 
 Result = TypeVar("Result")

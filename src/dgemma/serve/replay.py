@@ -8,7 +8,7 @@ import uvicorn
 
 from dgemma._moved import earlier_names
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.run.step import Denoiser
+from dgemma.model.denoiser import Denoiser
 from dgemma.run.trajectory import Trajectory
 from dgemma.serve.app import create_app
 from dgemma.view.html import to_html

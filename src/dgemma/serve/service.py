@@ -17,9 +17,9 @@ from starlette.concurrency import run_in_threadpool
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.constraints.languages import JsonSchema, Regex, ToolCalls
 from dgemma.constraints.trial import try_pattern
+from dgemma.model.denoiser import Denoiser
 from dgemma.run.defaults import default_sampler
 from dgemma.run.plan import Plan, read_plan
-from dgemma.run.step import Denoiser
 from dgemma.serve.decisions import answer_questions
 from dgemma.serve.engine import Draft, Engine, Job
 from dgemma.serve.errors import ApiError

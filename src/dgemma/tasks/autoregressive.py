@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from dgemma.diffusion.prediction import refuse_nan
-from dgemma.run.causal import CausalRule, CausalState
+from dgemma.model.causal import CausalRule, CausalState
+from dgemma.model.denoiser import Denoiser
 from dgemma.run.options import Default, fill_in, takes_options
 from dgemma.run.plan import read_plan
-from dgemma.run.step import Denoiser
 from dgemma.sampling.temperature import ConstantTemperature
 
 

@@ -12,7 +12,7 @@ from dgemma.checks import check_types, has_values, require_field, short_repr
 from dgemma.diffusion.prediction import Prediction
 from dgemma.model.cache import Cache
 from dgemma.model.config import DenoiserConfig, GenerationDefaults
-from dgemma.run.step import Denoiser, check_denoiser
+from dgemma.model.denoiser import Denoiser, check_denoiser
 
 
 def mix(conditional: Tensor, unconditional: Tensor, strength: float) -> Tensor:

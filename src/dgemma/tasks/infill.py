@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from dgemma.checks import as_int, check_flags, require, require_tensor, short_repr
 from dgemma.diffusion.state import DenoiseState
 from dgemma.model.cache import Cache
+from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.printing import progress_bar
 from dgemma.run import arguments
 from dgemma.run.arguments import Span
@@ -26,7 +27,6 @@ from dgemma.run.loop import denoise_canvas, run_events, start_block
 from dgemma.run.options import CanvasOptions, WatchOptions, fill_in, select, takes_options
 from dgemma.run.plan import Plan, read_plan
 from dgemma.run.records import BlockCommit, OnStep, shows_progress
-from dgemma.run.step import Denoiser, check_denoiser
 from dgemma.run.trajectory import Trajectory
 
 Holes = Tensor | int | Sequence[tuple[int, int]]

@@ -17,7 +17,7 @@ from torch import Tensor
 from dgemma.diffusion import draws
 from dgemma.diffusion.noise import Noise
 from dgemma.model.cache import Cache
-from dgemma.run.step import Denoiser
+from dgemma.model.denoiser import Denoiser
 
 _OPEN = -1  # in a canvas: a position whose token is not shown
 

@@ -20,11 +20,11 @@ from dgemma.checks import as_int, as_lists, check_flags, require, short_repr, sh
 from dgemma.diffusion import draws
 from dgemma.diffusion.noise import Noise
 from dgemma.model.cache import Cache
+from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.printing import progress_bar
 from dgemma.run.arguments import check_vocabulary
 from dgemma.run.defaults import learnt_noise
 from dgemma.run.options import Default, fill_in, renames, takes_options
-from dgemma.run.step import Denoiser, check_denoiser
 from dgemma.tasks.option_scores import Blank, Layout, Piece, Reader, layouts_of
 
 _MOST_COMBINATIONS = 4096

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dgemma.checks import as_int, in_range, require
 from dgemma.diffusion.prediction import Prediction
 from dgemma.model.config import DenoiserConfig, GenerationDefaults
-from dgemma.run.step import Denoiser
+from dgemma.model.denoiser import Denoiser
 
 AttentionMask = Literal["padding", "pairs", "none"]
 

@@ -21,9 +21,9 @@ from dgemma.diffusion import draws
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.schedule import LEAST_NOISE, Linear
 from dgemma.model.config import ModelConfig
+from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.printing import progress_bar
 from dgemma.run.defaults import warn_of_noise
-from dgemma.run.step import Denoiser, check_denoiser
 from dgemma.train import nelbo
 from dgemma.train.batch import BatchSource, TrainBatch, check_ids, row_seeds
 from dgemma.train.canvases import Canvases, cut_canvases

@@ -20,8 +20,8 @@ from dgemma.model.attention import Mask
 from dgemma.model.backbone import KeysValues
 from dgemma.model.cache import Cache
 from dgemma.model.config import LayerShape
+from dgemma.model.denoiser import Denoiser
 from dgemma.model.diffusion import DiffusionGemma
-from dgemma.run.step import Denoiser
 from dgemma.train import head
 from dgemma.train.canvases import Canvases
 

@@ -23,9 +23,9 @@ from dgemma.data.sudoku.puzzles import parse
 from dgemma.data.sudoku.symmetry import NUM_UNIFORMS, equivalents, originals
 from dgemma.diffusion import draws
 from dgemma.diffusion.noise import MaskNoise, Noise, UniformNoise
+from dgemma.model.denoiser import Denoiser
 from dgemma.run.defaults import learnt_noise
 from dgemma.run.generate import generate
-from dgemma.run.step import Denoiser
 from dgemma.run.trajectory import Generation
 
 

@@ -1,0 +1,135 @@
+"""The interface between a run and a model: `Denoiser` reads a prefix and predicts canvases.
+
+A run needs only `encode` and `denoise`. An engine also replaces whole functions of a run by faster ones.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from dgemma.diffusion import draws
+from dgemma.diffusion.prediction import Prediction
+from dgemma.model.cache import Cache
+from dgemma.model.causal import CausalRule, CausalState
+from dgemma.model.config import DenoiserConfig, GenerationDefaults
+
+CacheT = TypeVar("CacheT", bound=Cache)
+
+
+class Denoiser(Generic[CacheT]):
+    """The interface that a run needs from a model. `DiffusionGemma`, its accelerated form and `Guided` implement it.
+
+    A subclass defines `encode`, `denoise` and the attributes `config`, `generation` and `device`. If it can also write
+    autoregressively, it sets `has_causal_mode` and defines `new_cache` and `causal_logits`. An engine is a faster
+    denoiser, such as the result of `accelerate`. It may define `step`, and override `causal_step`, `uniform` and
+    `read_ahead`, with faster functions that return the same results.
+
+    Example: `class Flat(Denoiser): denoise = lambda self, canvas, cache, self_cond=None: Prediction(...)`.
+    """
+
+    if TYPE_CHECKING:  # a subclass may have attributes or properties
+
+        @property
+        def config(self) -> DenoiserConfig: ...
+        @property
+        def generation(self) -> GenerationDefaults: ...
+        @property
+        def device(self) -> torch.device: ...
+
+    takes_noise_level: bool = False  # if True, `denoise` also takes `noise_level` (B,)
+    takes_position_levels: bool = False  # if True, that `noise_level` may be (B, C)
+    has_causal_mode: bool = False  # if True, `new_cache` and `causal_logits` are defined
+    source: Path | None = None  # the checkpoint folder that it was loaded from
+    # An engine's own step(state, *, cache, knobs), with the results of `dgemma.step`. If None, a run calls the latter.
+    step: Callable[..., tuple[Any, Any]] | None = None
+
+    def encode(self, tokens: Tensor, cache: CacheT | None = None, attention_mask: Tensor | None = None) -> CacheT:
+        """Encode tokens (B, P) causally and return a prefix cache. The mask is 1 for real tokens.
+
+        A `cache` that you pass is extended in place.
+
+        Example: `cache = model.encode(prompt_tokens)`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define encode(self, tokens, cache, attention_mask).")
+
+    def denoise(
+        self,
+        canvas: Tensor,
+        cache: CacheT,
+        self_cond: Prediction | Tensor | None = None,
+        self_cond_mask: Tensor | None = None,
+    ) -> Prediction:
+        """Predict every position of canvas (B, C) at once. The cache is read, never changed.
+
+        self_cond is the previous step's prediction, after temperature and truncation, or its logits. self_cond_mask
+        (B,) is False in rows that have no previous prediction. `generate` never passes it, so a subclass may omit it.
+
+        Example: `model.denoise(canvas, cache).entropy`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define denoise(self, canvas, cache, self_cond).")
+
+    def denoise_at(
+        self,
+        noise_level: Tensor,
+        canvas: Tensor,
+        cache: CacheT,
+        self_cond: Prediction | Tensor | None = None,
+        frozen: Tensor | None = None,
+    ) -> Prediction:
+        """Call `denoise`, and pass the canvas's noise_level (B,) to a denoiser that takes it.
+
+        If the denoiser takes one level per position, `frozen` positions (B, C) bool have level 0.
+
+        Example: `model.denoise_at(torch.ones(2), canvas, cache).entropy`.
+        """
+        if self.takes_position_levels and frozen is not None:
+            noise_level = torch.where(frozen, 0.0, noise_level[:, None])
+        level = {"noise_level": noise_level} if self.takes_noise_level else {}
+        return self.denoise(canvas, cache, self_cond=self_cond, **level)
+
+    def new_cache(self, batch_size: int) -> CacheT:
+        """Return an empty prefix cache for `batch_size` rows."""
+        raise NotImplementedError(f"{type(self).__name__} must define new_cache(self, batch_size).")
+
+    def causal_logits(
+        self, tokens: Tensor, cache: CacheT | None = None, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        """Return next-token logits, autoregressively: tokens (B, T) → (B, T, V). A given cache is extended in place.
+
+        Example: `model.causal_logits(tokens)[:, -1].argmax(-1)` is the greedy next token.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define causal_logits(self, tokens, cache).")
+
+    def causal_step(self, state: CausalState, *, cache: CacheT, rule: CausalRule) -> CausalState:
+        """Read the last token and draw the next one.
+
+        Example: `state = model.causal_step(state, cache=cache, rule=rule)`.
+        """
+        prediction = Prediction(self.causal_logits(state.token, cache))
+        uniform = draws.uniform(state.seeds, torch.zeros_like(state.seeds), state.number, 1, "token")
+        return rule.choose(prediction, state, uniform)
+
+    def uniform(self, seeds: Tensor, block: Tensor, step: Tensor, num_positions: int, purpose: str) -> Tensor:
+        """Draw uniforms like `draws.uniform`: seeds, block, step (B,) → (B, num_positions) float64."""
+        return draws.uniform(seeds, block, step, num_positions, purpose)
+
+    def read_ahead(self, values: Tensor) -> list[Any]:
+        """Return `values.tolist()`.
+
+        The loop calls this if another step is likely. An engine may then queue work for that step before it reads the
+        values.
+
+        Example: `left, broken, stray = model.read_ahead(record.verdict)`.
+        """
+        return values.tolist()
+
+
+def check_denoiser(owner: str, model: Any) -> None:
+    """Raise for a model that only looks like a `Denoiser`: its class must derive from it."""
+    if not isinstance(model, Denoiser):
+        raise TypeError(
+            f"{owner} model must be a Denoiser, got {type(model).__name__}. Derive its class from dgemma.Denoiser."
+        )
