@@ -6,7 +6,7 @@ A story has a hero, a wish or a trouble, helpers and obstacles, and an end that 
 beginning is used near the end. Other texts are sketches: a letter, a diary, a place, an animal, a recipe. The number
 and the seed of a text decide all of it.
 
-The phrases are in `story_phrases.py` and `story_sketches.py`. `{one|two}` is a choice. `[h]` is the hero's name or
+The phrases are in `story_phrases.toml`. `{one|two}` is a choice. `[h]` is the hero's name or
 description. `[h.a]` and `[h.new]` introduce the hero; `[h.his]` refers back. `[gift]` is the object that the hero gets.
 `[thing]` is a word of the lexicon and stays the same throughout a text; `[thing2]` is another one. A capital, `[H]`,
 begins a sentence.
@@ -15,13 +15,14 @@ begins a sentence.
 import argparse
 import random
 import re
+import tomllib
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import story_phrases as phrases
-import story_sketches as sketches
-
+phrases = SimpleNamespace(**tomllib.loads(Path(__file__).with_name("story_phrases.toml").read_text("utf-8")))
 _PRONOUNS = {
     "m": {
         "he": "he",
@@ -105,14 +106,14 @@ class Story:
             group, (kind, gender, looks) = "child", (like.kind, like.gender, like.look)
         else:
             group = self.rng.choice(kinds.split())
-            kind, gender, looks = self.pick(phrases.KINDS[group])
+            kind, gender, looks = self.pick(phrases.kinds[group])
         gender = self.rng.choice("mf") if gender == "mf" else gender
         if group in _GROUPS_WITHOUT_NAMES:
             name = f"{'my' if group == 'kin' else 'the'} {kind}"
         else:
-            name = self.pick(phrases.NAMES[gender].split())
-            if group in phrases.TITLES:
-                name = self.rng.choice(phrases.TITLES[group][gender]).format(name)
+            name = self.pick(phrases.names[gender].split())
+            if group in phrases.titles:
+                name = self.rng.choice(phrases.titles[group][gender]).format(name)
         look = self.rng.choice(looks.split(", "))
         named = group not in _GROUPS_WITHOUT_NAMES
         self.slots[slot] = Character(name, kind, look, gender, is_animal=group in ("animal", "rival"), has_name=named)
@@ -153,7 +154,7 @@ class Story:
         return text[0].upper() + text[1:] if name[0].isupper() else text
 
     def _look_up(self, name: str) -> Any:
-        entry = self.expand(self.pick(sketches.LEXICON[name.rstrip("0123456789")]))
+        entry = self.expand(self.pick(phrases.lexicon[name.rstrip("0123456789")]))
         self.slots[name] = entry.split("; ") if "; " in entry else entry
         return self.slots[name]
 
@@ -203,56 +204,56 @@ def _add_manner(tag: re.Match[str], rng: random.Random) -> str:
 
 
 def _choose_words(story: Story) -> None:
-    story.set(day=phrases.DAYS, sky=phrases.SKIES, food=phrases.FOODS, treat=phrases.FOODS, tree=phrases.TREES)
-    story.set(colour=phrases.COLOURS, flower=phrases.FLOWERS, trait=phrases.TRAITS, sound=phrases.SOUNDS)
+    story.set(day=phrases.days, sky=phrases.skies, food=phrases.foods, treat=phrases.foods, tree=phrases.trees)
+    story.set(colour=phrases.colours, flower=phrases.flowers, trait=phrases.traits, sound=phrases.sounds)
 
 
 def _quest(story: Story) -> None:
     """Tell of a hero who sets out, helps, is given something, needs it on the way, and comes home."""
     _choose_words(story)
     hero = story.cast("h", "animal animal child child grown")
-    story.set(home=phrases.HOMES["animal" if hero.is_animal else "person"])
-    story.set(love=phrases.LOVES)
-    story.tell(story.pick(phrases.OPENINGS))
-    trouble = story.pick(phrases.QUESTS)
+    story.set(home=phrases.homes["animal" if hero.is_animal else "person"])
+    story.set(love=phrases.loves)
+    story.tell(story.pick(phrases.openings))
+    trouble = story.pick(phrases.quests)
     _prepare(story, trouble)
     _tell_parts(story, trouble, ("start",))
-    story.slots["gift"], use = story.pick(phrases.GIFTS)
+    story.slots["gift"], use = story.pick(phrases.gifts)
     for _ in range(story.rng.choice((0, 0, 1))):
-        story.set(place=phrases.PLACES)
-        story.tell(story.pick(phrases.ON_THE_WAY))
-    story.set(place=phrases.PLACES)
+        story.set(place=phrases.places)
+        story.tell(story.pick(phrases.on_the_way))
+    story.set(place=phrases.places)
     story.cast("g", "guest rival" if story.rng.random() < 0.7 else "guest")
-    story.tell(story.pick(phrases.MEETINGS) + " " + story.pick(phrases.TROUBLES))
-    story.tell(story.pick(phrases.THANKS))
+    story.tell(story.pick(phrases.meetings) + " " + story.pick(phrases.troubles))
+    story.tell(story.pick(phrases.thanks))
     if story.rng.random() < 0.4:
-        story.set(place=phrases.PLACES)
-        story.tell(story.pick(phrases.ON_THE_WAY))
+        story.set(place=phrases.places)
+        story.tell(story.pick(phrases.on_the_way))
     story.tell(use)
     _tell_parts(story, trouble, ("end",))
-    story.tell(story.pick(phrases.ENDINGS))
+    story.tell(story.pick(phrases.endings))
 
 
 def _tale(story: Story) -> None:
     """Tell of one event at one place."""
     _choose_words(story)
-    tale = story.pick(phrases.TALES)
+    tale = story.pick(phrases.tales)
     hero = story.cast("h", tale.get("hero", "animal animal child"))
-    story.set(home=phrases.HOMES["animal" if hero.is_animal else "person"], place=phrases.PLACES, love=phrases.LOVES)
+    story.set(home=phrases.homes["animal" if hero.is_animal else "person"], place=phrases.places, love=phrases.loves)
     _prepare(story, tale)
     if story.rng.random() < tale.get("opening", 0.6):
-        story.tell(story.pick(phrases.OPENINGS))
+        story.tell(story.pick(phrases.openings))
         _tell_parts(story, tale, ("next", "end"))
     else:
         _tell_parts(story, tale, ("start", "end"))
     if story.rng.random() < 0.75:
-        story.tell(story.pick(tale.get("morals", phrases.ENDINGS)))
+        story.tell(story.pick(tale.get("morals", phrases.endings)))
 
 
 def _sketch(story: Story) -> None:
     """Write a short text of another kind."""
-    sketch = story.pick(sketches.SKETCHES)
-    story.set(day=phrases.DAYS, where=phrases.HOMES["person"])
+    sketch = story.pick(phrases.sketches)
+    story.set(day=phrases.days, where=phrases.homes["person"])
     _prepare(story, sketch)
     for paragraph in sketch["tell"]:
         if isinstance(paragraph, str):

@@ -1,7 +1,7 @@
 """The cost of a constraint: a captured step with and without a JSON schema, at the published vocabulary and canvas.
 
 python kernels/benchmarks/constraint.py --automaton FILE      parity first, then time and memory
-python kernels/benchmarks/constraint.py --make FILE           builds the automaton (needs dgemma[constraints], no GPU)
+python kernels/benchmarks/constraint.py --make FILE           builds the automaton (needs outlines-core, no GPU)
 
 The model has two layers of the published size. The constraint's cost does not depend on the number of layers, so it is
 compared with the recorded step of all 30. The vocabulary has 262,144 tokens: those of the shipped tokenizer, and

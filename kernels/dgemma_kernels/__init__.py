@@ -3,11 +3,13 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dgemma.printing import install_command
+
 try:
     import triton
 except ModuleNotFoundError as error:
     raise ImportError(
-        "dgemma_kernels needs Triton, which is not installed: pip install 'dgemma[kernels]', or use dgemma itself, "
+        f"dgemma_kernels needs Triton, which is not installed: {install_command('kernels')}, or use dgemma itself, "
         "which needs neither Triton nor a GPU."
     ) from error
 

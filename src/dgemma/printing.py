@@ -44,6 +44,14 @@ def to_json(content: Any, *, ascii_only: bool = False) -> str:
     return _UNSAFE_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra from a clone: no package index has dgemma.
+
+    Example: `install_command("plots")` is 'pip install -e ".[plots]"'.
+    """
+    return f'pip install -e ".[{extra}]"'
+
+
 def progress_bar(*, desc: str, unit: str, show: bool, total: int | None = None) -> "tqdm":
     """Return a bar to `update` as work is done, shown in terminals and notebooks after two seconds, never in a pipe.
 

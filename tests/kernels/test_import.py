@@ -15,7 +15,7 @@ def test_without_triton_the_error_says_in_one_sentence_what_to_install():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1] == (
-        "ImportError: dgemma_kernels needs Triton, which is not installed: pip install 'dgemma[kernels]', or use "
+        'ImportError: dgemma_kernels needs Triton, which is not installed: pip install -e ".[kernels]", or use '
         "dgemma itself, which needs neither Triton nor a GPU."
     )
 

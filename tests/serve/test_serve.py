@@ -278,7 +278,7 @@ def test_without_the_extra_one_sentence_says_what_to_install(monkeypatch, packag
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, "dgemma.serve")
     with pytest.raises(
-        ImportError, match=rf"dgemma.serve needs {package}. Install it with: pip install 'dgemma\[serve\]'"
+        ImportError, match=rf'dgemma.serve needs {package}. Install it with: pip install -e "\.\[serve\]"'
     ):
         importlib.import_module("dgemma.serve")
 

@@ -100,7 +100,7 @@ def test_the_plot_shows_every_sampler(monkeypatch):
 def test_without_matplotlib_the_plot_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"needs matplotlib\. Install it with: pip install 'dgemma\[plots\]'"):
+    with pytest.raises(ImportError, match=r"needs matplotlib\. Install it with: pip install -e \"\.\[plots\]\""):
         plot_frontier(Sweep((row("a", 0.5, 2.0),)))
 
 

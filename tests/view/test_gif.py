@@ -110,7 +110,5 @@ def test_bad_arguments_are_named(recorded, tmp_path, monkeypatch):
     with pytest.raises(OSError, match=re.escape(str(tmp_path / "file"))):
         to_gif(trajectory, tmp_path / "file" / "run.gif")
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(
-        ImportError, match=r"to_gif needs Pillow and matplotlib\. Install them with: pip install 'dgemma"
-    ):
+    with pytest.raises(ImportError, match=r"to_gif needs Pillow and matplotlib\. Install them with: pip install -e \""):
         to_gif(trajectory, tmp_path / "run.gif")

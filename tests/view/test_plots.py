@@ -120,6 +120,6 @@ def test_bad_arguments_are_named(run_folder, tmp_path, recorded):
 def test_without_matplotlib_one_sentence_says_what_to_install(monkeypatch, recorded, run_folder):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(
-        ImportError, match=r"^plot_losses needs matplotlib\. Install it with: pip install 'dgemma\[plots\]'\.$"
+        ImportError, match=r"^plot_losses needs matplotlib\. Install it with: pip install -e \"\.\[plots\]\"\.$"
     ):
         plots.plot_losses(run_folder)

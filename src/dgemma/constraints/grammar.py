@@ -8,6 +8,7 @@ import importlib
 from typing import Any
 
 from dgemma.constraints.schema import either
+from dgemma.printing import install_command
 
 
 def grammar_pattern(grammar: str, depth: int) -> str:
@@ -18,7 +19,7 @@ def grammar_pattern(grammar: str, depth: int) -> str:
     try:
         lark = importlib.import_module("lark")
     except ImportError:
-        raise ImportError('Grammar needs lark. Install it with: pip install "dgemma[constraints]"') from None
+        raise ImportError(f"Grammar needs lark. Install it with: {install_command('constraints')}") from None
     if not isinstance(depth, int) or depth < 0:
         raise ValueError(f"Grammar.depth must be an integer of at least 0, got {depth!r}.")
     try:

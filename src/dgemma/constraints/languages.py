@@ -28,6 +28,7 @@ from dgemma.constraints.token_automaton import (
 )
 from dgemma.constraints.token_text import marker_id, token_texts
 from dgemma.constraints.trial import MOST_BYTE_STATES, framed, opening_of, try_pattern
+from dgemma.printing import install_command
 
 _MOST_STATES = 20_000
 _MOST_LINKS = 4_000_000
@@ -182,9 +183,8 @@ def read_pattern(pattern: str, owner: str) -> ByteAutomaton:
     try:
         outlines_core = importlib.import_module("outlines_core")
     except ImportError:
-        raise ImportError(
-            'Constraints need outlines-core. Install it with: pip install "dgemma[constraints]"'
-        ) from None
+        command = install_command("constraints")
+        raise ImportError(f"Constraints need outlines-core. Install it with: {command}") from None
     if {"^", "$", r"\A", r"\z"} & set(_PATTERN_PARTS.findall(pattern)):
         raise ValueError(
             f"{owner}.pattern must have no anchors such as ^ and $, got {show(pattern)}. A pattern always covers the "

@@ -26,7 +26,7 @@ from dgemma.intervals import Estimate, mean_of
 from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.layout import lay_out_by_column
-from dgemma.printing import progress_bar
+from dgemma.printing import install_command, progress_bar
 from dgemma.run.defaults import learnt_noise
 from dgemma.run.many import generate_many
 from dgemma.run.plan import read_plan
@@ -44,7 +44,7 @@ try:
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
     raise ImportError(
-        f"dgemma.eval needs lm-evaluation-harness ({error}). Install it with: pip install 'dgemma[eval]'"
+        f"dgemma.eval needs lm-evaluation-harness ({error}). Install it with: {install_command('eval')}"
     ) from None
 
 logger = logging.getLogger("dgemma")

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.model.denoiser import Denoiser
+from dgemma.printing import install_command
 from dgemma.run.batch import Batch
 from dgemma.run.many import (
     Completion,
@@ -104,7 +105,7 @@ def generate_on_ray(
 
     load: called once in each worker, returns its model. Each worker has at most twice `batch_size` prompts. If a
     worker is lost, its prompts go to the others, and a new one is started. A prompt that was lost three times raises an
-    error. Call `ray.init` first to choose a cluster. Needs `pip install "dgemma[ray]"`.
+    error. Call `ray.init` first to choose a cluster. Needs `pip install -e ".[ray]"`.
 
     Example: `generate_on_ray(lambda: DiffusionGemma.from_pretrained(path, device="cuda"), prompts, workers=8)`.
     """
@@ -112,7 +113,7 @@ def generate_on_ray(
     try:
         ray: Any = importlib.import_module("ray")
     except ImportError:
-        raise ImportError('generate_on_ray needs Ray. Install it with: pip install "dgemma[ray]"') from None
+        raise ImportError(f"generate_on_ray needs Ray. Install it with: {install_command('ray')}") from None
     if not ray.is_initialized():
         ray.init()
     num_gpus = ray.cluster_resources().get("GPU", 0)

@@ -12,6 +12,7 @@ import numpy as np
 
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.files import new_file
+from dgemma.printing import install_command
 from dgemma.run.trajectory import Trajectory
 from dgemma.view import board
 from dgemma.view.board import Board
@@ -187,7 +188,7 @@ class _Pen:
             from PIL import Image, ImageDraw, ImageFont
         except ImportError as error:
             raise ImportError(
-                "to_gif needs Pillow and matplotlib. Install them with: pip install 'dgemma[plots]'."
+                f"to_gif needs Pillow and matplotlib. Install them with: {install_command('plots')}."
             ) from error
         shipped = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSansMono.ttf"
         try:

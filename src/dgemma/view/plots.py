@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.printing import install_command
 from dgemma.run.trajectory import Trajectory
 from dgemma.study.sweep import Sweep
 from dgemma.view.frames import Array, check_row, read_frames, settled
@@ -170,7 +171,7 @@ def _axes(ax: "Axes | None", owner: str, *, size: tuple[float, float] = (7, 4)) 
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(f"{owner} needs matplotlib. Install it with: pip install 'dgemma[plots]'.") from error
+        raise ImportError(f"{owner} needs matplotlib. Install it with: {install_command('plots')}.") from error
     if ax is not None:
         return cast("Figure", ax.figure), ax
 

@@ -17,6 +17,7 @@ from dgemma.checkpoint.formats.entry import Contents, Entry, Stored
 from dgemma.files import open_file
 from dgemma.model.config import FULL, SLIDING
 from dgemma.model.quantized import IntWeight, Weight, pack_nibbles
+from dgemma.printing import install_command
 
 _ARCHITECTURE = "diffusion-gemma"
 _FLOATS = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
@@ -117,7 +118,8 @@ def _open(file: Path) -> Any:
     try:
         import gguf
     except ImportError:
-        raise ImportError("GGUF files need the gguf package. Install it with: pip install 'dgemma[gguf]'.") from None
+        command = install_command("gguf")
+        raise ImportError(f"GGUF files need the gguf package. Install it with: {command}.") from None
     open_file(file).close()  # raises a clear error unless it is a regular file
     try:
         return gguf.GGUFReader(file)

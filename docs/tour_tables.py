@@ -1,12 +1,17 @@
-"""Write the tables of tour.md from the sources: python docs/make_tour.py."""
+"""Tables of all folders and files, from the sources: a hook of mkdocs fills them into tour.md when the site is built.
+
+    python docs/tour_tables.py
+
+prints them.
+"""
 
 import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "tour.md"
 PACKAGES = ("src/dgemma", "kernels/dgemma_kernels")
 
 
@@ -48,14 +53,14 @@ def file_tables() -> list[str]:
     return lines[:-1]
 
 
-def replace_part(text: str, name: str, lines: list[str]) -> str:
-    """Return a page with the lines between two comments replaced."""
-    pattern = rf"(<!-- {name}: .* -->\n).*?(\n<!-- end of {name} -->)"
-    new, count = re.subn(pattern, lambda match: "\n".join((match[1], *lines, match[2])), text, flags=re.DOTALL)
-    assert count == 1, name
-    return new
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Return a page of the site with its tables; mkdocs calls this for every page."""
+    if page.file.src_uri == "tour.md":
+        for comment, table in (("table of folders", folder_table()), ("tables of files", file_tables())):
+            before, after = markdown.split(f"<!-- {comment} -->")
+            markdown = "\n".join((before, *table, after))
+    return markdown
 
 
 if __name__ == "__main__":
-    page = replace_part(PAGE.read_text(), "folders", folder_table())
-    PAGE.write_text(replace_part(page, "files", file_tables()))
+    print(*folder_table(), "", *file_tables(), sep="\n")
