@@ -74,12 +74,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 @pytest.fixture
 def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let checkpoints load with their last two layers and few steps as default, for tests in which any text will do."""
-    from dgemma.checkpoint import weights
+    from dgemma import DiffusionGemma
 
-    load = weights.load_pretrained
+    files = DiffusionGemma.files
 
     def load_shallow(*arguments: object, **options: object) -> torch.nn.Module:
-        model = load(*arguments, **options)
+        model = files.load(*arguments, **options)
         model.layers = model.layers[-2:]
         model.config = model.config.replace(num_hidden_layers=2, layer_types=model.config.layer_types[-2:])
         # A model of two layers is never certain, so every canvas takes all steps. A notebook repeats a run up to step 8
@@ -87,7 +87,7 @@ def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
         model.generation = replace(model.generation, max_denoising_steps=9)
         return model
 
-    monkeypatch.setattr(weights, "load_pretrained", load_shallow)
+    monkeypatch.setattr(DiffusionGemma, "files", files._replace(load=load_shallow))
 
 
 @pytest.fixture(autouse=True)

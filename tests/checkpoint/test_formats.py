@@ -57,7 +57,7 @@ def edit(folder, change):
 
 def edit_config(folder, change):
     config = json.loads((folder / "config.json").read_text())
-    change(config["quantization_config"])
+    change(config["quantization_config" if "quantization_config" in config else "quantization"])
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -137,7 +137,7 @@ DAMAGES = [
         lambda t: t.update({f"{EXPERT}.weight_scale": t[f"{EXPERT}.weight_scale"][:, :1].contiguous()}),
         f"misshapen {EXPERT}.weight_scale",
     ),
-    ("compressed int4", lambda t: t[f"{EXPERT}.weight_scale"].fill_(torch.nan), "must have finite scales"),
+    ("compressed int4", lambda t: t[f"{EXPERT}.weight_scale"].fill_(torch.nan), "scales must be finite"),
     ("compressed int4", lambda t: t[f"{EXPERT}.weight_shape"].fill_(3), "weight_shape must be"),
     (
         "compressed int4",
@@ -149,25 +149,29 @@ DAMAGES = [
         lambda t: t.update({f"{EXPERT}.weight_zero_point": torch.zeros(4, 2, dtype=torch.int32)}),
         f"unexpected {EXPERT}.weight_zero_point",
     ),
-    (
-        "modelopt",
-        lambda t: t.update(
-            {n.replace("decoder", "encoder.language_model"): t[n].clone() for n in list(t) if EXPERT in n}
-        ),
-        "are stored twice",
-    ),
     ("modelopt", lambda t: t.pop(f"{EXPERT}.weight_scale_2"), f"missing {EXPERT}.weight_scale_2"),
-    ("modelopt", lambda t: t[f"{EXPERT}.weight_scale_2"].fill_(torch.inf), "must have finite scales"),
+    ("modelopt", lambda t: t[f"{EXPERT}.weight_scale_2"].fill_(torch.inf), "scales must be finite"),
     (
         "compressed int4",
         lambda t: t.update({f"{EXPERT}.weight_scale": t[f"{EXPERT}.weight_scale"].float()}),
         "must be stored as the other experts are",
     ),
-    ("gptq, act order", lambda t: t[f"{EXPERT}.g_idx"].add_(1), "must group its columns as the gate of its expert"),
+    ("gptq, act order", lambda t: t[f"{EXPERT}.g_idx"].sub_(1).neg_(), "must group its columns as the gate"),
+    ("gptq, act order", lambda t: t[f"{EXPERT}.g_idx"].fill_(0), "with 32 columns in each group"),
+    ("gptq, act order", lambda t: t[f"{EXPERT}.g_idx"].add_(9), "group indices must be below 2"),
+    ("gptq, act order", lambda t: t.pop(f"{EXPERT}.g_idx"), f"missing {EXPERT}.g_idx"),
+    ("gptq, act order", lambda t: change_dtype(t, f"{EXPERT}.g_idx", torch.half), f"unreadable {EXPERT}.g_idx"),
+    ("compressed nvfp4", lambda t: t[f"{EXPERT}.weight_global_scale"].fill_(torch.inf), "finite and above 0"),
+    ("compressed nvfp4", lambda t: t[f"{EXPERT}.weight_global_scale"].fill_(-1), "finite and above 0"),
     (
-        "gptq, act order",
-        lambda t: [t[n].add_(9) for n in t if n.endswith("g_idx")],
-        "must have group indices below 1, got 9",
+        "compressed nvfp4",
+        lambda t: change_dtype(t, f"{EXPERT}.weight_global_scale", torch.int32),
+        f"unreadable {EXPERT}.weight_global_scale: stored as I32",
+    ),
+    (
+        "compressed int4, zero points",
+        lambda t: change_dtype(t, f"{EXPERT}.weight_zero_point", torch.int8),
+        f"unreadable {EXPERT}.weight_zero_point: stored as I8",
     ),
     ("auto-round", lambda t: t.pop(f"{EXPERT}.qzeros"), f"missing {EXPERT}.qzeros"),
     ("auto-round", lambda t: t[f"{EXPERT}.qzeros"].fill_(0), "qzeros must all be 8"),
@@ -179,6 +183,10 @@ DAMAGES = [
 ]
 
 
+def change_dtype(tensors, name, dtype):
+    tensors[name] = tensors[name].to(dtype)
+
+
 @pytest.mark.parametrize(("name", "damage", "message"), DAMAGES)
 def test_damaged_tensors_are_named(tmp_path, name, damage, message):
     written(tmp_path, name)
@@ -187,12 +195,35 @@ def test_damaged_tensors_are_named(tmp_path, name, damage, message):
         DiffusionGemma.from_pretrained(tmp_path)
 
 
-def group(config):
-    return config["config_groups"]["group_0"]
+def copy_to_encoder(tensors):
+    """Store the experts twice, as llm-compressor does."""
+    copies = {n.replace("decoder", "encoder.language_model"): t.clone() for n, t in tensors.items() if ".experts." in n}
+    tensors |= copies
+
+
+@pytest.mark.parametrize("name", ["compressed int4", "compressed fp8", "modelopt"])
+def test_experts_may_be_stored_twice_if_both_copies_are_equal(tmp_path, name):
+    expected = written(tmp_path, name)
+    edit(tmp_path, copy_to_encoder)
+    check_values(DiffusionGemma.from_pretrained(tmp_path), expected)
+    copy = EXPERT.replace("decoder", "encoder.language_model")
+    edit(tmp_path, lambda t: t[f"{copy}.weight_scale"].view(torch.uint8).bitwise_xor_(1))
+    with pytest.raises(ValueError, match=f"copies that differ from the tensor they are tied to: {copy}.weight"):
+        DiffusionGemma.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["compressed fp8", "modelopt"])
+def test_scales_of_a_quantised_prefix_cache_are_not_used(tmp_path, name, caplog):
+    expected = written(tmp_path, name)
+    attention = "model.decoder.layers.0.self_attn"
+    scales = {f"{attention}.k_proj.k_scale": torch.ones(1), f"{attention}.v_scale": torch.ones(())}
+    edit(tmp_path, lambda t: t.update(scales))
+    check_values(DiffusionGemma.from_pretrained(tmp_path), expected)
+    assert "dgemma keeps it in the model's dtype" in caplog.text
 
 
 REFUSALS = [
-    ("compressed int4", lambda c: c.update(quant_method="bitsandbytes"), "quant_method must be one of .*bitsandbytes"),
+    ("compressed int4", lambda c: c.update(quant_method="bitsandbytes"), "quant_method must be .*bitsandbytes"),
     ("compressed int4", lambda c: c.update(transform_config={"config_groups": {"u": {}}}), "transform_config"),
     (
         "compressed int4",
@@ -209,12 +240,29 @@ REFUSALS = [
     ("compressed fp8", lambda c: c["ignore"].append("re:.*self_attn.*"), "the config does not quantise it"),
     ("modelopt", lambda c: c.update(quant_algo="W4A8_AWQ"), "quant_algo must be 'NVFP4', got 'W4A8_AWQ'"),
     ("modelopt", lambda c: c["ignore"].remove("*mlp*"), "missing codes of model.decoder.layers.0.mlp.down_proj"),
-    ("auto-round", lambda c: c.update(packing_format="auto_round:auto_awq"), "packing_format must be one of"),
+    ("auto-round", lambda c: c.update(packing_format="auto_round:auto_awq"), "packing_format must be"),
     ("auto-round", lambda c: c.update(bits=2), "bits must be 4 or 8"),
     ("auto-round", lambda c: c.update(extra_config=[1]), "extra_config must be a dictionary"),
     ("modelopt", lambda c: c.update(config_groups=[1]), "config_groups must be a dictionary"),
     ("compressed fp8", lambda c: c.update(ignore=7), "ignore must be a list of names"),
     ("compressed fp8", lambda c: c.update(ignore=["re:("]), "must be valid expressions"),
+    ("compressed fp8", lambda c: c.update(ignore=[r"re:(.|.)*[!?]$"]), "must match within 1 s"),
+    ("compressed fp8", lambda c: c["config_groups"]["group_0"].update(targets=[r"re:(.|.)*[!?]"]), "must match within"),
+    ("compressed int4", lambda c: c["config_groups"]["group_0"]["weights"].update(num_bits=4.0), "num_bits must be 4"),
+    ("compressed int4", lambda c: c["config_groups"]["group_0"]["weights"].update(strategy=[1]), "strategy must be"),
+    ("compressed int4", lambda c: c["config_groups"]["group_0"]["weights"].update(type={}), "type must be"),
+    ("compressed int4", lambda c: c["config_groups"]["group_0"]["weights"].update(group_size=True), "group_size must"),
+    (
+        "compressed int4",
+        lambda c: c["config_groups"]["group_0"]["weights"].update(actorder="group"),
+        "missing .*weight_g_idx",
+    ),
+    ("compressed int4", lambda c: c.update(quant_method=["gptq"]), "quant_method must be"),
+    ("compressed int4", lambda c: c["config_groups"]["group_0"].update(format={}), "group_0.format must be"),
+    ("modelopt", lambda c: c.update(group_size=[16]), "group_size must be 16"),
+    ("auto-round", lambda c: c.update(bits=4.0), "bits must be 4 or 8"),
+    ("auto-round", lambda c: c.update(checkpoint_format=[]), "checkpoint_format must be"),
+    ("auto-round", lambda c: c.update(sym="yes"), "sym must be True or False"),
 ]
 
 
@@ -222,7 +270,8 @@ REFUSALS = [
 def test_what_cannot_run_is_refused_before_a_weight_is_read(tmp_path, monkeypatch, name, change, message):
     written(tmp_path, name)
     edit_config(tmp_path, change)
-    monkeypatch.setattr("dgemma.checkpoint.weights._read_weights", None)  # a call would be a TypeError
+    monkeypatch.setattr("dgemma.checkpoint.loading._read_weights", None)  # a call would be a TypeError
+    monkeypatch.setattr("dgemma.checkpoint.formats.entry._MOST_SECONDS", 1.0)
     with pytest.raises(ValueError, match=message):
         DiffusionGemma.from_pretrained(tmp_path)
 
@@ -284,7 +333,7 @@ def test_every_tensor_of_the_published_files_is_consumed(kind, count):
             "*vision_tower*",
         ]
         config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ignore}
-    contents = read_contents(Path(), {"quantization_config": config}, stored)
+    contents = read_contents({"quantization_config": config}, stored)
     plan = make_plan(model.config, model.state_dict(), contents, plain_gemma4=False)
     read = [contents.entries[name] for ours in (*plan.whole, *plan.parts) for name in plan.sources(ours)]
     consumed = {tensor for entry in read for tensor in entry.tensors.values()}

@@ -13,9 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from dgemma import files, presets
+from dgemma.checkpoint.location import resolve
 from dgemma.checkpoint.names import our_names, published_name
+from dgemma.checkpoint.reading import read_checkpoint, read_headers
 from dgemma.checkpoint.tokenizer import ByteTokenizer, Tokenizer
-from dgemma.checkpoint.weights import read_checkpoint, read_headers, resolve
 from dgemma.model.config import SLIDING, GenerationDefaults
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.run import archive
@@ -584,7 +585,7 @@ def test_a_name_that_is_neither_folder_nor_hub_id_is_refused(name):
 
 def test_assets_are_found_by_name(monkeypatch, tmp_path):
     (tmp_path / "assets" / "sample").mkdir(parents=True)
-    monkeypatch.setattr("dgemma.checkpoint.weights._ASSETS", tmp_path / "assets")
+    monkeypatch.setattr("dgemma.checkpoint.location.ASSETS", tmp_path / "assets")
     assert resolve("dgemma/sample") == tmp_path / "assets" / "sample"
     with pytest.raises(FileNotFoundError, match=r"does not ship with dgemma. Choose from \['dgemma/sample'\]"):
         resolve("dgemma/other")
@@ -594,7 +595,7 @@ def test_assets_are_found_by_name(monkeypatch, tmp_path):
 def assets(monkeypatch, tmp_path):
     """A folder of shipped checkpoints: "text", and "text-mask" without weights and tokenizer."""
     assets = tmp_path / "assets"
-    monkeypatch.setattr("dgemma.checkpoint.weights._ASSETS", assets)
+    monkeypatch.setattr("dgemma.checkpoint.location.ASSETS", assets)
     model = random_model()
     model.save_pretrained(assets / "text")
     ByteTokenizer().save_pretrained(assets / "text")

@@ -1,8 +1,8 @@
 """The plan of loading a checkpoint: a source for every weight of the model, checked before the first one is read."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,15 +30,51 @@ class ExpertPart:
 class LoadPlan:
     """Sources of the model's weights, by our names."""
 
-    whole: dict[str, str]  # our name → the published weight it is read from
-    parts: dict[str, list[ExpertPart]]  # our name → the parts it is assembled from
-    ties: list[tuple[str, str]]  # (published copy, our name) that must agree with the weight that is read
-    fresh: list[str]  # our names without a published tensor, to be initialised
+    entries: Mapping[str, Entry]  # the checkpoint's weights, by published name
+    shapes: Mapping[str, Sequence[int]]  # of our weights
     vision: list[str]
+    whole: dict[str, str] = field(default_factory=dict)  # our name → the published weight it is read from
+    parts: dict[str, dict[tuple[int, int], ExpertPart]] = field(default_factory=dict)  # by expert and first row
+    copies: list[tuple[str, str]] = field(default_factory=list)  # (published copy, published weight that it equals)
+    fresh: list[str] = field(default_factory=list)  # our names without a published tensor, to be initialised
 
     def sources(self, ours: str) -> list[str]:
         """Return the published names that one of our weights is read from."""
-        return [self.whole[ours]] if ours in self.whole else [part.name for part in self.parts[ours]]
+        return [self.whole[ours]] if ours in self.whole else [part.name for part in self.parts[ours].values()]
+
+    def format_of(self, ours: str) -> str:
+        """Return the format of one of our weights in the files."""
+        return self.entries[self.sources(ours)[0]].format
+
+    def is_quantized(self, ours: str) -> bool:
+        """Return True if the files store codes of one of our weights."""
+        return self.entries[self.sources(ours)[0]].decode is not None
+
+    def read_weight(self, ours: str, read: Callable[[str], Tensor]) -> Weight:
+        """Read one of our weights, quantised or plain. `read` returns a stored tensor by its name in the files.
+
+        Example: `plan.read_weight("layers.0.experts.down_proj", read)`.
+        """
+        if ours in self.whole:
+            weight = self.read_entry(self.whole[ours], read)
+        else:
+            parts = self.parts[ours].values()
+            weight = _assemble(parts, self.shapes[ours], lambda name: self.read_entry(name, read))
+        return _without_trivial_index(weight) if isinstance(weight, IntWeight) else weight
+
+    def read_entry(self, name: str, read: Callable[[str], Tensor]) -> Weight:
+        """Read a weight by its published name."""
+        entry = self.entries[name]
+        tensors = {role: read(stored) for role, stored in entry.tensors.items()}
+        if entry.decode is None:
+            return tensors["weight"]
+        try:
+            weight = entry.decode(tensors)
+            if isinstance(weight, QuantizedWeight):
+                _require_valid(weight)
+        except ValueError as error:
+            raise ValueError(f"{name} cannot be read: {error}") from None
+        return weight
 
 
 def make_plan(
@@ -46,10 +82,11 @@ def make_plan(
 ) -> LoadPlan:
     """Match the model's tensors with those in the files. One error lists all mismatches, wrong config fields first.
 
-    Example: `make_plan(config, model.state_dict(), read_contents(folder, published, stored), plain_gemma4=False)`.
+    Example: `make_plan(config, model.state_dict(), read_contents(published, stored), plain_gemma4=False)`.
     """
     entries = contents.entries
-    plan = LoadPlan(whole={}, parts={}, ties=[], fresh=[], vision=[name for name in entries if VISION.match(name)])
+    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    plan = LoadPlan(entries=entries, shapes=shapes, vision=[name for name in entries if VISION.match(name)])
     found: dict[str, tuple[int, ...]] = {}
     problems = list(contents.problems)
     # The decoder's tensor is used; encoder copies and a stored head must be equal to it.
@@ -62,20 +99,20 @@ def make_plan(
         for ours in our_names(name):
             part = _EXPERT.fullmatch(ours)
             if part:
-                problems += _add_part(plan, expected, found, name, entry, part)
+                problems += _add_part(plan, found, name, part)
                 continue
             found.setdefault(ours, entry.shape)
-            if ours not in expected:
+            if ours not in shapes:
                 problems.append(f"unexpected {name}")
-            elif entry.shape != tuple(expected[ours].shape):
-                problems.append(f"misshapen {name}: {entry.shape}, not {tuple(expected[ours].shape)}")
+            elif entry.shape != shapes[ours]:
+                problems.append(f"misshapen {name}: {entry.shape}, not {shapes[ours]}")
             elif ours in plan.whole:
-                plan.ties.append((name, ours))
+                plan.copies.append((name, plan.whole[ours]))
             else:
                 plan.whole[ours] = name
     for ours in plan.parts:
-        problems += _part_problems(plan, expected, entries, ours)
-    absent = [name for name in expected if name not in found]
+        problems += _part_problems(plan, ours)
+    absent = [name for name in shapes if name not in found]
     plan.fresh.extend(name for name in absent if plain_gemma4 and name.startswith("self_conditioning."))
     problems += [f"missing {published_name(name)}" for name in absent if name not in plan.fresh]
     if problems:
@@ -84,81 +121,45 @@ def make_plan(
     return plan
 
 
-def _add_part(
-    plan: LoadPlan,
-    expected: Mapping[str, Tensor],
-    found: dict[str, tuple[int, ...]],
-    name: str,
-    entry: Entry,
-    match: re.Match[str],
-) -> list[str]:
+def _add_part(plan: LoadPlan, found: dict[str, tuple[int, ...]], name: str, match: re.Match[str]) -> list[str]:
     """Add one projection of one expert to the plan; return what is wrong with it."""
     experts, number, projection = match[1], int(match[2]), match[3]
     ours = f"{experts}.down_proj" if projection == "down" else f"{experts}.gate_up_proj"
-    if ours not in expected or number >= expected[ours].shape[0]:
+    if ours not in plan.shapes or number >= plan.shapes[ours][0]:
         return [f"unexpected {name}"]
-    num_experts, num_rows, width = expected[ours].shape
+    num_experts, num_rows, width = plan.shapes[ours]
     half = num_rows // 2
     rows = {"gate": slice(0, half), "up": slice(half, num_rows), "down": slice(0, num_rows)}[projection]
-    shape = (rows.stop - rows.start, width)
-    found[ours] = (num_experts, num_rows if entry.shape == shape else 0, entry.shape[-1] if entry.shape else 0)
-    if entry.shape != shape:
-        return [f"misshapen {name}: {entry.shape}, not {shape}"]
-    plan.parts.setdefault(ours, []).append(ExpertPart(name=name, expert=number, rows=rows))
+    shape, stored = (rows.stop - rows.start, width), plan.entries[name].shape
+    found[ours] = (num_experts, num_rows if stored == shape else 0, stored[-1] if stored else 0)
+    if stored != shape:
+        return [f"misshapen {name}: {stored}, not {shape}"]
+    part = plan.parts.setdefault(ours, {}).setdefault(
+        (number, rows.start), ExpertPart(name=name, expert=number, rows=rows)
+    )
+    if part.name != name:
+        plan.copies.append((name, part.name))
     return []
 
 
-def _part_problems(
-    plan: LoadPlan, expected: Mapping[str, Tensor], entries: Mapping[str, Entry], ours: str
-) -> Iterator[str]:
+def _part_problems(plan: LoadPlan, ours: str) -> Iterator[str]:
     """Yield the parts that are missing, that are stored twice, or whose format differs from the others'."""
     parts = plan.parts[ours]
     if ours in plan.whole:
-        yield f"unexpected {parts[0].name}: {plan.whole[ours]} holds all experts"
-    names = {(part.expert, part.rows.start) for part in parts}
+        yield f"unexpected {next(iter(parts.values())).name}: {plan.whole[ours]} holds all experts"
     layer = published_name(ours).rpartition(".")[0]
-    half = expected[ours].shape[1] // 2
-    projections = {0: "down"} if ours.endswith("down_proj") else {0: "gate", half: "up"}
-    for expert in range(expected[ours].shape[0]):
+    num_experts, num_rows, _ = plan.shapes[ours]
+    projections = {0: "down"} if ours.endswith("down_proj") else {0: "gate", num_rows // 2: "up"}
+    for expert in range(num_experts):
         for start, projection in projections.items():
-            if (expert, start) not in names:
+            if (expert, start) not in parts:
                 yield f"missing {layer}.{expert}.{projection}_proj.weight"
-    if len(names) < len(parts):
-        yield f"unexpected {parts[-1].name}: some experts of {ours} are stored twice"
-    formats = {entries[part.name].format for part in parts}
+    formats = {plan.entries[part.name].format for part in parts.values()}
     if len(formats) > 1:
         yield f"unreadable {ours}: its experts are stored in {' and '.join(sorted(formats))}"
 
 
-def read_weight(
-    plan: LoadPlan, entries: Mapping[str, Entry], ours: str, shape: Sequence[int], read: Callable[[str], Tensor]
-) -> Weight:
-    """Read one of our weights, quantised or plain. `read` returns a stored tensor by its name in the files.
-
-    Example: `read_weight(plan, contents.entries, "layers.0.experts.down_proj", (128, 2816, 704), read)`.
-    """
-    if ours in plan.whole:
-        weight = _read_entry(plan.whole[ours], entries, read)
-    else:
-        weight = _assemble(plan.parts[ours], shape, lambda name: _read_entry(name, entries, read))
-    if isinstance(weight, QuantizedWeight):
-        _require_valid(weight, plan.sources(ours)[0])
-        weight = _without_trivial_index(weight)
-    return weight
-
-
-def _read_entry(name: str, entries: Mapping[str, Entry], read: Callable[[str], Tensor]) -> Weight:
-    entry = entries[name]
-    tensors = {role: read(stored) for role, stored in entry.tensors.items()}
-    if entry.decode is None:
-        return tensors["weight"]
-    try:
-        return entry.decode(tensors)
-    except ValueError as error:
-        raise ValueError(f"{name} cannot be read: {error}") from None
-
-
-def _assemble(parts: Sequence[ExpertPart], shape: Sequence[int], read: Callable[[str], Weight]) -> Weight:
+def _assemble(parts: Iterable[ExpertPart], shape: Sequence[int], read: Callable[[str], Weight]) -> Weight:
     """Join the parts (rows, K) of all experts into one weight (E, N, K), with only one part in memory at a time."""
     joined: dict[str, Tensor] = {}
     like: Weight | None = None
@@ -184,19 +185,24 @@ def _assemble(parts: Sequence[ExpertPart], shape: Sequence[int], read: Callable[
     return joined[""] if isinstance(like, Tensor) else like.with_tensors(joined)
 
 
-def _require_valid(weight: QuantizedWeight, name: str) -> None:
+def _require_valid(weight: QuantizedWeight) -> None:
     if isinstance(weight, IntWeight) and weight.group_index is not None:
-        low, high = int(weight.group_index.min()), int(weight.group_index.max())
-        if low < 0 or high >= weight.scale.shape[-1]:
-            raise ValueError(f"{name} must have group indices below {weight.scale.shape[-1]}, got {low} to {high}.")
+        num_groups, size = weight.scale.shape[-1], weight.group_size
+        for groups in weight.group_index.long().view(-1, weight.shape[-1]):
+            in_range = bool(((groups >= 0) & (groups < num_groups)).all())
+            if not in_range or not bool((groups.bincount(minlength=num_groups) == size).all()):
+                raise ValueError(
+                    f"group indices must be below {num_groups}, with {size} columns in each group. "
+                    "Download the file again."
+                )
     for role, tensor in weight.tensors().items():
         if role in ("scale", "bias", "row_scale") and not bool(tensor.float().isfinite().all()):
-            raise ValueError(f"{name} must have finite scales, got NaN or infinity in {role}. Download the file again.")
+            raise ValueError(f"scales must be finite, got NaN or infinity in {role}. Download the file again.")
 
 
-def _without_trivial_index(weight: QuantizedWeight) -> QuantizedWeight:
+def _without_trivial_index(weight: IntWeight) -> IntWeight:
     """Drop a group index that only repeats the order of the columns."""
-    if not isinstance(weight, IntWeight) or weight.group_index is None:
+    if weight.group_index is None:
         return weight
     columns = torch.arange(weight.shape[-1], device=weight.device)
     if not torch.equal(weight.group_index.long(), (columns // weight.group_size).expand_as(weight.group_index)):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from dgemma.checkpoint.weights import resolve, stored_folder
+from dgemma.checkpoint.location import resolve, stored_folder
 from dgemma.files import read_bytes, write_bytes
 from dgemma.model.config import read_published
 from dgemma.model.diffusion import DiffusionGemma

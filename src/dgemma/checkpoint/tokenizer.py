@@ -18,7 +18,7 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from dgemma.checkpoint.weights import resolve, stored_folder
+from dgemma.checkpoint.location import resolve, stored_folder
 from dgemma.checks import as_int, as_lists, check_flags, require, typed
 from dgemma.files import new_files, read_bytes, write_bytes, write_json, writing
 from dgemma.model.config import read_published

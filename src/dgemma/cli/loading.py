@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dgemma.checkpoint.location import resolve
+from dgemma.checkpoint.reading import read_checkpoint
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.checkpoint.weights import read_checkpoint, resolve
 from dgemma.cli import output
 from dgemma.cli.cores import idle_cores
 from dgemma.cli.listing import shipped

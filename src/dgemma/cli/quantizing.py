@@ -6,9 +6,9 @@ from dataclasses import asdict
 
 import torch
 
+from dgemma.checkpoint.location import resolve
 from dgemma.checkpoint.quantizing import quantize_checkpoint
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.checkpoint.weights import resolve
 from dgemma.checks import require
 from dgemma.cli import loading, output
 from dgemma.files import read_text

@@ -13,7 +13,7 @@ import torch
 
 from dgemma.checkpoint.formats import report_files
 from dgemma.checkpoint.formats.entry import Stored
-from dgemma.checkpoint.weights import read_checkpoint
+from dgemma.checkpoint.reading import read_checkpoint
 from dgemma.cli import loading, output
 from dgemma.model.config import GenerationDefaults, ModelConfig
 from dgemma.model.diffusion import DiffusionGemma
@@ -26,7 +26,7 @@ _CONFIG_FILES = ("config.json", "*.index.json")
 
 def describe_checkpoint(arguments: argparse.Namespace) -> None:
     """Print a checkpoint's geometry, tensors and memory."""
-    _, published, stored, contents = read_checkpoint(arguments.checkpoint, files=_CONFIG_FILES)
+    _, published, stored, contents, _ = read_checkpoint(arguments.checkpoint, files=_CONFIG_FILES)
     config = ModelConfig.from_hf(published)
     own = GenerationDefaults(noise=published.get("noise"), sampler=published.get("sampler"))
     report = report_files(contents, stored) if stored else None

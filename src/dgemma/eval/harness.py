@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dgemma.checkpoint.location import resolve, stored_folder
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.checkpoint.weights import resolve, stored_folder
 from dgemma.checks import as_int, require, typed
 from dgemma.data.sudoku.tokenizer import SudokuTokenizer
 from dgemma.files import open_file, write_text, writing

@@ -13,6 +13,7 @@ from dgemma.checks import check_choice, require_field, show
 from dgemma.files import read_json
 from dgemma.model.gemma4 import GEMMA4_TYPES, config_from_gemma4
 
+OWN_DEFAULTS = ("noise", "sampler")  # fields of GenerationDefaults that are stored in config.json
 SLIDING = "sliding_attention"
 FULL = "full_attention"
 

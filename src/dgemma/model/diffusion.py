@@ -6,7 +6,7 @@ same interface.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, ClassVar, NamedTuple, NoReturn, Self
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +47,17 @@ class SelfConditioning(GatedMLP):
         return rms_norm(embedded.flatten(0, -2), None, self.eps).view_as(embedded)
 
 
+class ModelFiles(NamedTuple):
+    """The functions that load and save a model. `dgemma.checkpoint` stands above this file and sets them."""
+
+    load: Callable[..., Any]
+    save: Callable[..., None]
+
+
+def _no_files(*_: object, **__: object) -> NoReturn:
+    raise ImportError("DiffusionGemma needs dgemma.checkpoint to load and save. Import dgemma.checkpoint first.")
+
+
 class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
     """The denoiser: `encode` a prefix, `denoise` a canvas; `causal_logits` runs the same weights autoregressively.
 
@@ -56,6 +67,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
     config: ModelConfig
     generation: GenerationDefaults
     has_causal_mode = True
+    files: ClassVar[ModelFiles] = ModelFiles(_no_files, _no_files)
 
     def __init__(
         self,
@@ -131,18 +143,13 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
 
         Example: `DiffusionGemma.from_pretrained("google/diffusiongemma-26B-A4B-it", device="cuda")`.
         """
-        from dgemma.checkpoint.weights import load_pretrained
-
-        return load_pretrained(
-            cls, path_or_repo, dtype=dtype, device=device, conventions=conventions, quantization=quantization
-        )
+        load = cls.files.load
+        return load(cls, path_or_repo, dtype=dtype, device=device, conventions=conventions, quantization=quantization)
 
     @typed
     def save_pretrained(self, path: str | Path, *, max_shard_size: int | str = "5GB") -> None:
         """Write a checkpoint folder that transformers loads as DiffusionGemmaForBlockDiffusion."""
-        from dgemma.checkpoint.weights import save_pretrained
-
-        save_pretrained(self, path, max_shard_size=max_shard_size)
+        self.files.save(self, path, max_shard_size=max_shard_size)
 
     def forward(self, *args: object, **options: object) -> NoReturn:
         """Raise, because `encode` and `denoise` have no common forward."""

@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from dgemma.checkpoint.formats import compressed_tensors, gptq, mlx, modelopt
 from dgemma.checkpoint.formats.entry import FLOATS, Contents, Stored, plain_entry
+from dgemma.checkpoint.formats.settings import Settings
 from dgemma.checkpoint.names import VISION, our_names
-from dgemma.model.config import read_published
 from dgemma.model.memory import MemoryReport, summarize
 
 _READERS = {
@@ -20,34 +19,19 @@ _READERS = {
 }
 
 
-def read_contents(folder: Path, published: Mapping[str, Any], stored: Mapping[str, Stored]) -> Contents:
+def read_contents(published: Mapping[str, Any], stored: Mapping[str, Stored]) -> Contents:
     """Return the weights of a checkpoint by published name, from its config and headers. No weight is read.
 
     An unknown `quant_method`, or a setting that dgemma cannot run, is a ValueError.
 
-    Example: `read_contents(folder, read_published(folder, "config.json"), read_headers(folder)).entries`.
+    Example: `read_contents(read_published(folder, "config.json"), read_headers(folder)).entries`.
     """
-    config = published.get("quantization_config")
-    if config is None and (folder / "hf_quant_config.json").is_file():
-        config = {"quant_method": "modelopt", **read_published(folder, "hf_quant_config.json")}
-    if "quantization" in published and (config is None or "quant_method" not in config):
-        return mlx.read_mlx(_as_settings(published["quantization"]), stored)
-    if config is None:
+    config = Settings({} if published.get("quantization_config") is None else published["quantization_config"])
+    if published.get("quantization") is not None and "quant_method" not in config:
+        return mlx.read_mlx(Settings(published["quantization"], "quantization"), stored)
+    if published.get("quantization_config") is None:
         return Contents(entries={name: plain_entry(name, tensor) for name, tensor in stored.items()})
-    method = _as_settings(config).get("quant_method")
-    if method not in _READERS:
-        known = ", ".join(_READERS)
-        raise ValueError(
-            f"quantization_config.quant_method must be one of {known}, or absent for MLX, got {method!r}. "
-            "Load a checkpoint in one of these formats."
-        )
-    return _READERS[method](config, stored)
-
-
-def _as_settings(config: Any) -> Mapping[str, Any]:
-    if not isinstance(config, Mapping):
-        raise ValueError(f"quantization_config must be a dictionary, got {config!r}. Download config.json again.")
-    return config
+    return _READERS[config.choose("quant_method", *_READERS)](config, stored)
 
 
 def report_files(contents: Contents, stored: Mapping[str, Stored]) -> MemoryReport:

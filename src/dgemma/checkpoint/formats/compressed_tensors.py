@@ -1,28 +1,29 @@
 """Checkpoints of the compressed-tensors library (llm-compressor, vLLM): reading, and the tensors to write."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dgemma.checkpoint.formats.entry import (
+    CACHE_NOTE,
     FLOATS,
+    INTEGERS,
     Contents,
     Entry,
     Names,
     Stored,
-    dictionary,
+    coded_modules,
+    header_problems,
     is_linear,
-    modules,
-    plain_entry,
-    refuse,
-    strings,
+    plain_linears,
     weight_name,
 )
+from dgemma.checkpoint.formats.settings import Settings
 from dgemma.model.quantized import (
     NVFP4_GROUP,
     Float8Weight,
@@ -35,17 +36,27 @@ from dgemma.model.quantized import (
 
 # Scales of activations are for products in low precision. Here activations stay in the model's dtype.
 _UNUSED = ("input_global_scale", "input_scale", "input_zero_point")
-_ROLES = (
-    "weight",
-    "weight_packed",
-    "weight_scale",
-    "weight_shape",
-    "weight_zero_point",
-    "weight_g_idx",
-    "weight_global_scale",
-    *_UNUSED,
-)
-_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized")
+_OPTIONAL = ("weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale")
+_ROLES = ("weight", "weight_packed", "weight_scale", *_OPTIONAL, *_UNUSED)
+_REORDERED = (True, "group", "dynamic")  # orders of columns that need weight_g_idx
+
+
+class _Format(NamedTuple):
+    """A format of compressed-tensors: the settings that it allows, and its codes."""
+
+    bits: tuple[int, ...]
+    type: str
+    strategies: tuple[str, ...]
+    codes: str  # role of the codes
+    dtype: str  # of the codes
+
+
+_FORMATS = {
+    "pack-quantized": _Format((4, 8), "int", ("channel", "group", "tensor"), "weight_packed", "I32"),
+    "nvfp4-pack-quantized": _Format((4,), "float", ("tensor_group",), "weight_packed", "U8"),
+    "float-quantized": _Format((8,), "float", ("channel", "tensor"), "weight", "F8_E4M3"),
+    "int-quantized": _Format((8,), "int", ("channel", "group", "tensor"), "weight", "I8"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,124 +68,109 @@ class _ConfigGroup:
     format: str
     bits: int
     symmetric: bool
+    reordered: bool
     group_size: int | None  # None: one scale per row, or one per matrix
 
 
-def read_compressed(config: Mapping[str, Any], stored: Mapping[str, Stored]) -> Contents:
+def read_compressed(config: Settings, stored: Mapping[str, Stored]) -> Contents:
     """Return descriptions of the weights in a compressed-tensors checkpoint. No weight is read.
 
-    Example: `read_compressed(published["quantization_config"], read_headers(folder)).entries`.
+    Example: `read_compressed(Settings(published["quantization_config"]), read_headers(folder)).entries`.
     """
-    groups, ignore = _groups(config), Names(strings(config, "ignore"))
+    groups, ignore = _groups(config), Names(config.names("ignore"))
+
+    def group_of(module: str) -> _ConfigGroup | None:
+        fits = (g for g in groups if module in g.targets or ("Linear" in g.classes and is_linear(module)))
+        return None if module in ignore else next(fits, None)
+
     contents = Contents(entries={})
-    unquantized = []
-    for module, tensors in modules(stored, _ROLES):
-        group = None if module in ignore else _group_of(module, groups)
-        if len(tensors) > 1 or "weight_packed" in tensors:
-            if group is None:
-                contents.problems.append(f"unexpected {module}: stored in codes, but the config does not quantise it")
-            else:
-                _add(contents, module, group, tensors, stored)
-            continue
-        ((role, name),) = tensors.items()
-        if role not in ("", "weight"):
-            contents.problems.append(f"unexpected {name}: it belongs to no weight")
-            continue
-        if group is not None and is_linear(module):
-            contents.problems.append(
-                f"missing codes of {module}: stored as {stored[name].dtype}, but the config quantises it"
-            )
-        elif weight_name(module) == module:
-            unquantized.append(name)
-        contents.entries[weight_name(module) if role else name] = plain_entry(name, stored[name])
-    if unquantized:
-        contents.notes.append(f"{len(unquantized)} fused expert weights are not quantised in this checkpoint.")
-    if config.get("kv_cache_scheme"):
-        contents.notes.append("The checkpoint asks for a quantised prefix cache. dgemma keeps it in the model's dtype.")
+    for module, tensors in coded_modules(contents, stored, _ROLES):
+        group = group_of(module)
+        if group is None:
+            contents.problems.append(f"unexpected {module}: stored in codes, but the config does not quantise it")
+        else:
+            _add(contents, module, group, tensors, stored)
+    for module in plain_linears(contents):
+        if group_of(module) is not None:
+            contents.problems.append(f"missing codes of {module}: stored plainly, but the config quantises it")
+    fused = [name for name, entry in contents.entries.items() if entry.decode is None and weight_name(name) == name]
+    if fused:
+        contents.notes.append(f"{len(fused)} fused expert weights are not quantised in this checkpoint.")
+    if config.values.get("kv_cache_scheme") and CACHE_NOTE not in contents.notes:
+        contents.notes.append(CACHE_NOTE)
     return contents
 
 
-def _groups(config: Mapping[str, Any]) -> list[_ConfigGroup]:
+def _groups(config: Settings) -> list[_ConfigGroup]:
     for name in ("sparsity_config", "transform_config"):
-        if config.get(name):
-            raise refuse(name, "be empty", config[name])
-    status = config.get("quantization_status", "compressed")
-    if status != "compressed":
-        raise refuse("quantization_status", "be 'compressed'", status)
-    found = dictionary(config, "config_groups")
-    if not found:
-        raise refuse("config_groups", "name at least one group", found)
-    return [_group(name, group, config.get("format")) for name, group in found.items()]
+        if config.values.get(name):
+            raise config.refuse(name, "be empty")
+    config.choose("quantization_status", "compressed", absent="compressed")
+    found = config.section("config_groups")
+    if not found.values:
+        raise config.refuse("config_groups", "name at least one group")
+    return [_group(found.section(name), config.values.get("format")) for name in found.values]
 
 
-def _group(name: str, group: Any, default_format: Any) -> _ConfigGroup:
-    owner = f"config_groups.{name}"
-    weights = group.get("weights") if isinstance(group, Mapping) else None
-    if not isinstance(weights, Mapping):
-        raise refuse(f"{owner}.weights", "describe quantised weights", weights)
-    format = group.get("format") or default_format
-    if format not in _FORMATS:
-        raise refuse(f"{owner}.format", f"be one of {', '.join(_FORMATS)}", format)
-    bits, kind, strategy = weights.get("num_bits"), weights.get("type", "int"), weights.get("strategy")
-    size = weights.get("group_size")
-    accepted = {
-        "pack-quantized": ({4, 8}, "int", {"group", "channel", "tensor"}),
-        "nvfp4-pack-quantized": ({4}, "float", {"tensor_group"}),
-        "float-quantized": ({8}, "float", {"channel", "tensor"}),
-        "int-quantized": ({8}, "int", {"group", "channel", "tensor"}),
-    }
-    accepted["naive-quantized"] = accepted["float-quantized" if kind == "float" else "int-quantized"]
-    widths, type_, strategies = accepted[format]
-    if bits not in widths:
-        raise refuse(f"{owner}.weights.num_bits", f"be {' or '.join(map(str, sorted(widths)))} for {format}", bits)
-    if kind != type_:
-        raise refuse(f"{owner}.weights.type", f"be {type_!r} for {format}", kind)
-    if strategy not in strategies:
-        raise refuse(f"{owner}.weights.strategy", f"be {' or '.join(sorted(strategies))} for {format}", strategy)
-    if strategy == "tensor_group" and size != NVFP4_GROUP:
-        raise refuse(f"{owner}.weights.group_size", f"be {NVFP4_GROUP} for {format}", size)
-    if strategy == "group" and (not isinstance(size, int) or size < 1):
-        raise refuse(f"{owner}.weights.group_size", "be a number of columns", size)
-    symmetric = weights.get("symmetric", True)
-    if weights.get("dynamic") or (kind == "float" and not symmetric):
-        raise refuse(f"{owner}.weights", "be static, and symmetric if float", dict(weights))
-    targets = strings(group, "targets")
-    kept = size if strategy in ("group", "tensor_group") else None
+def _group(group: Settings, default_format: Any) -> _ConfigGroup:
+    if "weights" not in group:
+        raise group.refuse("weights", "describe quantised weights")
+    weights = group.section("weights")
+    format = group.choose("format", *_FORMATS, "naive-quantized", absent=default_format)
+    kind = weights.choose("type", "int", "float", absent="int")
     if format == "naive-quantized":
-        format = "float-quantized" if kind == "float" else "int-quantized"
+        format = f"{kind}-quantized"
+    known = _FORMATS[format]
+    weights.choose("type", known.type, absent="int")
+    strategy = weights.choose("strategy", *known.strategies)
+    size = weights.size("group_size") if strategy in ("group", "tensor_group") else None
+    if strategy == "tensor_group":
+        weights.choose("group_size", NVFP4_GROUP)
+    weights.choose("dynamic", False, absent=False)
+    symmetries = (True, False) if kind == "int" else (True,)
+    order = weights.choose("actorder", *_REORDERED, False, "weight", "static", absent=False)
+    targets = group.names("targets")
     return _ConfigGroup(
-        targets=Names(targets), classes=targets, format=format, bits=bits, symmetric=symmetric, group_size=kept
+        targets=Names(targets),
+        classes=targets,
+        format=format,
+        bits=weights.choose("num_bits", *known.bits),
+        symmetric=weights.choose("symmetric", *symmetries, absent=True),
+        reordered=order in _REORDERED and strategy == "group",
+        group_size=size,
     )
-
-
-def _group_of(module: str, groups: Sequence[_ConfigGroup]) -> _ConfigGroup | None:
-    for group in groups:
-        if module in group.targets or ("Linear" in group.classes and is_linear(module)):
-            return group
-    return None
 
 
 def _add(
     contents: Contents, module: str, group: _ConfigGroup, tensors: dict[str, str], stored: Mapping[str, Stored]
 ) -> None:
     """Add the entry of a quantised module, or the problems of its tensors."""
-    required, optional, dtypes = {
-        "pack-quantized": (("weight_packed", "weight_scale", "weight_shape"), ("weight_g_idx",), ("I32",)),
-        "nvfp4-pack-quantized": (("weight_packed", "weight_scale", "weight_global_scale"), (), ("U8",)),
-        "float-quantized": (("weight", "weight_scale"), (), ("F8_E4M3",)),
-        "int-quantized": (("weight", "weight_scale"), ("weight_zero_point",), ("I8",)),
-    }[group.format]
-    if not group.symmetric:
-        required += ("weight_zero_point",)
-    missing = [f"missing {module}.{role}" for role in required if role not in tensors]
-    extra = [role for role in tensors if role not in (*required, *optional, *_UNUSED)]
-    problems = missing + [f"unexpected {tensors[role]} for {group.format}" for role in extra]
-    if not missing:
-        codes = stored[tensors[required[0]]]
-        shape = _logical_shape(codes, group)
-        if codes.dtype not in dtypes:
-            problems.append(f"unreadable {tensors[required[0]]}: stored as {codes.dtype}, not as {dtypes[0]}")
-        problems += _scale_problems(module, shape, group, tensors, stored)
+    known, is_packed = _FORMATS[group.format], group.format == "pack-quantized"
+    codes = stored[tensors[known.codes]].shape if known.codes in tensors else ()
+    *rows, length = codes or (0,)
+    width = length * {"pack-quantized": 32 // group.bits, "nvfp4-pack-quantized": 2}.get(group.format, 1)
+    num_groups = 1 if group.group_size is None else width // group.group_size
+    scales = (*rows, num_groups)
+    if group.group_size is None and "weight_scale" in tensors and stored[tensors["weight_scale"]].shape in ((), (1,)):
+        scales = (1,)  # one scale for the whole matrix
+    zeros = (*rows[:-1], -(-(rows or [0])[-1] * group.bits // 32), num_groups) if is_packed else scales
+    expected: dict[str, tuple[Collection[str], tuple[int, ...]]] = {
+        known.codes: ((known.dtype,), codes),
+        "weight_scale": (("F8_E4M3",) if group.format == "nvfp4-pack-quantized" else FLOATS, scales),
+    }
+    if is_packed:
+        expected["weight_shape"] = (INTEGERS, (len(codes),))
+    if group.format == "nvfp4-pack-quantized":
+        expected["weight_global_scale"] = (("F32",), (*rows[:-1], 1))
+    if not group.symmetric or (group.format == "int-quantized" and "weight_zero_point" in tensors):
+        expected["weight_zero_point"] = (("I32",) if is_packed else ("I8",), zeros)
+    if group.reordered or (is_packed and "weight_g_idx" in tensors):  # without it, the order of the columns is lost
+        expected["weight_g_idx"] = (INTEGERS, (*rows[:-1], width))
+    problems = header_problems(module, tensors, stored, expected)
+    extra = [role for role in tensors if role not in (*expected, *_UNUSED)]
+    problems += [f"unexpected {tensors[role]} for {group.format}" for role in extra]
+    if not problems and group.group_size is not None and width % group.group_size:
+        problems = [f"unreadable {module}: {width} columns are no multiple of its groups of {group.group_size}"]
     contents.problems.extend(problems)
     if problems:
         return
@@ -185,42 +181,8 @@ def _add(
         "int-quantized": ("int8", _decode_int8),
     }
     name, decode = decoders[group.format]
-    used = {role: tensors[role] for role in (*required, *optional) if role in tensors}
-    contents.entries[weight_name(module)] = Entry(tensors=used, shape=shape, format=name, decode=decode)
-
-
-def _logical_shape(codes: Stored, group: _ConfigGroup) -> tuple[int, ...]:
-    *rows, width = codes.shape or (0,)
-    per_element = {"pack-quantized": 32 // group.bits, "nvfp4-pack-quantized": 2}.get(group.format, 1)
-    return (*rows, width * per_element)
-
-
-def _scale_problems(
-    module: str, shape: tuple[int, ...], group: _ConfigGroup, tensors: Mapping[str, str], stored: Mapping[str, Stored]
-) -> list[str]:
-    scale = stored[tensors["weight_scale"]]
-    num_groups = 1 if group.group_size is None else shape[-1] // group.group_size
-    fits = scale.shape == (*shape[:-1], num_groups)
-    if group.group_size is None:
-        fits = fits or scale.shape in ((), (1,))  # one scale for the whole matrix
-    elif shape[-1] % group.group_size:
-        return [f"unreadable {module}: {shape[-1]} columns are no multiple of its groups of {group.group_size}"]
-    if not fits:
-        return [f"misshapen {tensors['weight_scale']}: {scale.shape}, not {(*shape[:-1], num_groups)}"]
-    expected = ("F8_E4M3",) if group.format == "nvfp4-pack-quantized" else tuple(FLOATS)
-    if scale.dtype not in expected:
-        return [f"unreadable {tensors['weight_scale']}: stored as {scale.dtype}, not as {' or '.join(expected)}"]
-    *matrices, num_rows, _ = shape
-    words = -(-num_rows * group.bits // 32)
-    others = {
-        "weight_zero_point": (*matrices, words, num_groups) if group.format == "pack-quantized" else scale.shape,
-        "weight_global_scale": (*matrices, 1),
-    }
-    return [
-        f"misshapen {tensors[role]}: {stored[tensors[role]].shape}, not {expected_shape}"
-        for role, expected_shape in others.items()
-        if role in tensors and (stored[tensors[role]].shape or (1,)) != expected_shape
-    ]
+    used = {role: tensors[role] for role in expected}
+    contents.entries[weight_name(module)] = Entry(tensors=used, shape=(*rows, width), format=name, decode=decode)
 
 
 def _per_row(scale: Tensor, rows: Sequence[int]) -> Tensor:
@@ -274,7 +236,9 @@ def _unpack_rows(words: Tensor, bits: int) -> Tensor:
 
 
 def _decode_nvfp4(tensors: dict[str, Tensor]) -> QuantizedWeight:
-    codes, divisor = tensors["weight_packed"], tensors["weight_global_scale"].float()
+    codes, divisor = tensors["weight_packed"], tensors["weight_global_scale"]
+    if not bool((divisor.isfinite() & (divisor > 0)).all()):
+        raise ValueError("weight_global_scale must be finite and above 0. Download the file again.")
     row_scale = divisor.reciprocal().reshape(-1).repeat_interleave(codes.shape[-2]).view(codes.shape[:-1])
     return NvFp4Weight(codes=codes, scale=tensors["weight_scale"], row_scale=row_scale)
 

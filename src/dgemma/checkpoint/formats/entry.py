@@ -2,18 +2,25 @@
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import regex
 import torch
 from torch import Tensor
 
 from dgemma.checkpoint.names import VISION, our_names
 from dgemma.model.quantized import QuantizedWeight
 
+CACHE_NOTE = "The checkpoint asks for a quantised prefix cache. dgemma keeps it in the model's dtype."
+_CACHE_SCALES = ("k_scale", "v_scale")
+_MOST_SECONDS = 10.0  # for all matches of an expression
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+INTEGERS = ("I32", "I64")
 
 
 class Stored(NamedTuple):
@@ -55,22 +62,64 @@ def plain_entry(name: str, stored: Stored) -> Entry:
     return Entry(tensors={"weight": name}, shape=stored.shape, format=stored.dtype)
 
 
-def modules(stored: Mapping[str, Stored], roles: Iterable[str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield each module that has a tensor with one of the `roles`, and its tensors by role: {"weight": "a.b.weight"}.
+def coded_modules(
+    contents: Contents, stored: Mapping[str, Stored], roles: Iterable[str]
+) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield each module that is stored in codes, and its tensors by role: {"weight": "a.b.weight"}.
 
-    Tensors without such a role, such as `layer_scalar`, form a module of their own with the role "".
+    Other tensors are added to the contents as plain weights. Scales of the prefix cache are skipped.
 
-    Example: `dict(modules(headers, ("weight", "weight_scale")))["model.decoder.layers.0.mlp.up_proj"]`.
+    Example: `dict(coded_modules(contents, headers, ("weight", "weight_scale")))["model.decoder.layers.0.mlp.up_proj"]`.
     """
     grouped: dict[str, dict[str, str]] = {}
     roles = frozenset(roles)
     for name in stored:
         module, _, role = name.rpartition(".")
-        if role in roles:
+        if role in _CACHE_SCALES:
+            contents.notes[:] = [CACHE_NOTE]
+        elif role in roles:
             grouped.setdefault(module, {})[role] = name
         else:
-            grouped[name] = {"": name}
-    yield from grouped.items()
+            contents.entries[name] = plain_entry(name, stored[name])
+    for module, tensors in grouped.items():
+        if tensors.keys() == {"weight"}:
+            contents.entries[weight_name(module)] = plain_entry(tensors["weight"], stored[tensors["weight"]])
+        else:
+            yield module, tensors
+
+
+def plain_linears(contents: Contents) -> list[str]:
+    """Return the names of the linear layers that are stored as plain tensors.
+
+    Example: `plain_linears(contents)` is [] if all are stored in codes.
+    """
+    plain = [name.removesuffix(".weight") for name, entry in contents.entries.items() if entry.decode is None]
+    return [module for module in plain if is_linear(module)]
+
+
+def header_problems(
+    module: str,
+    tensors: Mapping[str, str],
+    stored: Mapping[str, Stored],
+    expected: Mapping[str, tuple[Collection[str], tuple[int, ...]]],
+) -> list[str]:
+    """Return what is wrong with the tensors of a module; `expected` has the dtypes and the shape of every role.
+
+    A single number may be stored with or without a dimension.
+
+    Example: `header_problems("a.b", {"scales": "a.b.scales"}, headers, {"scales": (FLOATS, (4, 1))})`.
+    """
+    problems = []
+    for role, (dtypes, shape) in expected.items():
+        if role not in tensors:
+            problems.append(f"missing {module}.{role}")
+            continue
+        header = stored[tensors[role]]
+        if header.dtype not in dtypes:
+            problems.append(f"unreadable {tensors[role]}: stored as {header.dtype}, not as {' or '.join(dtypes)}")
+        elif header.shape != shape and not (shape == (1,) and header.shape == ()):
+            problems.append(f"misshapen {tensors[role]}: {header.shape}, not {shape}")
+    return problems
 
 
 def weight_name(module: str) -> str:
@@ -112,41 +161,25 @@ class Names:
         self._exact = frozenset(patterns)
         expressions = [p.removeprefix("re:") for p in patterns if p.startswith("re:")]
         expressions += [fnmatch.translate(p) for p in patterns if "*" in p and not p.startswith("re:")]
+        self._seconds = _MOST_SECONDS
         try:
-            self._expression = re.compile("|".join(f"(?:{expression})" for expression in expressions) or r"\Z.")
-        except re.error as error:
-            raise refuse("ignore and targets", f"be valid expressions ({error})", expressions) from None
+            self._expression = regex.compile("|".join(f"(?:{expression})" for expression in expressions) or r"\Z.")
+        except (regex.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"quantization_config.ignore and targets must be valid expressions ({error}).") from None
 
     def __contains__(self, module: str) -> bool:
         names = aliases(module)
-        return not self._exact.isdisjoint(names) or any(map(self._expression.match, names))
+        return not self._exact.isdisjoint(names) or any(map(self._matches, names))
 
-
-def strings(settings: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Return a list of names in a config, empty if it is absent.
-
-    Example: `strings({"targets": ["Linear"]}, "targets")` is ("Linear",).
-    """
-    found = settings.get(name) or ()
-    if not isinstance(found, list | tuple) or not all(isinstance(item, str) for item in found):
-        raise refuse(name, "be a list of names", found)
-    return tuple(found)
-
-
-def dictionary(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a dictionary in a config, empty if it is absent.
-
-    Example: `dictionary({}, "extra_config")` is {}.
-    """
-    found = settings.get(name) or {}
-    if not isinstance(found, Mapping):
-        raise refuse(name, "be a dictionary", found)
-    return found
-
-
-def refuse(field: str, rule: str, value: Any) -> ValueError:
-    """Return the error for a setting of a quantised checkpoint that dgemma cannot run.
-
-    Example: `raise refuse("bits", "be 4 or 8", 3)`.
-    """
-    return ValueError(f"quantization_config.{field} must {rule}, got {value!r}. Load a checkpoint in another format.")
+    def _matches(self, name: str) -> bool:
+        """Match the expression. All matches together have a limit of time, because some expressions never end."""
+        start = time.monotonic()
+        try:
+            return self._expression.match(name, timeout=self._seconds) is not None
+        except TimeoutError:
+            raise ValueError(
+                f"quantization_config.ignore and targets must match within {_MOST_SECONDS:.0f} s, but an expression "
+                f"takes longer for {name}. Simplify it."
+            ) from None
+        finally:
+            self._seconds = max(self._seconds - (time.monotonic() - start), 1e-3)

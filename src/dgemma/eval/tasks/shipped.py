@@ -5,7 +5,7 @@ from typing import Any
 
 from datasets import Dataset, DatasetDict
 
-from dgemma.checkpoint.weights import resolve
+from dgemma.checkpoint.location import resolve
 from dgemma.data.sudoku import generate_puzzles
 from dgemma.files import read_text
 
