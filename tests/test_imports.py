@@ -56,7 +56,6 @@ IN_FUNCTIONS = {
     "dgemma_kernels.ops.attention.kernel": {
         "dgemma_kernels.ops.attention.hopper",
         "dgemma_kernels.ops.attention.hopper_shared",
-        "dgemma_kernels.ops.attention.hopper_window",
     },
     "dgemma_kernels.ops.experts.kernel": {
         "dgemma_kernels.ops.experts.hopper",

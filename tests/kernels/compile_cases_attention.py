@@ -10,7 +10,6 @@ from dgemma_kernels.ops.attention import kernel as module
 WGMMA = {
     "_attention_kernel",
     "_attention_hopper_kernel",
-    "_attention_window_kernel",
     "_attention_hopper_shared_kernel",
     "_attention_hopper_float8_kernel",
 }

@@ -150,8 +150,6 @@ def attention(
     arguments = (queries, keys, values, length, first, *outputs, causal, window or 0, canvas_len, keep, part)
     if shared:
         _hopper_shared().attend(queries, keys, values, length, *outputs, causal, canvas_len)
-    elif hopper and causal and window and num_splits == 1 and _has_many_tiles(queries, keys, canvas_len, part):
-        _hopper_window().attend(queries, keys, values, length, out, scale, window)
     elif hopper:
         _hopper().attend(*arguments)
     else:
@@ -225,26 +223,11 @@ def _computes_scores_once(head_dim: int, rotary_pairs: int | None, window: int |
     return head_dim == _hopper_shared().TILE[2] and rotary_pairs <= _hopper_shared().ROTARY_PAIRS
 
 
-def _has_many_tiles(queries: Tensor, keys: Tensor, canvas_len: int, part: int) -> bool:
-    """Return True if `hopper_window` runs instead of `hopper`: for a prompt with more tiles of rows than programs."""
-    _, num_tokens, num_heads, head_dim = queries.shape
-    if canvas_len or part or gluon_obstacle() is not None or head_dim != _hopper_window().TILE[2]:
-        return False
-    num_tiles = triton.cdiv(num_tokens * num_heads // keys.shape[1], _hopper_window().TILE[0])
-    return num_tiles * keys.shape[0] * keys.shape[1] > num_multiprocessors(queries.device)
-
-
 def _hopper() -> ModuleType:
     """Import the Hopper kernel at its first use, because other versions of Triton may lack its Gluon functions."""
     from dgemma_kernels.ops.attention import hopper
 
     return hopper
-
-
-def _hopper_window() -> ModuleType:
-    from dgemma_kernels.ops.attention import hopper_window
-
-    return hopper_window
 
 
 def _hopper_shared() -> ModuleType:
