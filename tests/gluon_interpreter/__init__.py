@@ -27,10 +27,11 @@ from gluon_interpreter.tiles import Hazard, Value, elementwise, int32
 __all__ = ["Hazard", "load"]
 
 _loads = itertools.count()
+_SHARED = ("dgemma_kernels.ops.hopper", "dgemma_kernels.ops.persistent")
 
 
 def load(name: str, *, seed: int = 0, edits: dict[str, str] | None = None) -> Any:
-    """Load the module of that name, interpreted, with `ops.hopper` and the modules that it imports from its package.
+    """Load the module of that name, interpreted, with `_SHARED` and the modules that it imports from its package.
 
     `seed` draws the order of operations that a GPU does not order; `edits` maps passages of these sources to
     replacements.
@@ -59,7 +60,7 @@ def _load(name: str, seed: int, edits: dict[str, str], counts: dict[str, int]) -
     def import_(wanted: str, scope: Any = None, local: Any = None, names: Any = (), level: int = 0) -> Any:
         if wanted.split(".")[0] == "triton":
             return functools.reduce(getattr, wanted.split(".")[1:] if names else [], triton)
-        if wanted.startswith(name.rpartition(".")[0] + ".") or wanted == "dgemma_kernels.ops.hopper":
+        if wanted.startswith(name.rpartition(".")[0] + ".") or wanted in _SHARED:
             return _load(wanted, seed, edits, counts)
         return builtins.__import__(wanted, scope, local, names, level)
 

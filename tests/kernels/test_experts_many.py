@@ -86,11 +86,11 @@ def test_interpreted_products_match_float64(rows, width, hidden, kind, float8):
 @pytest.mark.parametrize(
     ("old", "new", "hazard"),
     [
-        ("129 if HAS_UP else 1", "1", "without having waited for the write|expects no more arrivals"),
-        ("            fence_async_shared()  # the rows", "            pass  # the rows", "without fence_async_shared"),
-        ("            mbarrier.arrive(ring.free.index(slot_before(slot, _STAGES)))", "            pass", "deadlock"),
+        ("129 if FIRST.GATHERED else 1", "1", "without having waited for the write|expects no more arrivals"),
+        ("        fence_async_shared()  # the rows", "        pass  # the rows", "without fence_async_shared"),
+        ("        if step > 0:\n            _free_before(ring, slot)\n", "", "deadlock"),
         (
-            "wait_for_products((low, high, more_low, more_high), RUNNING, MORE, PARTS)",
+            "_wait_for_products((low, high, more_low, more_high), RUNNING, MORE, PARTS)",
             "(low, high, more_low, more_high)",
             "overwrites shared memory that an operation in flight reads|not waited for",
         ),
@@ -100,8 +100,8 @@ def test_interpreted_products_match_float64(rows, width, hidden, kind, float8):
             "without having waited for the write|never written",
         ),
         (
-            "            fence_async_shared()  # in gate_up",
-            "            pass  # in gate_up",
+            "            fence_async_shared()  # threads",
+            "            pass  # threads",
             "without fence_async_shared",
         ),
     ],
