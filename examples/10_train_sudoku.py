@@ -22,7 +22,7 @@ import torch
 
 import dgemma
 from dgemma.data import sudoku
-from dgemma.train import Objective, TrainConfig, soften_attention, train
+from dgemma.train import CrossEntropy, Objective, TrainConfig, soften_attention, train
 
 NUMBERS = {  # defaults with and without a GPU
     "steps": (8000, 3, "training steps"),
@@ -71,7 +71,8 @@ def main(args: argparse.Namespace, out: Path) -> None:
         noise=sudoku.sudoku_noise(args.noise),
         canvas_len=sudoku.NUM_CELLS,
         allowed=sudoku.DIGIT_TOKENS,
-        scored="noised" if args.noise == "mask" else "all",  # uniform noise does not show which tokens are noise
+        # Uniform noise does not show which tokens are noise.
+        loss=CrossEntropy(scored="noised" if args.noise == "mask" else "all"),
         causal_weight=0.0,
     )
     config = TrainConfig(

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import dgemma
-from dgemma.train import Objective, TrainBatch, TrainConfig, muon, soften_attention, train
+from dgemma.train import CrossEntropy, Objective, TrainBatch, TrainConfig, muon, soften_attention, train
 
 FIRST, LAST = datetime.date(1960, 1, 1), datetime.date(1999, 12, 31)
 DATES = [FIRST + datetime.timedelta(days) for days in range((LAST - FIRST).days + 1)]
@@ -83,7 +83,8 @@ def train_model(out: Path, steps: int) -> dgemma.DiffusionGemma:
     torch.manual_seed(0)
     model = dgemma.DiffusionGemma(config)
     soften_attention(model)
-    objective = Objective(noise=NOISE, canvas_len=16, scored="noised", self_cond_prob=0.0, causal_weight=0.0)
+    loss = CrossEntropy(scored="noised")
+    objective = Objective(noise=NOISE, canvas_len=16, loss=loss, self_cond_prob=0.0, causal_weight=0.0)
     training = TrainConfig(steps=steps, batch_size=64, warmup=30, final_lr=0.02, precision="weights")
     result = train(model, objective, source, training, out=out / "run", optimizer=partial(muon, lr=1e-2))
     print(f"{result.step} steps, loss {result.log.lines()[-1]['loss']:.3f}")

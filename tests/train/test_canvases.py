@@ -20,7 +20,6 @@ def cut(
         choose=None if choose is None else torch.tensor(choose),
         truncated="scored",
         causal_scope=None,
-        causal_fill=True,
     )
 
 

@@ -14,6 +14,7 @@ from dgemma.data.sudoku import SudokuSource, generate_puzzles
 from dgemma.diffusion.noise import HybridNoise, MaskNoise
 from dgemma.train.checkpoints import describe, describe_optimizer
 from dgemma.train.config import TrainConfig
+from dgemma.train.losses import Bound
 from dgemma.train.objective import Objective
 
 
@@ -153,7 +154,7 @@ def test_functions_and_objects_without_a_repr_are_described_by_name_alone():
     "objective",
     [
         Objective(noise=MaskNoise(512, mask_token_id=4), canvas_len=8, allowed=(5, 6)),
-        Objective(noise=HybridNoise(512, mask_token_id=4), canvas_len=8, decoder_loss="nelbo"),
+        Objective(noise=HybridNoise(512, mask_token_id=4), canvas_len=8, loss=Bound()),
     ],
 )
 def test_an_objective_is_described_by_its_repr_as_in_earlier_versions(objective):

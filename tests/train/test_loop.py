@@ -23,6 +23,7 @@ from dgemma.train.checkpoints import Checkpoints
 from dgemma.train.config import TrainConfig
 from dgemma.train.loop import _known_cause, train
 from dgemma.train.lora import LoRA, add_lora, load_lora
+from dgemma.train.losses import CrossEntropy
 from dgemma.train.objective import Objective
 from dgemma.train.parallel import Parallel
 from dgemma.train.update import Updater
@@ -30,6 +31,7 @@ from fork_server import start_script
 from next_token import NextToken, counting
 
 MASK = dgemma.MaskNoise(next_token.VOCAB, mask_token_id=3)
+PROPOSE_MASK = CrossEntropy(propose_mask=True)  # the mask token occurs in the text
 SETTINGS = {"steps": 6, "batch_size": 4, "lr": 1e-2, "warmup": 2, "precision": "weights", "log_every": 4}
 
 
@@ -68,7 +70,7 @@ def test_a_model_learns_to_count(tmp_path):
 
 
 def test_the_final_checkpoint_stores_the_noise_of_its_training(tmp_path):
-    objective = Objective(noise=MASK, canvas_len=4, propose_mask=True)  # the mask token occurs in the text
+    objective = Objective(noise=MASK, canvas_len=4, loss=PROPOSE_MASK)
     model, result = run(tmp_path, objective=objective, steps=1)
     assert dgemma.learnt_noise(model) == MASK
     assert dgemma.learnt_noise(DiffusionGemma.from_pretrained(result.final)) == MASK
@@ -78,7 +80,8 @@ def test_the_final_checkpoint_stores_the_noise_of_its_training(tmp_path):
 def test_training_under_another_noise_resets_the_entropy_bound(tmp_path, noise, bound):
     model = next_token.model()
     model.generation = replace(model.generation, entropy_bound=12.0)
-    run(tmp_path, model=model, objective=Objective(noise=noise, canvas_len=4, propose_mask=noise is MASK), steps=1)
+    loss = PROPOSE_MASK if noise is MASK else CrossEntropy()
+    run(tmp_path, model=model, objective=Objective(noise=noise, canvas_len=4, loss=loss), steps=1)
     assert model.generation.entropy_bound == bound
 
 
@@ -89,7 +92,7 @@ def test_evaluate_samples_under_the_noise_of_the_training(tmp_path):
         noises.append(dgemma.learnt_noise(model))
         return {}
 
-    objective = Objective(noise=noise, canvas_len=4, propose_mask=True)
+    objective = Objective(noise=noise, canvas_len=4, loss=PROPOSE_MASK)
     options = {"objective": objective, "steps": 2, "evaluate": evaluate, "evaluate_every": 1}
     run(tmp_path, on_step=stop_at(1), **options)
     run(tmp_path, **options)  # resumed with another model object

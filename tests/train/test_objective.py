@@ -12,7 +12,7 @@ from torch import Tensor
 import dgemma
 from dgemma import DiffusionGemma, HybridNoise, MaskNoise, UniformNoise
 from dgemma.diffusion.schedule import ClippedLinear, OneMinusCosine
-from dgemma.train import TrainBatch, nelbo, objective
+from dgemma.train import Bound, CrossEntropy, LeaveOneOut, Loss, TrainBatch, nelbo, one_pass
 from dgemma.train.objective import Objective
 
 VOCAB, CANVAS_LEN, EOS, MASK = 40, 6, 1, 4
@@ -44,7 +44,7 @@ def make(**fields) -> Objective:
 
 
 def mask_bound(**fields) -> Objective:
-    plain = {"causal_weight": 0.0, "self_cond_prob": 0.0, "decoder_loss": "nelbo"}
+    plain = {"causal_weight": 0.0, "self_cond_prob": 0.0, "loss": Bound()}
     return make(**{"noise": MaskNoise(VOCAB, mask_token_id=MASK), **plain, **fields})
 
 
@@ -52,13 +52,13 @@ def mask_bound(**fields) -> Objective:
 def calls(monkeypatch) -> list[dict]:
     """The arguments of every call of the network: canvases, their starts, the clean text and the signal."""
     calls: list[dict] = []
-    real = objective.predict_canvases
+    real = one_pass.predict_canvases
 
     def spy(model, canvases, starts, clean=None, masks=None, **options):
         calls.append({"z": canvases, "starts": starts, "clean": clean, "masks": masks, **options})
         return real(model, canvases, starts, clean, masks, **options)
 
-    monkeypatch.setattr(objective, "predict_canvases", spy)
+    monkeypatch.setattr(one_pass, "predict_canvases", spy)
     return calls
 
 
@@ -123,7 +123,7 @@ def test_the_first_pass_is_detached_and_the_embedding_learns_through_the_second(
     model.zero_grad()
     actual.reduce(actual(model, batch, seeds=SEEDS[1:2])).backward()
     ours = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    z = actual._noise(actual._cut(batch, SEEDS[1:2]), SEEDS[1:2]).z[0, 0]
+    z = actual.draw(batch, SEEDS[1:2]).noisy.z[0, 0]
     model.zero_grad()
     first = denoised(model, filled(1), z, 0).detach()
     F.cross_entropy(denoised(model, filled(1), z, 0, self_cond=first[None]), filled(1)).backward()
@@ -235,9 +235,8 @@ def test_frozen_tokens_are_never_noised_and_never_scored(model, calls):
 
 def test_random_noise_draws_from_the_allowed_ids_at_the_rate_t(model, calls):
     rows = BATCH.select(torch.zeros(300, dtype=torch.int64))
-    loss = make(
-        canvases="all", self_cond_prob=0.0, causal_weight=0.0, t_range=(0.3, 0.3), allowed=(2, 3), scored="noised"
-    )
+    plain = {"canvases": "all", "self_cond_prob": 0.0, "causal_weight": 0.0}
+    loss = make(**plain, t_range=(0.3, 0.3), allowed=(2, 3), loss=CrossEntropy(scored="noised"))
     with torch.no_grad():
         terms = loss(model, rows, seeds=torch.arange(300))
     z, x = calls[0]["z"].flatten(1), filled(0)[3:].expand(300, -1)
@@ -251,7 +250,7 @@ def test_times_are_uniform_on_their_range_and_independent_between_canvases():
     loss = make(canvases="all", t_range=(0.2, 0.6), noise=UniformNoise(VOCAB, schedule=OneMinusCosine()))
     rows = BATCH.select(torch.zeros(4000, dtype=torch.int64))
     seeds = torch.arange(4000)
-    level = loss._noise(loss._cut(rows, seeds), seeds).level  # (4000, 3)
+    level = loss.draw(rows, seeds).noisy.level  # (4000, 3)
     time = OneMinusCosine().time(1 - level)
     assert time.min() >= 0.2 - 1e-9
     assert time.max() <= 0.6 + 1e-9
@@ -319,7 +318,7 @@ def test_the_expected_mask_loss_is_the_bound_for_every_schedule(model):
 @pytest.mark.parametrize("parametrisation", ["mean", "loo"])
 @pytest.mark.parametrize("noise", [UniformNoise(VOCAB), HybridNoise(VOCAB, mask_token_id=MASK)], ids=["duo", "gidd"])
 def test_the_other_bounds_are_those_of_nelbo(model, calls, noise, parametrisation):
-    loss = mask_bound(noise=noise, canvases="all", parametrisation=parametrisation, t_range=(0.4, 0.4))
+    loss = mask_bound(noise=noise, canvases="all", loss=Bound(parametrisation=parametrisation), t_range=(0.4, 0.4))
     actual = loss(model, BATCH, seeds=SEEDS)
     for row in range(3):
         text, total = filled(row), torch.zeros(())
@@ -335,7 +334,8 @@ def test_the_other_bounds_are_those_of_nelbo(model, calls, noise, parametrisatio
 @pytest.mark.parametrize("weights", ["clipped", "dynamic"])
 def test_gidd_trains_with_clipped_or_dynamic_weights(model, calls, weights):
     t, noise = 0.4, HybridNoise(VOCAB, mask_token_id=MASK, uniform_share=0.3)
-    loss = mask_bound(noise=noise, parametrisation="loo", weights=weights, t_range=(t, t), max_weight=1.5)
+    bound = Bound(parametrisation="loo", weights="exact" if weights == "clipped" else weights, max_weight=1.5)
+    loss = mask_bound(noise=noise, loss=bound, t_range=(t, t))
     batch, rows = BATCH.select(torch.ones(12, dtype=torch.int64)), torch.arange(12)
     actual = loss(model, batch, seeds=rows)
     z, x = calls[0]["z"][:, 0], batch.tokens[:, :6]
@@ -362,9 +362,7 @@ def test_gidd_trains_with_clipped_or_dynamic_weights(model, calls, weights):
 
 @pytest.mark.parametrize("allowed", [None, tuple(range(5, 30))])
 def test_the_leave_one_out_loss_is_the_cross_entropy_of_its_mean(model, calls, allowed):
-    loss = make(
-        decoder_loss="leave_one_out", self_cond_prob=0.0, causal_weight=0.0, t_range=(0.4, 0.4), allowed=allowed
-    )
+    loss = make(loss=LeaveOneOut(), self_cond_prob=0.0, causal_weight=0.0, t_range=(0.4, 0.4), allowed=allowed)
     batch = BATCH.select(slice(1, 2))
     actual = loss(model, batch, seeds=SEEDS[1:2])
     z, x = calls[0]["z"][0, 0], batch.tokens[0, :6]
@@ -382,7 +380,8 @@ def test_the_leave_one_out_loss_is_the_cross_entropy_of_its_mean(model, calls, a
 def test_the_mask_is_in_the_softmax_only_with_propose_mask(model):
     args = {"canvases": "all", "t_range": (1.0, 1.0)}
     with_mask, without = (
-        mask_bound(propose_mask=propose, **args)(model, BATCH, seeds=SEEDS).sums["decoder"] for propose in (True, False)
+        mask_bound(loss=Bound(propose_mask=propose), **args)(model, BATCH, seeds=SEEDS).sums["decoder"]
+        for propose in (True, False)
     )
     assert (with_mask > without + 1e-4).all()  # one more token takes a share of the probability
 
@@ -450,7 +449,7 @@ def test_self_conditioning_is_over_the_tokens_that_generate_may_propose(model, c
     loss = make(noise=noise, allowed=ids, self_cond_prob=1.0, causal_weight=0.0, t_range=(0.9, 0.9))
     loss(model, BATCH, seeds=SEEDS)
     first, second = calls
-    hidden = objective.predict_canvases(model, first["z"], first["starts"], first["clean"])
+    hidden = one_pass.predict_canvases(model, first["z"], first["starts"], first["clean"])
     allowed = torch.tensor([token in (ids or range(VOCAB)) and token != noise.mask_token for token in range(VOCAB)])
     raw = model._head(hidden.flatten(0, 1))
     expected = model.soft_embedding(raw.shaped(allowed=allowed)).view_as(second["signal"])
@@ -554,7 +553,7 @@ def test_each_canvas_has_the_noise_and_the_loss_of_one_of_two_noises(model, call
     losses = [
         make(masks=masks, masks_prob=0.25, **plain),
         make(**plain),
-        make(noise=masks, scored="noised", propose_mask=True, **plain),
+        make(noise=masks, loss=CrossEntropy(scored="noised", propose_mask=True), **plain),
     ]
     with torch.no_grad():
         both, uniform, masked = (loss(model, rows, seeds=seeds) for loss in losses)
@@ -572,10 +571,10 @@ def test_the_noise_of_a_canvas_is_drawn_for_each_canvas_of_each_row():
     loss = make(canvases="all", masks=MaskNoise(VOCAB, mask_token_id=MASK))
     seeds = torch.arange(2000)
     rows = BATCH.select(torch.zeros(2000, dtype=torch.int64))
-    masked = loss._noise(loss._cut(rows, seeds), seeds).masked.double()  # (2000, 3)
+    masked = loss.draw(rows, seeds).noisy.masked.double()  # (2000, 3)
     assert (masked.mean(0) - 0.5).abs().max() < 4 * 0.5 / math.sqrt(2000)
     assert (torch.corrcoef(masked.T) - torch.eye(3)).abs().max() < 4 / math.sqrt(2000)
-    again = loss._noise(loss._cut(rows.select(seeds[:10]), seeds[:10]), seeds[:10]).masked
+    again = loss.draw(rows.select(seeds[:10]), seeds[:10]).noisy.masked
     assert torch.equal(again.double(), masked[:10])
 
 
@@ -602,20 +601,14 @@ def test_the_loss_runs_under_autocast_with_recomputed_activations(model):
         ({"t_range": (0.5, 0.2)}, "t_range must satisfy"),
         ({"self_cond_prob": 1.5}, "self_cond_prob must be a probability"),
         ({"causal_weight": -1.0}, "causal_weight must be >= 0"),
-        ({"causal_weight": 0.0, "decoder_weight": 0.0}, "causal_weight must be > 0, got 0 for both"),
-        ({"max_weight": 0.0}, "max_weight must be > 0"),
-        ({"weights": "dynamic", "decoder_loss": "nelbo"}, "must be HybridNoise with weights 'dynamic'"),
-        ({"weights": "clipped"}, "weights must be 'exact'"),
-        ({"parametrisation": "loo"}, "parametrisation must be 'mean'"),
-        ({"propose_mask": True}, "propose_mask must be False"),
-        (
-            {"decoder_loss": "leave_one_out", "noise": MaskNoise(VOCAB)},
-            "must be UniformNoise with",
-        ),
-        ({"decoder_loss": "nelbo", "scored": "noised"}, "scored must be 'all'"),
+        ({"causal_weight": 0.0, "decoder_weight": 0.0}, "causal_weight must be > 0 if decoder_weight is 0"),
+        ({"loss": Bound(weights="dynamic")}, "noise must be HybridNoise for dynamic weights"),
+        ({"loss": Bound(propose_mask=True)}, "noise must be MaskNoise to propose masks"),
+        ({"loss": CrossEntropy(propose_mask=True)}, "propose_mask must be False"),
+        ({"loss": LeaveOneOut(), "noise": MaskNoise(VOCAB)}, "noise must be UniformNoise with LeaveOneOut"),
         ({"allowed": (1, VOCAB)}, "allowed must be ids"),
-        ({"decoder_loss": "nelbo", "allowed": (1, 2)}, "allowed must be None"),
-        ({"noise": MaskNoise(VOCAB), "masks": MaskNoise(VOCAB)}, "masks must be None except"),
+        ({"loss": Bound(), "allowed": (1, 2)}, "allowed must be None"),
+        ({"loss": Bound(), "masks": MaskNoise(VOCAB)}, "masks must be None for a Bound"),
         ({"masks": MaskNoise(41)}, "masks must have the 40 tokens"),
         ({"masks_prob": 2.0}, "masks_prob must be a probability"),
     ],
@@ -623,6 +616,26 @@ def test_the_loss_runs_under_autocast_with_recomputed_activations(model):
 def test_an_impossible_objective_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         make(**fields)
+
+
+def test_the_largest_weight_of_a_bound_is_positive():
+    with pytest.raises(ValueError, match="max_weight must be > 0"):
+        Bound(max_weight=0.0)
+
+
+class Squares(Loss):
+    """The squared distance of the prediction from the clean token's one-hot vector."""
+
+    def of_logits(self, noise, logits, x, z, level):
+        return (logits.softmax(-1) - F.one_hot(x[:, 0], VOCAB)).square().sum(-1)
+
+
+def test_a_loss_of_ones_own_is_a_function_of_the_logits_at_each_position(model, calls):
+    loss = make(loss=Squares(), canvases="all", self_cond_prob=0.0, causal_weight=0.0)
+    sums = loss(model, BATCH, seeds=SEEDS).sums["decoder"]
+    text, z = filled(1), calls[0]["z"][1, 0]  # the row with one canvas
+    distance = denoised(model, text, z, 0).softmax(-1) - F.one_hot(text, VOCAB)
+    torch.testing.assert_close(sums[1], distance.square().sum(), atol=1e-5, rtol=1e-4)
 
 
 def test_batches_that_do_not_fit_the_model_are_refused(model):

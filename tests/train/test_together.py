@@ -6,8 +6,7 @@ import torch
 import dgemma
 from dgemma.model.quantize import quantize
 from dgemma.model.quantized import set_weight
-from dgemma.train import LoRA, Objective, TrainBatch, add_lora, together
-from dgemma.train import objective as objective_module
+from dgemma.train import LoRA, Objective, TrainBatch, add_lora, one_pass, together
 from dgemma.train.lora import trained_weights
 from dgemma.train.together import TogetherPass, can_run_together
 
@@ -72,7 +71,7 @@ def test_text_and_canvases_together_have_the_loss_and_gradients_of_separate_pass
     monkeypatch.setattr(TogetherPass, "denoise_again", lambda *args: runs.append(case) or run(*args))
     with torch.autocast("cpu", torch.bfloat16, enabled=case == "mixed precision", cache_enabled=False):
         loss, gradients = loss_and_gradients(objective, model, trained, batch)
-        monkeypatch.setattr(objective_module, "can_run_together", lambda model: False)
+        monkeypatch.setattr(one_pass, "can_run_together", lambda model: False)
         expected_loss, expected = loss_and_gradients(objective, model, trained, batch)
     assert len(runs) == 1
     if case == "mixed precision":

@@ -368,13 +368,7 @@ class DiffusionLM(TemplateLM):
         for start in range(0, len(pairs), self.batch_rows):
             batch = _rows(pairs[start : start + self.batch_rows], self.tokens.pad_token_id).to(self.model.device)
             canvases = cut_canvases(
-                batch,
-                canvas_len=self.model.config.canvas_length,
-                fill_token=self.tokens.pad_token_id,
-                choose=None,
-                truncated="unscored",
-                causal_scope="answer",
-                causal_fill=True,
+                batch, canvas_len=self.model.config.canvas_length, fill_token=self.tokens.pad_token_id
             )
             cost = read_canvases(self.model, canvases).causal_cost()
             assert cost is not None

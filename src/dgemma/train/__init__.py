@@ -8,7 +8,8 @@
 | `together.py` | predicts them in the same pass as the text |
 | `head.py` | the tied head and its losses, one slice of tokens at a time |
 | `nelbo.py` | the exact bounds of the three noise processes |
-| `objective.py` | the loss as a value: `Objective` |
+| `losses.py` | the losses of a canvas: `CrossEntropy`, `LeaveOneOut`, `Bound`, and the base class of your own |
+| `objective.py` | the objective as a value: `Objective` |
 | `recipes.py` | the objectives of public recipes and papers; models prepared for training, balanced routers |
 | `likelihood.py`, `estimates.py` | `evaluate`: the bound on text, with intervals and curves |
 | `lora` | low-rank adapters: settings, adapted modules, files |
@@ -29,14 +30,20 @@ from dgemma.train.likelihood import evaluate
 from dgemma.train.log import TrainResult
 from dgemma.train.loop import train
 from dgemma.train.lora import LoRA, add_lora, drop_lora, load_lora, merge_lora, save_lora
-from dgemma.train.objective import Objective, Terms
+from dgemma.train.losses import Bound, CrossEntropy, LeaveOneOut, Loss
+from dgemma.train.objective import Objective, RowMean, Terms
 from dgemma.train.optimizer import muon
 from dgemma.train.recipes import balanced_routers, soften_attention
 
 __all__ = [
     "BatchSource",
+    "Bound",
+    "CrossEntropy",
+    "LeaveOneOut",
     "LoRA",
+    "Loss",
     "Objective",
+    "RowMean",
     "Terms",
     "TrainBatch",
     "TrainConfig",

@@ -6,7 +6,7 @@ canvas index, so a canvas gets the same noise alone and among others.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -98,10 +98,10 @@ def cut_canvases(
     *,
     canvas_len: int,
     fill_token: int,
-    choose: Tensor | None,
-    truncated: str,
-    causal_scope: str | None,
-    causal_fill: bool,
+    choose: Tensor | None = None,
+    truncated: Literal["scored", "unscored", "rejected"] = "unscored",
+    causal_scope: Literal["sequence", "answer"] | None = "answer",
+    causal_fill: bool = True,
 ) -> Canvases:
     """Cut the answers of a batch into canvases.
 
@@ -109,7 +109,7 @@ def cut_canvases(
     "scored" or "unscored", or the whole row is "rejected". causal_scope: the causal term scores the "sequence", only
     the "answer", or nothing (None). causal_fill: whether it also scores the fill.
 
-    Example: with `choose=None`, an answer of 20 tokens gives three canvases of `canvas_len=8`.
+    Example: `cut_canvases(batch, canvas_len=8, fill_token=1)` cuts an answer of 20 tokens into three canvases.
     """
     sizes, device = sizes_of(batch, canvas_len), batch.tokens.device
     text, answers = _fill_rows(batch, sizes.num_tokens, fill_token), _find_answers(batch, canvas_len, truncated)
@@ -211,13 +211,20 @@ def _score_successors(
 
 
 class NoisyCanvases(NamedTuple):
-    """Canvases with noise on them."""
+    """Canvases with noise on them, and the noise."""
 
     z: Tensor  # (B, K, C) tokens
     replaced: Tensor  # (B, K, C) bool; True also where noise drew the same token again
     level: Tensor  # (B, K)
-    self_cond: Tensor  # (B, K) bool
-    masked: Tensor  # (B, K) bool: noised by `masks`
+    self_cond: Tensor | None  # (B, K) bool: canvases that see the prediction of a first pass; None for no first pass
+    masked: Tensor | None  # (B, K) bool: canvases noised by `masks`; None for none
+    noise: Noise
+    allowed: Tensor | None  # (V,) bool: the tokens that uniform noise draws from; None for all
+
+    @property
+    def position_level(self) -> Tensor:
+        """The noise level of each position, (B, K, C)."""
+        return self.level[..., None].expand(self.z.shape)
 
 
 def draw_choice(seeds: Tensor) -> Tensor:
@@ -275,14 +282,20 @@ def noise_canvases(
         return z, u.event >= noise.clean_share(level), level
 
     z, replaced, level = put(noise)
-    masked = torch.zeros_like(u.masked, dtype=torch.bool)
+    masked = None
     if masks is not None:
         masked = u.masked < masks_prob
         pairs = zip(put(masks), (z, replaced, level), strict=True)
         z, replaced, level = (torch.where(masked, ours, other) for ours, other in pairs)
-    z = torch.where(canvases.frozen, canvases.x, z)
-    self_cond = u.self_cond < self_cond_prob
-    return NoisyCanvases(z, replaced & ~canvases.frozen, level[..., 0], self_cond[..., 0], masked[..., 0])
+    return NoisyCanvases(
+        z=torch.where(canvases.frozen, canvases.x, z),
+        replaced=replaced & ~canvases.frozen,
+        level=level[..., 0],
+        self_cond=(u.self_cond < self_cond_prob)[..., 0] if self_cond_prob else None,
+        masked=None if masked is None else masked[..., 0],
+        noise=noise,
+        allowed=allowed,
+    )
 
 
 class _Draws(NamedTuple):

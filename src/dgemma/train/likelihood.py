@@ -139,15 +139,7 @@ class _Estimator:
 
     def measure(self, batch: TrainBatch, seeds: Tensor) -> RowSums:
         """Return the sums of these rows; seeds (B,) are the only randomness."""
-        canvases = cut_canvases(
-            batch,
-            canvas_len=self.canvas_len,
-            fill_token=self.fill_token,
-            choose=None,
-            truncated="unscored",
-            causal_scope="answer",
-            causal_fill=True,
-        )
+        canvases = cut_canvases(batch, canvas_len=self.canvas_len, fill_token=self.fill_token)
         canvases.check_positions(self.model.config.max_position_embeddings)
         if bool((canvases.scored & self.noise.masked(canvases.x)).any()):
             raise ValueError(

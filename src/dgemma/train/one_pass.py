@@ -23,7 +23,8 @@ from dgemma.model.config import LayerShape
 from dgemma.model.denoiser import Denoiser
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.train import head
-from dgemma.train.canvases import Canvases
+from dgemma.train.canvases import Canvases, NoisyCanvases
+from dgemma.train.together import TogetherPass, Tokens, can_run_together
 
 AttentionKind = Literal["dense", "blocks"]
 
@@ -206,6 +207,102 @@ def _dense(rule: Rule, batch_size: int, size: tuple[int, int], device: torch.dev
     return visible.expand(batch_size, *size)[:, None]
 
 
+class LastHidden(NamedTuple):
+    """The last hidden states of a text (B, T, D) and of its canvases (B, K, C, D); None for what was not run."""
+
+    text: Tensor | None
+    canvases: Tensor | None
+
+
+def run_text_and_canvases(
+    model: DiffusionGemma,
+    canvases: Canvases,
+    noisy: NoisyCanvases | None,
+    *,
+    self_cond_off: Literal["zero_signal", "zero_logits"] = "zero_signal",
+) -> LastHidden:
+    """Read the text causally and denoise its canvases, with gradients.
+
+    The text is read as far as a canvas sees it or the causal term scores it. noisy: None reads only the text.
+    self_cond_off: the signal of canvases without self-conditioning, zeros or the mean embedding.
+
+    Example: `run_text_and_canvases(model, canvases, noisy).canvases`.
+    """
+    num_seen = 0 if noisy is None else canvases.prefix_len
+    tokens = canvases.tokens[:, : max(num_seen, canvases.causal_len)]
+    documents = None if canvases.documents is None else canvases.documents[:, : tokens.shape[1]]
+    if noisy is not None and num_seen and noisy.self_cond is not None and can_run_together(model):
+        return _run_together(model, tokens, documents, canvases, noisy, self_cond_off)
+    clean = read_clean(model, tokens, documents=documents) if tokens.shape[1] else None
+    text = None if clean is None else clean.hidden
+    if noisy is None:
+        return LastHidden(text, None)
+    seen = None if clean is None else clean.first(num_seen)
+    masks, level = _masks_of(model, canvases), _levels(model, canvases, noisy)
+
+    def predict(signal: Tensor | None) -> Tensor:
+        return predict_canvases(model, noisy.z, canvases.starts, seen, masks, signal=signal, noise_level=level)
+
+    return LastHidden(text, predict(_signal(model, noisy, self_cond_off, predict)))
+
+
+def _run_together(
+    model: DiffusionGemma,
+    tokens: Tensor,
+    documents: Tensor | None,
+    canvases: Canvases,
+    noisy: NoisyCanvases,
+    self_cond_off: str,
+) -> LastHidden:
+    of_text = Tokens(text_positions(tokens), text_masks(model, tokens, documents=documents, attention="dense"))
+    positions = canvas_positions(canvases.starts, canvases.x.shape[-1])
+    of_canvases = Tokens(positions, _masks_of(model, canvases, canvases_first=True))
+    run = TogetherPass(model, of_text, of_canvases, canvases.prefix_len)
+    text, level = model.embed(tokens), _levels(model, canvases, noisy)
+
+    def predict(signal: Tensor | None) -> Tensor:
+        first = run.read_and_denoise(text, embed_canvases(model, noisy.z, signal, level))
+        return first.view(*noisy.z.shape, -1)
+
+    signal = _signal(model, noisy, self_cond_off, predict)
+    text_hidden, hidden = run.denoise_again(text, embed_canvases(model, noisy.z, signal, level))
+    return LastHidden(text_hidden, hidden.view(*noisy.z.shape, -1))
+
+
+def _masks_of(model: DiffusionGemma, canvases: Canvases, *, canvases_first: bool = False) -> list[Mask | None]:
+    return canvas_masks(
+        model,
+        canvases.starts,
+        canvases.x.shape[-1],
+        canvases.prefix_len,
+        documents=canvases.packing,
+        aligned=canvases.aligned,
+        canvases_first=canvases_first,
+    )
+
+
+def _levels(model: DiffusionGemma, canvases: Canvases, noisy: NoisyCanvases) -> Tensor | None:
+    """Return the noise level of each position (B, K, C), 0 for frozen tokens; None if the model takes no level."""
+    return torch.where(canvases.frozen, 0.0, noisy.level[..., None]) if model.takes_noise_level else None
+
+
+def _signal(
+    model: DiffusionGemma, noisy: NoisyCanvases, self_cond_off: str, predict: Callable[[Tensor | None], Tensor]
+) -> Tensor | None:
+    """Return the self-conditioning signal (B, K, C, D) from a first pass, whose hidden states `predict` returns."""
+    off = None
+    if self_cond_off == "zero_logits":
+        mean = model.soft_embedding(model.embed_tokens.weight.new_zeros(1, 1, model.config.vocab_size))
+        off = mean.expand(*noisy.z.shape, -1)
+    if noisy.self_cond is None:
+        return off
+    with torch.no_grad():
+        first = predict(off)
+    proposable = noisy.noise.proposable(noisy.allowed, first.device)  # as in `generate`
+    signal = head.soft_embedding(model, first, allowed=proposable)
+    return torch.where(noisy.self_cond[..., None, None], signal, 0.0 if off is None else off)
+
+
 class SelfCond(NamedTuple):
     """A request for self-conditioning: a first pass that proposes the tokens in `allowed` (1, 1, V); None means all."""
 
@@ -221,14 +318,7 @@ class OnePass:
     def __init__(self, model: DiffusionGemma, canvases: Canvases, self_cond: SelfCond | None) -> None:
         self.model, self.canvases, self.self_cond = model, canvases, self_cond
         self.clean = read_clean(model, canvases.tokens, documents=canvases.documents)
-        self.masks = canvas_masks(
-            model,
-            canvases.starts,
-            canvases.x.shape[-1],
-            canvases.prefix_len,
-            documents=canvases.packing,
-            aligned=canvases.aligned,
-        )
+        self.masks = _masks_of(model, canvases)
 
     def map_logits(self, function: OfLogits, z: Tensor, level: Tensor) -> Tensor:
         """Apply `function` to the logits, x, z and level of noisy canvases; z, level and the result are (B, K, C).

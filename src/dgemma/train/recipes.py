@@ -22,6 +22,7 @@ from dgemma.model.config import ModelConfig
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import Router, Routing
 from dgemma.train.lora import LoRA, add_lora
+from dgemma.train.losses import Bound, LeaveOneOut
 from dgemma.train.objective import Objective
 
 
@@ -67,7 +68,7 @@ def megatron(config: ModelConfig, **changes: Any) -> Objective:
 @typed
 def leave_one_out(config: ModelConfig, **changes: Any) -> Objective:
     """The published loss for a network whose logits ignore the token at their own position (arXiv:2605.22765)."""
-    return _fine_tuning(config, {"decoder_loss": "leave_one_out"}, changes)
+    return _fine_tuning(config, {"loss": LeaveOneOut()}, changes)
 
 
 @typed
@@ -80,7 +81,8 @@ def mdlm(config: ModelConfig, *, mask_token_id: int = 4, schedule: Schedule | No
 @typed
 def llada(config: ModelConfig, *, mask_token_id: int = 4, **changes: Any) -> Objective:
     """LLaDA (arXiv:2502.09992): MDLM's bound with the mask in the softmax, and a mean per example."""
-    return mdlm(config, mask_token_id=mask_token_id, **{"propose_mask": True, "reduction": "example", **changes})
+    defaults = {"loss": Bound(propose_mask=True), "reduction": "example"}
+    return mdlm(config, mask_token_id=mask_token_id, **{**defaults, **changes})
 
 
 @typed
@@ -101,15 +103,15 @@ def duo(config: ModelConfig, *, schedule: Schedule | None = None, **changes: Any
     The network's softmax is the leave-one-out prediction itself; it is not converted.
     """
     noise = UniformNoise(config.vocab_size, schedule=schedule or Linear())
-    return _bound(config, {"noise": noise, "parametrisation": "loo"}, changes)
+    return _bound(config, {"noise": noise, "loss": Bound(parametrisation="loo")}, changes)
 
 
 @typed
 def gidd(config: ModelConfig, *, mask_token_id: int = 4, uniform_share: float = 0.2, **changes: Any) -> Objective:
     """GIDD (arXiv:2503.04482): mask and uniform noise, and dynamic weights instead of the bound's exact ones."""
     noise = HybridNoise(config.vocab_size, mask_token_id=mask_token_id, uniform_share=uniform_share)
-    defaults = {"noise": noise, "parametrisation": "loo", "weights": "dynamic", "t_range": (1e-4, 1 - 1e-4)}
-    return _bound(config, defaults, changes)
+    loss = Bound(parametrisation="loo", weights="dynamic", max_weight=2.0)
+    return _bound(config, {"noise": noise, "loss": loss, "t_range": (1e-4, 1 - 1e-4)}, changes)
 
 
 RECIPES: Mapping[str, Callable[..., Objective]] = {
@@ -178,7 +180,7 @@ def _fine_tuning(config: ModelConfig, defaults: dict[str, Any], changes: dict[st
 
 
 def _bound(config: ModelConfig, defaults: dict[str, Any], changes: dict[str, Any]) -> Objective:
-    common = {"decoder_loss": "nelbo", "causal_weight": 0.0, "self_cond_prob": 0.0, "t_range": (1e-3, 1.0)}
+    common = {"loss": Bound(), "causal_weight": 0.0, "self_cond_prob": 0.0, "t_range": (1e-3, 1.0)}
     return _fine_tuning(config, {**common, **defaults}, changes)
 
 

@@ -26,6 +26,7 @@ from dgemma.train.checkpoints import Checkpoints
 from dgemma.train.config import TrainConfig
 from dgemma.train.log import TrainStep
 from dgemma.train.lora import is_adapted, rounded_once
+from dgemma.train.losses import LOSSES
 from dgemma.train.objective import Measure, Objective
 from dgemma.train.optimizer import (
     OptimizerFactory,
@@ -72,8 +73,10 @@ class Updater:
     def _replay_passes(self) -> "Replayed | None":
         """Return `_measure` as CUDA graphs, or None if the run cannot use them."""
         on_one_gpu = self.device.type == "cuda" and self.parallel.world_size == 1
-        # A CUDA graph cannot capture a pass that waits for the GPU. Objectives of a user's own class may wait.
-        if not (on_one_gpu and self.config.compile and self.config.replay and isinstance(self.objective, Objective)):
+        # A CUDA graph cannot capture a pass that waits for the GPU. A user's own objectives and losses may wait.
+        if not (on_one_gpu and self.config.compile and self.config.replay):
+            return None
+        if not isinstance(self.objective, Objective) or type(self.objective.loss) not in LOSSES:
             return None
         if any(module.waits(self.dtype) for module in self.model.modules() if isinstance(module, Experts)):
             return None
