@@ -4,6 +4,7 @@ A thin layer over the tokenizers library, and over transformers for chats. The t
 checkpoint, because the published one has changed before and a copy in code would be outdated.
 """
 
+import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
@@ -98,6 +99,11 @@ class Tokenizer(ABC):
 
         Example: `tokenizer.encode("Paris is <mask>", bos=False)`.
         """
+
+    @property
+    def fingerprint(self) -> str:
+        """A text that differs for another tokenizer."""
+        return repr(self)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(vocab_size={self.vocab_size})"
@@ -317,6 +323,14 @@ class PretrainedTokenizer(Tokenizer):
                     "Tokenizer.added_tokens_decoder must continue the ids of tokenizer.json, "
                     f"got {token.content!r} at {listed_id} instead of {found} in {file}. Download both files again."
                 )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the tokenizer's files and of its chat template."""
+        digest = hashlib.blake2b(self.backend_tokenizer.to_str().encode(), digest_size=16)
+        for file in filter(Path.is_file, map(self._folder.joinpath, _SAVED_FILES[1:])):
+            digest.update(read_bytes(file, most=_MOST_BYTES))
+        return digest.hexdigest()
 
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
         _require_text(text, bos)

@@ -362,7 +362,7 @@ def quantized_weights(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]
 def frozen_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return what training leaves unchanged, by name: parameters without gradients, and codes with their scales.
 
-    Example: `checksum(frozen_tensors(model).values())`.
+    Example: `fingerprint(frozen_tensors(model))`.
     """
     frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
     codes = {f"{name}.{role}": t for name, weight in quantized_weights(model) for role, t in weight.tensors().items()}

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Unpack
@@ -16,6 +16,7 @@ from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import as_int, as_lists, check_flags, require, short_repr, show
 from dgemma.files import open_file
 from dgemma.model.denoiser import Denoiser, check_denoiser
+from dgemma.model.identity import fingerprint
 from dgemma.printing import progress_bar
 from dgemma.run.batch import Batch, Row
 from dgemma.run.options import Default, TextOptions, fill_in, renames, select, takes_options
@@ -180,7 +181,8 @@ class PromptReader:
         """The tokenizer of the call, or that of the model's checkpoint; None if there is neither."""
         source = self._model.source
         if self._given_tokenizer is None and self._loaded is None and source is not None:
-            self._loaded = Tokenizer.from_pretrained(source)
+            with suppress(FileNotFoundError):  # token ids need no tokenizer
+                self._loaded = Tokenizer.from_pretrained(source)
         return self._given_tokenizer or self._loaded
 
     def describe(self) -> dict[str, Any]:
@@ -199,7 +201,8 @@ class PromptReader:
             "canvas_length": plan.canvas_len,
             "pad_token_id": plan.pad_token_id,
             "config": _digest(repr(self._model.config).encode()),
-            "weights": _describe_weights(self._model),
+            "weights": fingerprint(self._model),
+            "tokenizer": None if self.tokenizer is None else self.tokenizer.fingerprint,
         }
 
     def _plan(self, entry: Mapping[str, Any], seed: Any) -> Plan:
@@ -338,14 +341,6 @@ def _show(completed: Iterator[Completion], *, total: int | None, progress: bool)
 def _prompt_digest(index: int, prompt: Any) -> str:
     content = {name: value for name, value in read_entry(index, prompt).items() if name != "id"}
     return _digest(json.dumps(content, sort_keys=True, default=str).encode())
-
-
-def _describe_weights(model: Any) -> str | None:
-    """Return a digest of the first and last value of each weight, which is quick and differs for another checkpoint."""
-    if not isinstance(model, nn.Module):
-        return None
-    ends = [weight.detach().flatten()[[0, -1]].double() for weight in model.parameters() if weight.numel()]
-    return _digest(torch.stack(ends).cpu().numpy().tobytes())
 
 
 def _digest(data: bytes) -> str:

@@ -9,7 +9,7 @@ import os
 import shutil
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
@@ -38,7 +38,6 @@ _CHUNK = 1 << 24  # bytes read at a time
 _FREE_FIELDS = {"log_every", "checkpoint_every", "evaluate_every", "keep_last", "progress", "replay"}
 _FREE_SWITCHES = {"foreach", "fused", "capturable", "differentiable"}  # of optimizers
 _LONGEST = 1000  # characters of a description
-_SUMMED = 1 << 24  # integers that a checksum adds at a time
 _OTHER_MODEL = "Continue the run with the model and the settings that it began with, or choose another folder."
 
 
@@ -226,9 +225,9 @@ def describe_run(
     adapters: object,
     optimizer: torch.optim.Optimizer,
     model: Mapping[str, Any],
-    frozen: int,
+    frozen: str,
 ) -> dict[str, Any]:
-    """Return the description that is saved with every checkpoint; `frozen` is the checksum of the untrained weights."""
+    """Return the description that is saved with every checkpoint; `frozen` identifies the untrained weights."""
     return {
         "config": asdict(config),
         "objective": describe(objective),
@@ -319,19 +318,6 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
         for group in optimizer.param_groups
     )
     return f"{type(optimizer).__qualname__}({', '.join(describe(group) for group in groups)})"
-
-
-def checksum(tensors: Iterable[Tensor]) -> int:
-    """Return a checksum of weights that does not depend on their device: their bits, added as integers."""
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-    def add_up(t: Tensor) -> int:
-        # In parts, because torch makes a copy in the sum's dtype.
-        parts = t.detach().contiguous().view(words[t.element_size()]).flatten().split(_SUMMED)
-        return int(torch.stack([part.sum(dtype=torch.int64) for part in parts]).sum())
-
-    sums = [add_up(t) for t in tensors]
-    return zlib.crc32(repr(sums).encode())
 
 
 def _shorten(text: str) -> str:

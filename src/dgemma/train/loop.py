@@ -25,10 +25,11 @@ from dgemma.checks import require, typed
 from dgemma.diffusion.noise import Noise
 from dgemma.model.diffusion import DiffusionGemma, require_experts
 from dgemma.model.fused import start_compiler
+from dgemma.model.identity import fingerprint
 from dgemma.model.quantized import frozen_tensors
 from dgemma.printing import progress_bar
 from dgemma.train.batch import BatchSource, feed
-from dgemma.train.checkpoints import Checkpoints, checksum, describe_run, lock_folder, refuse_changes
+from dgemma.train.checkpoints import Checkpoints, describe_run, lock_folder, refuse_changes
 from dgemma.train.config import TrainConfig
 from dgemma.train.log import OnTrainStep, RouterLoad, TrainLog, TrainResult, TrainStep, make_lines, summary
 from dgemma.train.lora import adapters_of
@@ -116,7 +117,7 @@ class _Run:
         if config.compile and model.device.type == "cuda":
             start_compiler()  # its processes start while the first checkpoint is written
         # Before `Updater` prepares the model, only the main process is sure to have the weights.
-        frozen = checksum(frozen_tensors(model).values()) if parallel.is_main else 0
+        frozen = fingerprint(frozen_tensors(model)) if parallel.is_main else ""
         self.updater = Updater(model, objective, config, parallel, optimizer)
         self.model, self.device = self.updater.model, self.updater.device
         self.objective, self.source, self.config = objective, source, config

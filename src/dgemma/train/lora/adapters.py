@@ -4,6 +4,7 @@ The metadata of a file has the settings of the adapters and the noise of the tra
 """
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -18,12 +19,15 @@ from dgemma.checks import require, show, typed
 from dgemma.files import open_tensors, parse_json, write_tensors
 from dgemma.model.diffusion import DiffusionGemma, require_experts
 from dgemma.model.experts import Experts
+from dgemma.model.identity import fingerprint
 from dgemma.model.layers import replace_weights
 from dgemma.model.quantize import requantize
 from dgemma.model.quantized import QuantizedWeight, quantized_weights, set_weight
 from dgemma.train.lora.experts import AdaptedExperts
 from dgemma.train.lora.linear import AdaptedLinear, LoRA, is_target, make_neighbours
 from dgemma.values import describe_settings
+
+logger = logging.getLogger("dgemma")
 
 _SAME_INPUT = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # layers of one module
 _EXPERT_WEIGHTS = {"gate_up_": "gate_up_proj", "down_": "down_proj"}  # by the prefix of their adapters
@@ -228,8 +232,10 @@ def save_lora(model: DiffusionGemma, path: str | Path) -> None:
     require_adapters(model, "save_lora")
     lora = adapters_of(model)
     assert lora is not None
-    noise = {} if model.generation.noise is None else {"noise": json.dumps(dict(model.generation.noise))}
-    write_tensors(path, dict(adapter_weights(model)), metadata={"lora": json.dumps(describe_settings(lora)), **noise})
+    metadata = {"lora": json.dumps(describe_settings(lora)), "base": _identify_base(model)}
+    if model.generation.noise is not None:
+        metadata["noise"] = json.dumps(dict(model.generation.noise))
+    write_tensors(path, dict(adapter_weights(model)), metadata=metadata)
 
 
 @typed
@@ -253,11 +259,20 @@ def load_lora(model: DiffusionGemma, path: str | Path) -> LoRA:
             )
         if any(entry.get_dtype() not in _DTYPES for entry in slices.values()):
             raise ValueError(f"{path} must hold adapters as floats ({', '.join(_DTYPES)}), got another dtype.")
+        if metadata.get("base", _identify_base(model)) != _identify_base(model):
+            logger.warning("The adapters in %s were trained for other weights than this model's.", path)
         add_lora(model, lora)
         for name, weight in adapter_weights(model):
             weight.data.copy_(stored.get_tensor(name))
     model.generation = generation
     return lora
+
+
+def _identify_base(model: nn.Module) -> str:
+    """Return the identity of a model's weights without adapters. It does not depend on the dtype that they have."""
+    adapters = {name for name, _ in adapter_weights(model)}
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in adapters}
+    return fingerprint(tensors, dtype=torch.bfloat16)
 
 
 def _read_settings(metadata: Mapping[str, str], path: str | Path) -> LoRA:
