@@ -13,7 +13,7 @@ import torch
 def fork_server() -> ForkServerContext:
     """Start the server and return its context. The server runs no tensor code, so its forks inherit no threads."""
     context = get_context("forkserver")
-    commands = [f"dgemma.cli.{name}" for name in ("main", "writing", "sudoku", "training")]
+    commands = [f"dgemma.cli.{name}" for name in ("main", "writing", "training")]
     context.set_forkserver_preload(["several_processes", "dgemma._public", *commands])
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the server reads its import path from here

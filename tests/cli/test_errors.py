@@ -18,18 +18,10 @@ from dgemma.cli.main import build_parser
 from dgemma.model.quantize import FORMATS
 
 COMMANDS = (
-    "generate",
-    "race",
-    "chat",
-    "infill",
-    "edit",
-    "sudoku",
-    "info",
-    "bench",
-    "quantize",
-    "evaluate",
-    "train",
-    "serve",
+    *("generate", "race", "chat", "infill", "edit", "sudoku"),
+    *("info", "bench", "quantize", "evaluate", "train", "serve"),
+)
+    ["generate", "race", "chat", "infill", "edit", "sudoku", "info", "bench", "quantize", "evaluate", "train", "serve"]
 )
 CONTRADICTION = "55" + "." * 79
 
@@ -41,21 +33,6 @@ def refuses(ran, *messages):
     assert ran.err.endswith("\n")
     for words in messages:
         assert words in ran.err
-
-
-@pytest.mark.parametrize(("command", "name"), [("generate", "--slots"), ("serve", "--slots"), ("bench", "--batch")])
-def test_earlier_names_of_batch_size_work_and_the_help_does_not_show_them(command, name, capsys):
-    assert build_parser().parse_args([command, name, "3"]).batch_size == 3
-    with pytest.raises(SystemExit):
-        build_parser().parse_args([command, "--help"])
-    assert "--batch-size" in (text := capsys.readouterr().out)
-    assert name not in text.replace("--batch-size", "")
-    default = build_parser().parse_args([command]).batch_size
-    assert default == {"generate": 8, "serve": 8, "bench": 1}[command]
-    for size in (2, default):
-        with pytest.raises(SystemExit):
-            build_parser().parse_args([command, name, "4", "--batch-size", str(size)])
-        assert f"--batch-size must not be used with {name}" in capsys.readouterr().err
 
 
 NO_CHECKPOINT_READ = [
@@ -74,12 +51,10 @@ NO_CHECKPOINT_READ = [
     (("--loud",), "--loud"),
     (("generate", "--gif", "run.png", "Hi"), "--gif must be a file that ends in .gif, got 'run.png'"),
     (("generate", "-m", "", "Hi"), "'' is neither a folder nor a hub id"),
-    (("generate", "-m", " ", "Hi"), "' ' is neither a folder nor a hub id"),
     (
         ("generate", "--temperature", "1e-300", "Hi"),
         "ConstantTemperature.value must be from 1e-30 to 1e+30, got 1e-300",
     ),
-    (("generate", "--temperature", "1e300", "Hi"), "must be from 1e-30 to 1e+30, got 1e+300"),
     (
         ("generate", "--sampler", "threshold:tau=1,tau=0.5", "Hi"),
         "--sampler must name every field once, got 'tau' again",
@@ -91,7 +66,6 @@ NO_CHECKPOINT_READ = [
     ),
     (("evaluate", "--separator", "", "words.txt"), "--separator must not be empty"),
     (("train", "--ema", "1", "--out", "run", "words.txt"), "--ema must be a number above 0 and below 1, got 1"),
-    (("train", "--ema", "2", "--out", "run", "words.txt"), "--ema must be a number above 0 and below 1, got 2"),
     (("generate", "--top-p", "1.5", "Hi"), "--top-p must be a number above 0, at most 1, got 1.5"),
     (("generate", "--temperature", "nan", "Hi"), "--temperature must be a number above 0, got nan"),
     (("generate", "--seed", str(2**63), "Hi"), "--seed must be a whole number from -9223372036854775808 to"),
@@ -282,7 +256,7 @@ def test_every_command_has_a_function_and_every_option_is_explained():
 def test_choices_that_the_parser_lists_without_torch_are_those_of_the_library():
     (commands,) = (action for action in build_parser()._actions if action.dest == "command")
     choices = {action.dest: action.choices for parser in commands.choices.values() for action in parser._actions}
-    assert choices["to"] == FORMATS
+    assert tuple(choices["to"]) == FORMATS
     assert all(callable(getattr(dgemma.presets, name)) for name in choices["preset"])
     assert all(isinstance(getattr(torch, name), torch.dtype) for name in choices["dtype"])
 

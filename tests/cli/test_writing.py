@@ -243,7 +243,7 @@ def test_a_gif_without_matplotlib_is_refused_before_generating(command, checkpoi
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     ran = command("generate", "-m", checkpoint, "--gif", tmp_path / "run.gif", "Once")
     assert ran.code == 2
-    assert "--gif needs Pillow and matplotlib: pip install 'dgemma[plots]'." in ran.err
+    assert '--gif needs Pillow and matplotlib: pip install -e ".[plots]".' in ran.err
     assert not list(tmp_path.iterdir())
 
 

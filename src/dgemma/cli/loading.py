@@ -16,7 +16,6 @@ from dgemma.checkpoint.reading import read_checkpoint
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.cli import output
 from dgemma.cli.cores import idle_cores
-from dgemma.cli.listing import shipped
 from dgemma.constraints.languages import Choice, JsonSchema, Regex
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
 from dgemma.files import read_json
@@ -25,6 +24,7 @@ from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.layout import lay_out_by_column
 from dgemma.model.quantize import FORMATS
 from dgemma.run.defaults import default_sampler, warn_of_noise
+from dgemma.run.options import CanvasOptions, select
 from dgemma.sampling import Sampler
 from dgemma.values import SAMPLERS, rebuild_noise, rebuild_sampler
 
@@ -46,16 +46,11 @@ class Writer(NamedTuple):
 
 def pick_constraint(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Regex | None:
     """Return the constraint that --regex, --json-schema or --choice describes."""
-    names = ("regex", "json_schema", "choice")
-    flags = [name for name in names if getattr(arguments, name, None) is not None]
+    makers = {"regex": Regex, "json_schema": lambda file, *of: JsonSchema(read_json(file), *of), "choice": Choice}
+    flags = [name for name in makers if getattr(arguments, name, None) is not None]
     if len(flags) > 1:
         raise ValueError("--regex, --json-schema and --choice must not be combined. Keep one of them.")
-    if not flags:
-        return None
-    value = getattr(arguments, flags[0])
-    if flags == ["json_schema"]:
-        return JsonSchema(read_json(value), tokenizer)
-    return Regex(value, tokenizer) if flags == ["regex"] else Choice(value, tokenizer)
+    return makers[flags[0]](getattr(arguments, flags[0]), tokenizer) if flags else None
 
 
 def load_model(arguments: argparse.Namespace, *, dtype: torch.dtype | None = None) -> DiffusionGemma:
@@ -121,9 +116,8 @@ def load_writer(arguments: argparse.Namespace) -> Writer:
     tokenizer = Tokenizer.from_pretrained(arguments.model)
     constraint = pick_constraint(arguments, tokenizer)  # first, because it may be refused
     denoiser = load_denoiser(arguments)
-    names = ("steps", "sampler", "temperature", "top_k", "top_p", "seed")
-    settings = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    settings["noise"] = make_noise(arguments, denoiser, tokenizer)
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    settings: dict[str, Any] = {**select(given, CanvasOptions), "noise": make_noise(arguments, denoiser, tokenizer)}
     if constraint is not None:
         settings["constraint"] = constraint
     check_chosen_sampler(arguments, settings["noise"], denoiser)
@@ -140,21 +134,18 @@ def check_chosen_sampler(arguments: argparse.Namespace, noise: Noise, denoiser: 
         owner = "--sampler" if sampler else "The checkpoint's sampler"
         runnable = ", ".join(name for name, kind in SAMPLERS.items() if noise.kind in kind.valid_for)
         model = _shipped_for(chosen, denoiser.config.vocab_size)
+        other = f"-m dgemma/{model}, or " if model else ""
         if arguments.noise is not None:
-            fix = f"Use --noise {min(chosen.valid_for)}, or --sampler with one of: {runnable}."
-        elif model is not None:
-            fix = f"Use -m dgemma/{model}, or --sampler with one of: {runnable}."
-        else:
-            fix = f"Use --sampler with one of: {runnable}."
+            other = f"--noise {min(chosen.valid_for)}, or "
         raise ValueError(
             f"{owner} {name} must run under {' or '.join(sorted(chosen.valid_for))} noise, got {noise.kind} noise for "
-            f"{arguments.model}. {fix}"
+            f"{arguments.model}. Use {other}--sampler with one of: {runnable}."
         )
 
 
 def _shipped_for(sampler: Sampler, vocab_size: int) -> str | None:
     """Return the name of a shipped checkpoint that has this vocabulary size and a noise for the sampler."""
-    for folder in shipped():
+    for folder in output.shipped():
         config = read_json(folder / "config.json")
         if config["noise"]["kind"] in sampler.valid_for and config["text_config"]["vocab_size"] == vocab_size:
             return folder.name

@@ -14,10 +14,8 @@ from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
-from dgemma.cli.commands import add_commands
 from dgemma.cli.cores import read_idle_time
-from dgemma.cli.importing import import_quickly
-from dgemma.cli.parser import Parser
+from dgemma.cli.parser import Parser, add_commands, import_quickly
 from dgemma.printing import one_line, printable
 
 _EPILOG = """\

@@ -1,16 +1,21 @@
-"""Output of the commands: plain text for pipes, safe text for terminals, JSON, and pictures."""
+"""Output of the commands, without torch: text for pipes and terminals, JSON, pictures, and the list of `info`."""
 
 import argparse
 import math
+import re
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dgemma.cli.parser import import_quickly
 from dgemma.printing import printable, to_json
 
 if TYPE_CHECKING:
     from dgemma.checkpoint.tokenizer import Tokenizer
     from dgemma.run.trajectory import Trajectory
     from dgemma.view.board import Board
+
+_ASSETS = Path(__file__).parents[1] / "assets"
 
 
 def is_watched(arguments: argparse.Namespace) -> bool:
@@ -68,3 +73,25 @@ def write_pictures(
                 file = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
                 write(trajectory, file, tokenizer=tokenizer)
                 print_note(f"Wrote {file}.")
+
+
+def run_info(arguments: argparse.Namespace) -> None:
+    """Describe a checkpoint, or list those that ship with dgemma."""
+    if arguments.checkpoint is not None:
+        import_quickly("dgemma.cli.models").describe_checkpoint(arguments)
+    elif arguments.json:
+        print_json({"checkpoints": [f"dgemma/{folder.name}" for folder in shipped()]})
+    else:
+        print("\n".join(map(_introduce, shipped())) or "No checkpoint ships with this copy of dgemma.")
+
+
+def shipped() -> list[Path]:
+    """Return the folders of the checkpoints that ship with dgemma."""
+    return [config.parent for config in sorted(_ASSETS.glob("*/config.json"))]
+
+
+def _introduce(folder: Path) -> str:
+    """Return a shipped checkpoint's name, and the first sentence and first command of its README."""
+    page = (folder / "README.md").read_text("utf-8")
+    found = (re.search(rule, page, re.MULTILINE) for rule in (r"^([A-Z].*?\.)(?=\s)", r"^    (dgemma .*)"))
+    return "\n  ".join([f"dgemma/{folder.name}", *(match[1] for match in found if match)])

@@ -153,10 +153,8 @@ def _train_on(arguments: argparse.Namespace, tokenizer: Tokenizer, file: TokenFi
     tokenizer.save_pretrained(result.final)  # so that -m can name the folder
     losses = _losses(result.log, file)
     if arguments.json:
-        counts = {"step": result.step, "new_steps": result.num_new_steps}
-        output.print_json(
-            {"final": str(result.final), **counts, **losses, "tokens_per_second": result.tokens_per_second}
-        )
+        counts = {"final": str(result.final), "step": result.step, "new_steps": result.num_new_steps}
+        output.print_json({**counts, **losses, "tokens_per_second": result.tokens_per_second})
     else:
         note = "" if result.num_new_steps else f"Already finished (step {result.step} of {result.step}). "
         window = f" over the last {_NUM_AVERAGED}" if result.step > _NUM_AVERAGED else ""
@@ -288,32 +286,29 @@ def _keep_tokens(
 
 def _source(arguments: argparse.Namespace, file: TokenFile, canvas_len: int) -> BatchSource:
     """Return a source of rows of whole canvases for running text, or of one row per prompt."""
-    longest_prompt = int(file.prompt_len.max())
-    if longest_prompt > 1:  # more than begin-of-text
-        num_without = int((file.prompt_len == 1).sum())
-        if num_without:
-            raise ValueError(
-                f"the files must be all prompts and answers or all running text, got {num_without} of "
-                f"{file.num_documents} documents without a prompt. Train on one kind after the other."
-            )
-        max_len = longest_prompt + canvas_len * arguments.canvases
-        num_cut = int((np.diff(file.starts) > max_len).sum())
-        if num_cut:
-            output.print_note(
-                f"{num_cut} of {file.num_documents} answers are cut: with their prompts they have more than {max_len} "
-                "tokens. Raise --canvases for more."
-            )
-        _note_few_rows(arguments, file.num_documents)
-        return PromptSource(file=file, max_len=max_len, batch_size=arguments.batch_size, seed=arguments.seed)
-    source = TextSource(
-        file=file,
-        canvas_len=canvas_len,
-        num_canvases=arguments.canvases,
-        batch_size=arguments.batch_size,
-        seed=arguments.seed,
+    longest_prompt, of_batches = (
+        int(file.prompt_len.max()),
+        {"batch_size": arguments.batch_size, "seed": arguments.seed},
     )
-    _note_few_rows(arguments, source.num_rows)
-    return source
+    if longest_prompt == 1:  # only begin-of-text
+        text = TextSource(file=file, canvas_len=canvas_len, num_canvases=arguments.canvases, **of_batches)
+        _note_few_rows(arguments, text.num_rows)
+        return text
+    num_without = int((file.prompt_len == 1).sum())
+    if num_without:
+        raise ValueError(
+            f"the files must be all prompts and answers or all running text, got {num_without} of "
+            f"{file.num_documents} documents without a prompt. Train on one kind after the other."
+        )
+    max_len = longest_prompt + canvas_len * arguments.canvases
+    num_cut = int((np.diff(file.starts) > max_len).sum())
+    if num_cut:
+        output.print_note(
+            f"{num_cut} of {file.num_documents} answers are cut: with their prompts they have more than {max_len} "
+            "tokens. Raise --canvases for more."
+        )
+    _note_few_rows(arguments, file.num_documents)
+    return PromptSource(file=file, max_len=max_len, **of_batches)
 
 
 def _note_few_rows(arguments: argparse.Namespace, num_rows: int) -> None:

@@ -1,4 +1,4 @@
-"""`dgemma generate`, `race`, `chat`, `infill` and `edit`: text from noise, with a live view."""
+"""`dgemma generate`, `race`, `chat`, `infill`, `edit` and `sudoku`: text and boards from noise, with a live view."""
 
 import argparse
 import os
@@ -8,23 +8,30 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.cli import loading, output
 from dgemma.cli.loading import Writer
+from dgemma.data import sudoku
+from dgemma.run.defaults import warn_of_noise
 from dgemma.run.generate import generate, stream
 from dgemma.run.many import PromptFile, generate_many
-from dgemma.run.records import OnStep
 from dgemma.run.spread import generate_with_torchrun
 from dgemma.run.trajectory import Generation
+from dgemma.sampling import EntropyBound, StableAndConfident
 from dgemma.tasks.autoregressive import stream_causal
 from dgemma.tasks.infill import Infilling, edit, infill
+from dgemma.view.board import Board
 from dgemma.view.race import RaceView
-from dgemma.view.terminal import LiveView
+from dgemma.view.terminal import BoardView, LiveView
 
 _HOLE = re.compile(r"_{2,}")
 _CAUSAL_TEMPERATURE = 0.8
+_BLANKS = ".0_*"  # of a Sudoku
+_SOLVER = EntropyBound(bound=0.01, greedy=True)
 
 
 def run_generate(arguments: argparse.Namespace) -> None:
@@ -36,16 +43,9 @@ def run_generate(arguments: argparse.Namespace) -> None:
     writer = loading.load_writer(arguments)
     tokenizer = writer.tokenizer
     _note_length(arguments, writer)
-    with _view(arguments, writer, prefix="" if arguments.chat else text) as view:
-        out = generate(
-            writer.denoiser,
-            writer.tokens(tokenizer.chat(text) if arguments.chat else tokenizer.encode(text)),
-            max_new_tokens=arguments.max_new_tokens,
-            on_step=view,
-            record=output.is_recorded(arguments),
-            progress=not arguments.quiet,
-            **writer.settings,
-        )
+    tokens = tokenizer.chat(text) if arguments.chat else tokenizer.encode(text)
+    prefix = "" if arguments.chat else text
+    out, view = _write(arguments, writer, tokens, prefix=prefix, record=output.is_recorded(arguments))
     output.write_pictures(arguments, tokenizer, out.trajectory)
     new = [token for token in _written(out, writer) if token != tokenizer.pad_token_id]
     answer = tokenizer.decode(new)
@@ -143,17 +143,7 @@ def run_chat(arguments: argparse.Namespace) -> None:
         if tokens[: len(cached_tokens)] != cached_tokens:  # the template renders earlier turns differently
             cache, cached_tokens = None, []
         seed = first_seed + len(messages) // 2  # each turn draws its own noise
-        with _view(arguments, writer) as view:
-            out = generate(
-                writer.denoiser,
-                writer.tokens(tokens[len(cached_tokens) :]),
-                seed=seed,
-                cache=cache,
-                max_new_tokens=arguments.max_new_tokens,
-                on_step=view,
-                progress=not arguments.quiet,
-                **writer.settings,
-            )
+        out, view = _write(arguments, writer, tokens[len(cached_tokens) :], seed=seed, cache=cache)
         new = _written(out, writer)
         cached_tokens, cache = [*tokens, *new], out.cache
         reply = tokenizer.reply(new)
@@ -164,6 +154,23 @@ def run_chat(arguments: argparse.Namespace) -> None:
         else:
             output.print_text(f"({reply.thought})\n{answer}" if reply.thought else answer)
         _print_counts(view, out)
+
+
+def _write(
+    arguments: argparse.Namespace, writer: Writer, tokens: list[int], *, prefix: str = "", **options: Any
+) -> tuple[Generation, LiveView | None]:
+    """Run `generate` under the live view, if there is one."""
+    with _view(arguments, writer, prefix=prefix) as view:
+        out = generate(
+            writer.denoiser,
+            writer.tokens(tokens),
+            max_new_tokens=arguments.max_new_tokens,
+            on_step=view,
+            progress=not arguments.quiet,
+            **writer.settings,
+            **options,
+        )
+    return out, view
 
 
 def _note_length(arguments: argparse.Namespace, writer: Writer) -> None:
@@ -183,18 +190,7 @@ def run_infill(arguments: argparse.Namespace) -> None:
     writer = loading.load_writer(arguments)
     pad = writer.tokenizer.pad_token_id
     ids, is_hole = _tokenise(text, _HOLE.pattern, writer.tokenizer, lambda hole: [pad] * hole.count("_"))
-    _fill(
-        arguments,
-        text,
-        writer,
-        lambda view: infill(
-            writer.denoiser,
-            writer.tokens(ids),
-            writer.tokens(is_hole),
-            on_step=view,
-            **_filling(arguments, writer),
-        ),
-    )
+    _fill(arguments, text, writer, infill, ids, holes=writer.tokens(is_hole))
 
 
 def run_edit(arguments: argparse.Namespace) -> None:
@@ -207,19 +203,7 @@ def run_edit(arguments: argparse.Namespace) -> None:
     # The longest first, so that a phrase takes precedence over its parts.
     pattern = "|".join(re.escape(words) for words in sorted(arguments.keep, key=len, reverse=True)) or "(?!)"
     ids, is_kept = _tokenise(text, pattern, writer.tokenizer)
-    _fill(
-        arguments,
-        text,
-        writer,
-        lambda view: edit(
-            writer.denoiser,
-            writer.tokens(ids),
-            noise_level=arguments.level,
-            frozen=writer.tokens(is_kept),
-            on_step=view,
-            **_filling(arguments, writer),
-        ),
-    )
+    _fill(arguments, text, writer, edit, ids, noise_level=arguments.level, frozen=writer.tokens(is_kept))
 
 
 def _tokenise(
@@ -238,25 +222,25 @@ def _tokenise(
     return ids, marks
 
 
-def _filling(arguments: argparse.Namespace, writer: Writer) -> dict[str, Any]:
-    """Return the options that `infill` and `edit` share."""
-    return {
-        # Models that were tuned on whole replies expect end tokens after the text.
-        "tail_token_id": writer.tokenizer.eos_token_id if writer.tokenizer.has_chat_template else None,
-        "record": output.is_recorded(arguments),
-        "progress": not arguments.quiet,
-        **writer.settings,
-    }
-
-
 def _fill(
-    arguments: argparse.Namespace, text: str, writer: Writer, write: Callable[[OnStep | None], Infilling]
+    arguments: argparse.Namespace, text: str, writer: Writer, fill: Callable[..., Infilling], ids: list[int], **how: Any
 ) -> None:
     """Run `infill` or `edit` under the live view and print the result."""
+    tokenizer = writer.tokenizer
     with _view(arguments, writer) as view:
-        out = write(view)
-    output.write_pictures(arguments, writer.tokenizer, *(out.trajectories or ()))
-    answer = writer.tokenizer.decode(out.tokens[0])
+        out = fill(
+            writer.denoiser,
+            writer.tokens(ids),
+            # Models that were tuned on whole replies expect end tokens after the text.
+            tail_token_id=tokenizer.eos_token_id if tokenizer.has_chat_template else None,
+            on_step=view,
+            record=output.is_recorded(arguments),
+            progress=not arguments.quiet,
+            **how,
+            **writer.settings,
+        )
+    output.write_pictures(arguments, tokenizer, *(out.trajectories or ()))
+    answer = tokenizer.decode(out.tokens[0])
     if arguments.json:
         log_probs = [round(value, 4) for value in out.log_probs[0].tolist()]
         result = {"given": text, "text": answer, "tokens": out.tokens[0].tolist(), "log_probs": log_probs}
@@ -317,3 +301,74 @@ def _written(out: Generation, writer: Writer) -> list[int]:
 
 def _counts(out: Generation | Infilling) -> dict[str, Any]:
     return {"steps": int(out.steps.sum()), "tokens_per_forward": round(float(out.tokens_per_forward[0]), 3)}
+
+
+def run_sudoku(arguments: argparse.Namespace) -> int:
+    """Solve a puzzle; return 1 if the answer breaks a rule."""
+    puzzles = _read_puzzle(arguments)
+    solution = sudoku.solve(puzzles)
+    if solution.counts[0] == 0:
+        raise ValueError("The puzzle must have a solution, but its clues contradict each other.")
+    denoiser = loading.load_denoiser(arguments)
+    sizes = (denoiser.config.vocab_size, denoiser.config.canvas_length)
+    if sizes != (sudoku.VOCAB_SIZE, sudoku.NUM_CELLS):
+        raise ValueError(
+            f"-m must name a Sudoku solver ({sudoku.VOCAB_SIZE} tokens, canvas {sudoku.NUM_CELLS}), got "
+            f"{arguments.model} ({sizes[0]} tokens, canvas {sizes[1]})."
+        )
+    noise = sudoku.sudoku_noise(arguments.noise) if arguments.noise else loading.own_noise(arguments, denoiser)
+    if noise is not None:
+        warn_of_noise(denoiser, noise)  # now, before the live view starts
+    if arguments.sampler is not None:
+        loading.check_chosen_sampler(arguments, noise or sudoku.sudoku_noise("mask"), denoiser)
+    is_watched = output.is_watched(arguments)
+    settings: dict[str, Any] = {
+        "keep_clues": not arguments.write_clues,
+        "noise": noise,
+        "sampler": arguments.sampler or _SOLVER,
+        "steps": arguments.steps,
+        "stop": StableAndConfident(),
+        "temperature": 1.0,
+        "seed": arguments.seed,
+        "record": output.is_recorded(arguments),
+        "progress": not arguments.quiet,
+    }
+    with BoardView(givens=puzzles[0].tolist(), leave=True) if is_watched else nullcontext() as view:
+        completion = sudoku.complete(denoiser, puzzles, on_step=view, **settings)
+    is_shown = view is not None and view.has_room and sys.stdout.isatty()
+    runs = [completion.generation]
+    while not bool(completion.solved[0]) and len(runs) <= arguments.retry:
+        with BoardView() if is_watched else nullcontext() as view:
+            completion = sudoku.retry(denoiser, completion, moves_seed=len(runs), on_step=view, **settings)
+        runs.append(completion.generation)
+    output.write_pictures(arguments, Board(), *(run.trajectory for run in runs))
+    is_right, num_steps = bool(completion.solved[0]), int(completion.steps[0])
+    (puzzle,), (answer,) = sudoku.to_text(puzzles), sudoku.to_text(completion.grids.cpu().numpy().astype(puzzles.dtype))
+    if arguments.json:
+        result = {"puzzle": puzzle, "solution": answer, "right": is_right, "steps": num_steps, "attempts": len(runs)}
+        output.print_json(result)
+        return 0 if is_right else 1
+    if not is_shown and not arguments.puzzle:
+        print(puzzle)
+    if not is_shown or len(runs) > 1:  # otherwise the board shows it
+        print(answer)
+    verdict = "Solved" if is_right else "Wrong: the answer breaks a rule"
+    steps, blanks = output.counted(num_steps, "step"), output.counted(int((puzzles == 0).sum()), "blank")
+    attempts = f" and {len(runs)} attempts" if len(runs) > 1 else ""
+    several = "" if solution.counts[0] == 1 else " The puzzle has more than one solution."
+    hint = "" if is_right or arguments.retry else " --retry 3 would try again."
+    print(f"{verdict}, in {steps}{attempts}, {blanks}.{several}{hint}", file=sys.stderr)
+    return 0 if is_right else 1
+
+
+def _read_puzzle(arguments: argparse.Namespace) -> NDArray[np.int8]:
+    """Return the puzzle (1, 81), or a new one from grids that no checkpoint of dgemma was trained on."""
+    if not arguments.puzzle:
+        return sudoku.generate_puzzles(1, givens=arguments.givens, split="test", seed=arguments.seed).puzzles
+    text = loading.read_input() if arguments.puzzle == ["-"] else "".join(arguments.puzzle)
+    text = "".join(text.split()).translate(str.maketrans(_BLANKS, "0" * len(_BLANKS)))
+    strange = sorted(set(text) - set("0123456789"))
+    if len(text) != sudoku.NUM_CELLS or strange:
+        what = f"{strange[0]!r} in it" if strange else f"{len(text)}"
+        raise ValueError(f"The puzzle must have 81 cells: digits, and 0 . _ or * for a blank, got {what}.")
+    return sudoku.parse(text)
