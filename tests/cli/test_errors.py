@@ -21,8 +21,6 @@ COMMANDS = (
     *("generate", "race", "chat", "infill", "edit", "sudoku"),
     *("info", "bench", "quantize", "evaluate", "train", "serve"),
 )
-    ["generate", "race", "chat", "infill", "edit", "sudoku", "info", "bench", "quantize", "evaluate", "train", "serve"]
-)
 CONTRADICTION = "55" + "." * 79
 
 

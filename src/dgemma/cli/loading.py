@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,7 +46,11 @@ class Writer(NamedTuple):
 
 def pick_constraint(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Regex | None:
     """Return the constraint that --regex, --json-schema or --choice describes."""
-    makers = {"regex": Regex, "json_schema": lambda file, *of: JsonSchema(read_json(file), *of), "choice": Choice}
+    makers: dict[str, Callable[..., Regex]] = {
+        "regex": Regex,
+        "json_schema": lambda file, *of: JsonSchema(read_json(file), *of),
+        "choice": Choice,
+    }
     flags = [name for name in makers if getattr(arguments, name, None) is not None]
     if len(flags) > 1:
         raise ValueError("--regex, --json-schema and --choice must not be combined. Keep one of them.")

@@ -116,9 +116,9 @@ class _Help(argparse.HelpFormatter):
 
 
 def _wrap(text: str, width: int, margin: str = "") -> list[str]:
-    margins = {"initial_indent": margin, "subsequent_indent": margin}
     # --max-new-tokens is one word
-    return textwrap.wrap(text, max(width, 20), **margins, break_long_words=False, break_on_hyphens=False)
+    wrapper = textwrap.TextWrapper(max(width, 20), margin, margin, break_long_words=False, break_on_hyphens=False)
+    return wrapper.wrap(text)
 
 
 def import_quickly(module: str) -> Any:
