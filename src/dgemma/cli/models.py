@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from dgemma.checkpoint.formats import report_files
-from dgemma.checkpoint.quantizing import quantize_checkpoint
-from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checkpoint.location import resolve
+from dgemma.checkpoint.quantizing import quantize_checkpoint
 from dgemma.checkpoint.reading import read_checkpoint
+from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import require
 from dgemma.cli import loading, output
 from dgemma.files import read_text
