@@ -1,22 +1,38 @@
-"""Checks of fields against their annotations."""
+"""Checks of arguments and fields against their annotations."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
-from dgemma.checks import check_choice
+from dgemma.checks import check_choice, check_types, typed
+
+if TYPE_CHECKING:
+    from nowhere import Absent
 
 
 @dataclass
 class Order:
     direction: Literal["up", "down"] = "up"
-    speed: str = "fast"
 
 
 @dataclass
 class AnyOrder(Order):
     direction: str = "up"
+
+
+@typed
+def count(num: int) -> int:
+    return num
+
+
+@typed
+def scale(factor: float | Tensor | None = None, *, ids: Sequence[int] = ()) -> object:
+    return factor
 
 
 def test_a_subclass_has_the_choices_of_its_base_class():
@@ -25,7 +41,51 @@ def test_a_subclass_has_the_choices_of_its_base_class():
         check_choice(AnyOrder("left"), "direction")
 
 
-@pytest.mark.parametrize("field", ["speed", "colour"], ids=["another-annotation", "no-annotation"])
-def test_a_field_without_listed_choices_is_named(field):
-    with pytest.raises(TypeError, match=rf"Order.{field} must have a Literal annotation"):
-        check_choice(Order(), field)
+@pytest.mark.parametrize(
+    "three", [3, np.int64(3), np.uint8(3), torch.tensor(3)], ids=["int", "int64", "uint8", "torch"]
+)
+def test_an_integer_of_any_library_becomes_an_int(three):
+    assert type(count(three)) is int
+    assert count(three) == 3
+
+
+@pytest.mark.parametrize("value", [True, 3.0, "3", None, 2**64, torch.tensor([3])], ids=repr)
+def test_other_values_are_no_integers(value):
+    with pytest.raises(ValueError, match=r"^count num must be int, got "):
+        count(value)
+
+
+def test_a_float_may_be_any_number_but_no_text_and_no_flag():
+    assert scale(1) == 1
+    assert scale(np.float32(0.5)) == 0.5
+    assert scale(torch.ones(2)) is not None
+    for value in ("1", True, 2**64, torch.ones(2).to_sparse()):
+        with pytest.raises(ValueError, match=r"^scale factor must be float or Tensor or None, got "):
+            scale(value)
+
+
+def test_elements_are_checked_too():
+    for ids in ([1, np.int64(2)], range(2), np.arange(2), torch.arange(2)):
+        scale(ids=ids)
+    for ids in (["a"], [1.5], [[1]], "12", 3):
+        with pytest.raises(ValueError, match=r"^scale ids must be Sequence\[int\], got "):
+            scale(ids=ids)
+
+
+def test_fields_are_checked_like_arguments():
+    check_types(Order())
+    with pytest.raises(ValueError, match=r"^Order.direction must be 'up' or 'down', got 'left'"):
+        check_types(Order("left"))
+
+
+def test_annotations_for_type_checkers_only_accept_everything():
+    @typed
+    def accept(value: "Absent", num: int = 0) -> object:
+        return value
+
+    assert accept("anything") == "anything"
+
+
+def test_a_compiled_function_may_call_a_checked_one():
+    compiled = torch.compile(lambda x: scale(x) + 1, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(2)).tolist() == [2, 2]

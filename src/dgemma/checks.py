@@ -3,10 +3,11 @@
 import functools
 import inspect
 import math
-import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
-from typing import Annotated, Any, Literal, TextIO, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TextIO, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -14,10 +15,9 @@ from torch import Tensor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_FIELD_HINTS: dict[type, dict[str, Any]] = {}
 _MOST_SHOWN = 8  # elements of a tensor in `short_repr`
 _WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_MISSING = inspect.Parameter.empty
 
 
 def require(condition: bool, name: str, rule: str, value: Any, fix: str = "") -> None:
@@ -62,129 +62,30 @@ def require_tensor(
 
 
 def typed(function: Function) -> Function:
-    """Check the arguments of a public function against its annotations, before its body runs.
+    """Check the arguments of a public function against its annotations with beartype, before its body runs.
 
     An int may be a NumPy or torch integer; if the annotation is just `int`, the function gets an int. A float may be
-    any number. Elements of collections are checked too. Annotations that cannot be checked, such as protocols, accept
-    everything. The argument `model` is not checked here.
+    any number. beartype checks one element of a collection. The argument `model` is not checked here.
 
     Example: `typed(lambda: 3)()` is 3; usually it is a decorator.
     """
-    check = _checker(function)
+    signature = inspect.signature(function)
+    names = [p.name for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    owner = function.__qualname__.removesuffix(".__init__").removesuffix(".__call__")
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():  # torch.compile cannot trace signatures
-            bound = check(args, kwargs)
-            return function(*bound.args, **bound.kwargs)
-        return function(*args, **kwargs)
-
-    checked.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
-    return checked  # type: ignore[return-value]
-
-
-def _checker(function: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], inspect.BoundArguments]:
-    """Return a function that checks the arguments of a call and returns them."""
-    signature = inspect.signature(function)
-    hints: dict[str, Any] = {}
-
-    def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
-        if not hints:  # at the first call, when every module has been imported
-            hints.update(_read_hints(function, signature))
+        if torch.compiler.is_compiling():  # torch.compile cannot trace signatures
+            return function(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
-        owner = function.__qualname__.removesuffix(".__init__").removesuffix(".__call__")
-        for name, value in bound.arguments.items():
-            if name in hints and name != "model" and not _fits(value, hints[name]):
-                require(False, f"{owner} {name}", f"be {_spell(hints[name])}", value)
-            if hints.get(name) is int:
-                bound.arguments[name] = as_int(value)
-        is_meta = {name: value.is_meta for name, value in bound.arguments.items() if isinstance(value, Tensor)}
-        if len(set(is_meta.values())) == 2:
-            name = max(is_meta, key=lambda name: is_meta[name])
-            require(False, f"{owner} {name}", "be on the device of the other tensors", bound.arguments[name])
-        return bound
+        for name, hint in _hints_of(function).items():
+            if name in bound.arguments and name in names and name != "model":
+                _check_type(bound.arguments[name], hint, f"{owner} {name}")
+                if hint is int:
+                    bound.arguments[name] = as_int(bound.arguments[name])
+        return function(*bound.args, **bound.kwargs)
 
-    return check
-
-
-def _read_hints(function: Callable[..., Any], signature: inspect.Signature) -> dict[str, Any]:
-    try:
-        hints = get_type_hints(inspect.unwrap(function))
-    except NameError:  # a name that is imported for type checkers only
-        hints = {}
-    annotations = {name: p.annotation for name, p in signature.parameters.items()}
-    known = {name: hint for name, hint in annotations.items() if not isinstance(hint, str)} | hints
-    return {name: known[name] for name, p in signature.parameters.items() if name in known and p.kind not in _MANY}
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value has an annotated type."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return _fits(value, arguments[0])
-    if origin in (types.UnionType, Union):
-        return any(_fits(value, choice) for choice in arguments)
-    if origin is Literal:
-        return isinstance(value, str) and value in arguments
-    if hint in (Any, inspect.Parameter.empty) or isinstance(hint, TypeVar):
-        return True
-    if hint is None or hint is type(None):
-        return value is None
-    if hint is int:
-        return as_int(value) is not None
-    if hint is float:
-        return as_number(value) is not None
-    if hint is bool:
-        return isinstance(value, bool | np.bool_)
-    if hint is TextIO:
-        return hasattr(value, "write") and hasattr(value, "isatty")
-    if hint is Tensor:
-        return isinstance(value, Tensor) and value.layout is torch.strided
-    kind = origin or hint
-    if not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
-        return True
-    if isinstance(value, str | bytes) and kind is not type(value) and issubclass(kind, Iterable):
-        return False
-    if isinstance(value, Tensor | np.ndarray) and kind in (Sequence, Iterable):
-        return value.ndim > 0 and _holds_numbers(arguments) and (not isinstance(value, Tensor) or has_values(value))
-    if not isinstance(value, kind):
-        return False
-    if isinstance(value, range):
-        return not arguments or _fits(0, arguments[0])
-    return not isinstance(value, list | tuple) or all(_fits(item, each) for item, each in _items(value, arguments))
-
-
-def _has_64_bits(value: Any) -> bool:
-    """Return False for an integer that torch cannot hold."""
-    return not isinstance(value, int) or -(2**63) <= value < 2**63
-
-
-def _holds_numbers(arguments: tuple[Any, ...]) -> bool:
-    """Return True if the type arguments describe nested sequences of numbers. An array may replace such a sequence."""
-    return bool(arguments) and (arguments[0] in (int, float) or _holds_numbers(get_args(arguments[0])))
-
-
-def _items(value: Sequence[Any], arguments: tuple[Any, ...]) -> Iterator[tuple[Any, Any]]:
-    """Yield the elements of a list or tuple, each with its annotation."""
-    if isinstance(value, tuple) and len(arguments) > 1 and Ellipsis not in arguments:
-        yield from zip(value, arguments, strict=False)
-    elif arguments:
-        yield from ((item, arguments[0]) for item in value)
-
-
-def _spell(hint: Any) -> str:
-    """Return an annotation as it is written, without modules."""
-    if hint is None or hint is type(None):
-        return "None"
-    if get_origin(hint) in (types.UnionType, Union):
-        return " or ".join(map(_spell, get_args(hint)))
-    if get_origin(hint) is Annotated:
-        return _spell(get_args(hint)[0])
-    if get_origin(hint) is Literal:
-        return " or ".join(map(repr, get_args(hint)))
-    name = getattr(hint, "__name__", str(hint))
-    arguments = [argument for argument in get_args(hint) if argument is not Ellipsis]
-    return f"{name}[{', '.join(map(_spell, arguments))}]" if arguments else name
+    return checked  # type: ignore[return-value]
 
 
 def check_types(owner: Any) -> None:
@@ -194,16 +95,45 @@ def check_types(owner: Any) -> None:
     """
     hints = _hints_of(type(owner))
     for field in fields(owner):
-        if field.name in hints and not _fits(getattr(owner, field.name), hints[field.name]):
-            require_field(False, owner, field.name, f"be {_spell(hints[field.name])}")
+        if field.name in hints:
+            _check_type(getattr(owner, field.name), hints[field.name], f"{type(owner).__name__}.{field.name}")
 
 
-def _hints_of(kind: type) -> dict[str, Any]:
-    """Return the annotations of a dataclass, by field."""
-    try:
-        return _FIELD_HINTS.get(kind) or _FIELD_HINTS.setdefault(kind, get_type_hints(kind))
-    except NameError:  # a name that is imported for type checkers only
-        return _FIELD_HINTS.setdefault(kind, {})
+@functools.cache
+def _hints_of(annotated: Any) -> dict[str, Any]:
+    """Return the annotations of a function or a dataclass by name, without names that only type checkers import."""
+    listed = {name: parameter.annotation for name, parameter in inspect.signature(annotated).parameters.items()}
+    with suppress(NameError):
+        listed |= get_type_hints(annotated)
+    return {name: hint for name, hint in listed.items() if not isinstance(hint, str) and hint is not _MISSING}
+
+
+def _check_type(value: Any, hint: Any, name: str) -> None:
+    from beartype.door import is_bearable  # not at the top, because its import takes 0.3 s
+
+    if not is_bearable(value, hint, conf=_meanings()):
+        spelling = re.sub(r"[\w.]+\.(?=\w)", "", inspect.formatannotation(hint)).replace(" | ", " or ")
+        choices = re.sub(r"Literal\[(.*?)\]", lambda found: found[1].replace(", ", " or "), spelling)
+        require(False, name, f"be {choices}", value)
+
+
+@functools.cache
+def _meanings() -> Any:
+    """Return beartype's configuration, with the values that each annotation accepts here."""
+    from beartype import BeartypeConf, FrozenDict
+    from beartype.vale import Is
+
+    meanings = {
+        int: Annotated[object, Is[lambda value: as_int(value) is not None]],
+        float: Annotated[object, Is[lambda value: as_number(value) is not None]],
+        bool: Annotated[object, Is[lambda value: isinstance(value, bool | np.bool_)]],
+        Tensor: Annotated[Tensor, Is[lambda value: value.layout is torch.strided]],
+        Sequence[int]: Sequence[int]
+        | np.ndarray
+        | Annotated[Tensor, Is[lambda value: value.dim() and has_values(value)]],
+        TextIO: Annotated[object, Is[lambda value: hasattr(value, "write") and hasattr(value, "isatty")]],
+    }
+    return BeartypeConf(hint_overrides=FrozenDict(meanings))
 
 
 def check_flags(owner: str, **flags: Any) -> None:
@@ -260,10 +190,9 @@ def check_choice(owner: Any, field: str, *, fix: str = "") -> None:
     """
     # A subclass may annotate the field as a str, or have annotations that cannot be read.
     hints = (_hints_of(kind).get(field) for kind in type(owner).__mro__)
-    hint = next((hint for hint in hints if get_origin(hint) is Literal), None)
-    if hint is None:
-        raise TypeError(f"{type(owner).__name__}.{field} must have a Literal annotation. List its names there.")
-    require_field(_fits(getattr(owner, field), hint), owner, field, f"be {_spell(hint)}", fix)
+    names = next(get_args(hint) for hint in hints if get_origin(hint) is Literal)
+    value = getattr(owner, field)
+    require_field(isinstance(value, str) and value in names, owner, field, f"be {' or '.join(map(repr, names))}", fix)
 
 
 def check_block_len(owner: Any) -> None:
@@ -281,7 +210,7 @@ def as_int(value: Any) -> int | None:
     Example: `as_int(np.int64(3))` is 3; `as_int(3.0)` and `as_int(True)` are None.
     """
     value = _as_python(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) and _has_64_bits(value) else None
+    return value if type(value) is int and -(2**63) <= value < 2**63 else None
 
 
 def as_number(value: Any) -> float | None:
@@ -290,8 +219,8 @@ def as_number(value: Any) -> float | None:
     Example: `as_number(torch.tensor(0.5))` is 0.5; `as_number("0.5")` is None.
     """
     value = _as_python(value)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and _has_64_bits(value)
-    return float(value) if is_number else None
+    value = value if isinstance(value, float) else as_int(value)
+    return None if value is None else float(value)
 
 
 def read_device(owner: str, device: Any) -> torch.device:

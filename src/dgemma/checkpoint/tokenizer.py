@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import tokenizers
 import torch
 from torch import Tensor
@@ -169,7 +170,9 @@ class Tokenizer(ABC):
         return self._decode([token for token in ids if token is not None and token not in hidden])
 
     @typed
-    def decode_batch(self, tokens: Tensor | Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
+    def decode_batch(
+        self, tokens: Tensor | np.ndarray | Sequence[Sequence[int]], *, skip_special: bool = True
+    ) -> list[str]:
         """Return the B texts of a batch (B, N).
 
         Example: `tokenizer.decode_batch(out.new_tokens)`.

@@ -8,7 +8,7 @@ statistics from kernels.
 
 import math
 from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol
+from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -37,12 +37,14 @@ class Statistics(NamedTuple):
     log_normalizer: Tensor
 
 
+@runtime_checkable
 class Transform(Protocol):
     """Reshapes a slice of positions: logits (B, c, V) and their positions on the canvas → (B, c, V)."""
 
     def __call__(self, logits: Tensor, positions: slice, /) -> Tensor: ...
 
 
+@runtime_checkable
 class JointLaw(Protocol):
     """A law over whole texts, whose marginals are a prediction; see `dgemma.diffusion.joint.Joint`."""
 

@@ -20,6 +20,7 @@ _GROWTH = 1.25  # growth of a full buffer, so that appending takes linear time
 
 
 @runtime_checkable
+@runtime_checkable
 class Cache(Protocol):
     """The protocol of prefix caches, which `PrefixCache`, the fused engine, `Guided` and wrapped models implement.
 

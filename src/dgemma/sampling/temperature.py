@@ -1,7 +1,7 @@
 """Temperature as a function of the step: `(step, num_steps) -> temperature`, all (B,)."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ _GREEDY = "Use a sampler's greedy=True for the argmax."
 _LEAST, _MOST = 1e-30, 1e30  # the range in which float32 logits can be divided
 
 
+@runtime_checkable
 class Temperature(Protocol):
     """A schedule: step (B,) counted from 0 and num_steps (B,) → temperature (B,) float32.
 

@@ -107,6 +107,7 @@ class TrainBatch:
 
 
 @runtime_checkable
+@runtime_checkable
 class BatchSource(Protocol):
     """A pure function of (step, rows) that returns a batch, so that a resumed run sees the same batches.
 
