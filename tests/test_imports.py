@@ -27,6 +27,7 @@ IN_FUNCTIONS = {
     # Kernels of training load without the engine, which imports the model.
     "dgemma_kernels": {"dgemma_kernels.engine.denoiser"},
     # Optional or slow packages.
+    "dgemma.checks": {"beartype", "beartype.door", "beartype.vale"},
     "dgemma.checkpoint.formats.gguf": {"gguf"},
     "dgemma.checkpoint.tokenizer": {"transformers"},
     "dgemma.checkpoint.location": {"huggingface_hub"},

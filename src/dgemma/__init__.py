@@ -3,8 +3,6 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dgemma import _moved as _moved
-
 if TYPE_CHECKING:
     from dgemma._public import *  # noqa: F403
 else:

@@ -13,7 +13,6 @@ FOREIGN = {
         "_foreach_norm",
         "_add_change",  # of a base class
         *("_asdict", "_fields", "_replace"),  # of a NamedTuple
-        "_moved",
     },
     "kernels/dgemma_kernels": {
         *("_C", "_cuda_endAllocateToPool", "_cuda_releasePool", "_foreach_copy_", "_modules", "_scaled_mm"),  # of torch

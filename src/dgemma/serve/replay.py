@@ -2,11 +2,10 @@
 
 import socket
 import threading
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import uvicorn
 
-from dgemma._moved import earlier_names
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.model.denoiser import Denoiser
 from dgemma.run.trajectory import Trajectory
@@ -45,7 +44,3 @@ class ReplayPage:
     def _repr_html_(self) -> str:
         look = 'title="Denoising, step by step" style="width:100%;height:620px;border:0"'
         return f'<iframe src="{self.url}" {look}></iframe>'
-
-
-if not TYPE_CHECKING:  # otherwise type checkers would accept any name
-    __getattr__ = earlier_names(__name__, Replay="ReplayPage")

@@ -1,8 +1,5 @@
 """Sudoku: puzzles with one solution, their symmetries and splits, and their form as tokens."""
 
-from typing import TYPE_CHECKING
-
-from dgemma._moved import earlier_names
 from dgemma.data.sudoku.completion import CompletedPuzzles, complete, is_solution, retry, sudoku_noise
 from dgemma.data.sudoku.encoding import (
     DIGIT_TOKENS,
@@ -45,6 +42,3 @@ __all__ = [
     "sudoku_noise",
     "to_text",
 ]
-
-if not TYPE_CHECKING:  # otherwise type checkers would accept any name
-    __getattr__ = earlier_names(__name__, Completion="CompletedPuzzles")
