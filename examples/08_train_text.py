@@ -5,13 +5,13 @@
 Commands that trained `dgemma/text` on one GPU, and sampled from it:
 
     python examples/text_corpus/prepare.py --out runs/corpus
-    python examples/08_train_text.py --corpus runs/corpus --out runs/text --minutes 13.2 --compile
+    python examples/08_train_text.py --corpus runs/corpus --out runs/text --minutes 13.2 --fast
     python examples/text_corpus/prepare.py --stage 2 --out runs/corpus2
     python examples/08_train_text.py --start runs/text/checkpoint --corpus runs/corpus2 --out runs/text2 \\
-        --minutes 6.7 --compile
+        --minutes 6.7 --fast
     python examples/text_corpus/prepare.py --stage 3 --out runs/corpus3
     python examples/08_train_text.py --start runs/text2/checkpoint --corpus runs/corpus3 --out runs/text3 \\
-        --holes 0.6 --minutes 5.2 --compile
+        --holes 0.6 --minutes 5.2 --fast
     python examples/18_samples.py --model runs/text3/checkpoint --out runs/text3/samples.md
 
 With --start, training goes on from a checkpoint with a lower learning rate. Uniform noise, the harder one, then gets
@@ -32,6 +32,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -139,13 +140,17 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
         final_lr=0.02,
         ema_decay=0.995,
         precision="mixed" if model.device.type == "cuda" else "weights",
-        compile=args.compile,
         seed=args.seed,
     )
     optimizer = partial(muon, lr=1.5e-3 if args.start else 2.5e-3, momentum=0.9, weight_decay=0.1)
     start = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     began = time.perf_counter()
-    with balanced_routers(model, 0.01):
+    with ExitStack() as stack:
+        if args.fast:
+            from dgemma_kernels import accelerate_training  # needs Triton
+
+            stack.enter_context(accelerate_training(model))
+        stack.enter_context(balanced_routers(model, 0.01))
         result = train(model, objective, source, config, out=out / "run", optimizer=optimizer, on_step=report_every(30))
     seconds = time.perf_counter() - began
 
@@ -203,7 +208,7 @@ if __name__ == "__main__":
     parser.add_argument("--holes", type=float, default=0.0, help="share of canvases with holes (%(default)s)")
     parser.add_argument("--minutes", type=float, help="train for this long, instead of a number of steps")
     parser.add_argument("--prepare-only", action="store_true", help="only make the tokenizer and the token files")
-    parser.add_argument("--compile", action="store_true", help="compile the layers: slower start, faster steps")
+    parser.add_argument("--fast", action="store_true", help="train with kernels, on a GPU: slower start, faster steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as folder:

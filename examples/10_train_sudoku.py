@@ -6,7 +6,7 @@ No training grid is equivalent to a test grid. The script solves test puzzles be
 
     python examples/10_train_sudoku.py                                without a GPU: three steps, to see that it runs
     python examples/10_train_sudoku.py --puzzles runs/puzzles --prepare-only
-    python examples/10_train_sudoku.py --puzzles runs/puzzles --noise mask --minutes 7.3 --compile --out runs/mask
+    python examples/10_train_sudoku.py --puzzles runs/puzzles --noise mask --minutes 7.3 --fast --out runs/mask
 """
 
 import argparse
@@ -14,6 +14,7 @@ import json
 import os
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +81,16 @@ def main(args: argparse.Namespace, out: Path) -> None:
         minutes=args.minutes,
         batch_size=args.batch_size,
         seed=args.seed,
-        compile=args.compile,
         precision="mixed" if model.device.type == "cuda" else "weights",
         **RECIPE,
     )
     source, began = sudoku.SudokuSource(pool=pool, seed=args.seed), time.perf_counter()
-    result = train(model, objective, source, config, out=out / "run")
+    with ExitStack() as stack:
+        if args.fast:
+            from dgemma_kernels import accelerate_training  # needs Triton
+
+            stack.enter_context(accelerate_training(model))
+        result = train(model, objective, source, config, out=out / "run")
     seconds = time.perf_counter() - began
     model.to(torch.bfloat16).save_pretrained(out / "checkpoint")
     model.to(torch.float32)  # evaluate the weights as they were saved
@@ -118,7 +123,7 @@ if __name__ == "__main__":
     parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1), help="processes that make puzzles")
     parser.add_argument("--prepare-only", action="store_true", help="only make the puzzles")
     parser.add_argument("--out", type=Path, help="default: a temporary folder")
-    parser.add_argument("--compile", action="store_true", help="compile the layers: slower start, faster steps")
+    parser.add_argument("--fast", action="store_true", help="train with kernels, on a GPU: slower start, faster steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as scratch:

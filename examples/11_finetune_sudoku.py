@@ -7,8 +7,8 @@ solves 89.6 % of the puzzles with 30 to 39 clues in 7.5 steps, instead of 0 % in
 minutes. docs/training.md has more.
 
     python examples/11_finetune_sudoku.py                                       without a GPU: two steps of each
-    python examples/11_finetune_sudoku.py --how full --minutes 3.9 --compile --out runs/full
-    python examples/11_finetune_sudoku.py --how lora --minutes 2 --compile --out runs/lora
+    python examples/11_finetune_sudoku.py --how full --minutes 3.9 --fast --out runs/full
+    python examples/11_finetune_sudoku.py --how lora --minutes 2 --fast --out runs/lora
 """
 
 import argparse
@@ -16,6 +16,7 @@ import json
 import os
 import tempfile
 import time
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,6 @@ def tune(how: str, args: argparse.Namespace, text: sudoku.TextSudoku, out: Path)
         final_lr=0.02,
         ema_decay=0.995,
         precision="mixed" if model.device.type == "cuda" else "weights",
-        compile=args.compile,
         checkpoint_every=5000,
         progress=False,
     )
@@ -94,7 +94,12 @@ def tune(how: str, args: argparse.Namespace, text: sudoku.TextSudoku, out: Path)
             losses = " ".join(f"{k} {float(v.sum() / record.counts[k].sum()):.4f}" for k, v in record.sums.items())
             print(f"  {how}: step {record.step}, {now - began:.0f} s, {losses}", flush=True)
 
-    result = train(model, objective, text, config, out=out, optimizer=optimizer, on_step=show)
+    with ExitStack() as stack:
+        if args.fast:
+            from dgemma_kernels import accelerate_training  # needs Triton
+
+            stack.enter_context(accelerate_training(model))
+        result = train(model, objective, text, config, out=out, optimizer=optimizer, on_step=show)
     if how == "lora":
         merge_lora(model)
     return model, {"trained_weights": num_trained, "steps": result.step, "seconds": time.perf_counter() - began}
@@ -142,7 +147,7 @@ if __name__ == "__main__":
     parser.add_argument("--puzzles", type=Path, help="folder for the puzzles")
     parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1), help="processes that make puzzles")
     parser.add_argument("--out", type=Path, help="default: a temporary folder")
-    parser.add_argument("--compile", action="store_true", help="compile the layers: slower start, faster steps")
+    parser.add_argument("--fast", action="store_true", help="train with kernels, on a GPU: slower start, faster steps")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as scratch:
         arguments = parser.parse_args()

@@ -14,6 +14,7 @@ import argparse
 import json
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -116,11 +117,15 @@ def run(name: str, size: Size, out: Path, device: str) -> None:
         final_lr=0.02,
         ema_decay=0.995,
         precision="mixed" if device == "cuda" else "weights",
-        compile=device == "cuda",
         checkpoint_every=max(1, size.steps // 6),
     )
     optimizer = partial(muon, lr=size.lr, momentum=choice.momentum)
-    outcome = train(model, objective, source, training, out=out, optimizer=optimizer)
+    with ExitStack() as stack:
+        if device == "cuda":
+            from dgemma_kernels import accelerate_training  # needs Triton
+
+            stack.enter_context(accelerate_training(model))
+        outcome = train(model, objective, source, training, out=out, optimizer=optimizer)
     if outcome.interrupted:
         raise SystemExit(1)
     train_end = time.perf_counter()

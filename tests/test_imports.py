@@ -24,13 +24,14 @@ IN_FUNCTIONS = {
     "dgemma.cli.output": {"dgemma.view.gif", "dgemma.view.html"},
     # `import dgemma` loads torch only when a name is read.
     "dgemma": {"dgemma._public"},
-    # Kernels of training load without the engine, which imports the model.
-    "dgemma_kernels": {"dgemma_kernels.engine.denoiser"},
+    # Each door loads on first use, because it imports the model.
+    "dgemma_kernels": {"dgemma_kernels.engine.denoiser", "dgemma_kernels.training.door"},
     # Optional or slow packages.
     "dgemma.checks": {"beartype", "beartype.door", "beartype.vale"},
     "dgemma.checkpoint.formats.gguf": {"gguf"},
     "dgemma.checkpoint.tokenizer": {"transformers"},
     "dgemma.checkpoint.location": {"huggingface_hub"},
+    "dgemma.cli.training": {"dgemma_kernels"},
     "dgemma.cli.loading": {"dgemma_kernels", "dgemma_kernels.engine.weights", "dgemma_kernels.formats"},
     "dgemma.constraints.grammar": {"lark"},
     "dgemma.constraints.languages": {"outlines_core", "pydantic", "transformers.utils"},
@@ -39,18 +40,9 @@ IN_FUNCTIONS = {
     "dgemma.cli.writing": {"readline"},  # not on Windows
     "dgemma.data.vocabulary": {"tokenizers", "transformers"},
     "dgemma.eval.__main__": {"dgemma.eval.harness", "lm_eval.__main__"},
-    "dgemma.model.experts": {"dgemma_kernels.ops.choices"},
-    "dgemma.model.fused": {"torch._inductor.async_compile", "torch._inductor.compile_fx"},
     "dgemma.run.spread": {"ray"},
-    "dgemma.train.update": {"dgemma_kernels.ops.residual"},
-    "dgemma.train.lora.linear": {"dgemma_kernels.ops.adapters"},
-    "dgemma.train.lora.compiling": {
-        *("dgemma_kernels.ops.adapters", "dgemma_kernels.ops.ahead", "dgemma_kernels.ops.choices"),
-        *("dgemma_kernels.ops.grouped", "dgemma_kernels.ops.heads", "dgemma_kernels.ops.residual"),
-    },
-    "dgemma.train.lora.experts": {"dgemma_kernels.ops.grouped"},  # need Triton
-    "dgemma.train.together": {"dgemma_kernels.ops.heads", "dgemma_kernels.ops.residual"},
     "dgemma.view.gif": {"PIL", "matplotlib"},
+    "dgemma_kernels.training.fused": {"torch._inductor.async_compile", "torch._inductor.compile_fx"},
     "dgemma_kernels.ops.ahead": {"torch._inductor.async_compile", "torch._inductor.runtime.cache_dir_utils"},
     # Kernels for Hopper, which need a Triton with Gluon.
     "dgemma_kernels.ops.attention.float8": {"dgemma_kernels.ops.attention.hopper_float8"},
@@ -80,12 +72,14 @@ FORBIDDEN = {
     "dgemma.serve": {"study", "train", "data", "cli", "eval"},
     "dgemma.eval": {"view", "serve", "cli"},
     "dgemma_kernels.formats": {"ops", "engine"},
-    "dgemma_kernels.ops": {"engine"},
+    "dgemma_kernels.ops": {"engine", "training"},
+    "dgemma_kernels.engine": {"training"},
 }
 # Cycles may contain only these imports.
 IN_CYCLES = {
     ("dgemma", "dgemma._public"),  # reading a public name imports its module
     ("dgemma_kernels", "dgemma_kernels.engine.denoiser"),
+    ("dgemma_kernels", "dgemma_kernels.training.door"),
 }
 
 
@@ -189,6 +183,27 @@ def test_folders_import_only_folders_below_them():
             if folder.split(".")[0] == "dgemma" and top == "dgemma_kernels":
                 assert in_function, f"{name} must work without Triton"
     assert wrong == []
+
+
+PLAIN = ("diffusion", "sampling", "model", "run", "tasks", "train", "checkpoint")
+# Autograd functions in these folders, each with its reason. Those that only save time are in `dgemma_kernels.training`.
+GRADIENTS = {
+    ("dgemma.model.quantized", "_DecodedProduct"),  # keeps codes: decoded weights would not fit into memory
+    ("dgemma.train.recipes", "_WithSlope"),  # the gradient of a loss that is never computed
+    ("dgemma.train.distributed", "_Exchange"),  # between processes
+}
+
+
+def test_plain_folders_import_no_kernels_and_define_no_gradient_for_speed():
+    gradients = set()
+    for name, path in modules().items():
+        if not name.startswith(tuple(f"dgemma.{folder}" for folder in PLAIN)):
+            continue
+        assert not any(target.startswith("dgemma_kernels") for target, _ in imports_by_module()[name]), name
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and any("autograd" in ast.unparse(base) for base in node.bases):
+                gradients.add((name, node.name))
+    assert gradients == GRADIENTS
 
 
 def test_nothing_imports_the_top_of_the_package():

@@ -4,7 +4,7 @@ python kernels/benchmarks/qlora.py                      int4 experts, float8 att
 python kernels/benchmarks/qlora.py --weights fp8 --memory 40
 
 Weights are random, in the format itself. By default the adapters have rank 8. A row has 960 tokens, a prompt and a
-canvas, and a step takes one row. The loop is that of `training.py --lora`: `train` with compiled functions and
+canvas, and a step takes one row. The loop is that of `training.py --lora`: `train` with kernels and
 recomputed activations.
 """
 

@@ -35,6 +35,7 @@ from dgemma.model.gptq import calibration, quantize_with_calibration
 from dgemma.model.quantize import Quantization, quantize
 from dgemma.model.quantized import quantized_weights, set_weight
 from dgemma.train import Objective, TrainConfig, balanced_routers, evaluate, muon, soften_attention, train
+from dgemma_kernels import accelerate_training
 from dgemma_kernels.formats.float8 import quantize as to_float8
 
 FORMATS: dict[str, dict[str, Any] | None] = {
@@ -166,8 +167,8 @@ def train_larger(corpus: Path, minutes: float, out: Path) -> dict[str, Any]:
         noise=UniformNoise(shape.vocab_size), canvas_len=shape.canvas_length, canvases="all", causal_weight=0.25
     )
     source = TextSource(file=text.train, canvas_len=shape.canvas_length, num_canvases=8, batch_size=64)
-    config = TrainConfig(minutes=minutes, batch_size=64, warmup=100, final_lr=0.02, ema_decay=0.99, compile=True)
-    with balanced_routers(model, 0.01), tempfile.TemporaryDirectory() as run:
+    config = TrainConfig(minutes=minutes, batch_size=64, warmup=100, final_lr=0.02, ema_decay=0.99)
+    with accelerate_training(model), balanced_routers(model, 0.01), tempfile.TemporaryDirectory() as run:
         result = train(model, objective, source, config, out=run, optimizer=partial(muon, lr=2e-3, momentum=0.9))
     model.to(torch.bfloat16).save_pretrained(out)
     passes = result.step * config.batch_size / source.num_rows

@@ -8,8 +8,7 @@ python kernels/benchmarks/training.py --lora --preset diffusiongemma_26b_a4b --p
 Both loops train the same architecture on rows of a prompt and a canvas. A step reads the row causally, draws noise,
 denoises the canvas twice (first without gradients, for self-conditioning) and takes the cross-entropy of the canvas and
 of every next token. Before anything is timed, the losses of both loops are compared on a tiny model with equal weights.
-The timed weights are bfloat16 on a GPU, float32 elsewhere. dgemma's layers are compiled on a GPU, as
-`TrainConfig.compile` does.
+The timed weights are bfloat16 on a GPU, float32 elsewhere. On a GPU, dgemma trains within `accelerate_training`.
 
 With --lora, dgemma trains adapters of rank 8 on all its targets and recomputes activations. PEFT's adapters are on
 attention and the dense MLP only. Its loop stores activations, because transformers cannot recompute those of its
@@ -24,6 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from transformers import DiffusionGemmaForBlockDiffusion
 import dgemma
 from dgemma.train import LoRA, Objective, TrainBatch, TrainConfig, add_lora, train
 from dgemma.train.log import TrainStep
+from dgemma_kernels import accelerate_training
 
 ON_GPU = torch.cuda.is_available()
 RANK = 8  # of adapters
@@ -94,12 +95,11 @@ def fine_tuning_loss(model: dgemma.DiffusionGemma, tokens: Tensor, prompt_len: i
 
 
 def build(config: dgemma.ModelConfig) -> dgemma.DiffusionGemma:
-    model = dgemma.DiffusionGemma(config, device=DEVICE, dtype=DTYPE)
-    if ON_GPU:
-        torch._dynamo.config.recompile_limit = 64  # one code object serves all layers
-        for layer in model.layers:
-            layer.compile(dynamic=False)
-    return model
+    return dgemma.DiffusionGemma(config, device=DEVICE, dtype=DTYPE)
+
+
+def door(model: dgemma.DiffusionGemma) -> AbstractContextManager[None]:
+    return accelerate_training(model) if ON_GPU else nullcontext()
 
 
 def demand_equal_losses() -> None:
@@ -245,7 +245,7 @@ def compare_adapters(config: dgemma.ModelConfig, options: argparse.Namespace) ->
 
 
 def run_train(model: dgemma.DiffusionGemma, length: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Run `train` with compiled functions and recomputed activations; return its pace after the warm-up."""
+    """Run `train` with kernels and recomputed activations; return its pace after the warm-up."""
     objective = Objective(noise=dgemma.UniformNoise(model.config.vocab_size), canvas_len=model.config.canvas_length)
     clock: dict[str, float] = {}
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
@@ -282,13 +282,13 @@ def run_train(model: dgemma.DiffusionGemma, length: int, options: argparse.Names
         batch_size=options.batch_size,
         precision="weights",
         recompute_activations=True,
-        compile=ON_GPU,
         log_every=options.steps,
         progress=False,
     )
     with tempfile.TemporaryDirectory() as folder:
         clock["called"] = time.perf_counter()
-        result = train(model, objective, source, config, out=folder, on_step=on_step)
+        with door(model):
+            result = train(model, objective, source, config, out=folder, on_step=on_step)
         losses = result.log.column("loss")[1]
     milliseconds = (clock["last"] - clock["warm"]) / (last - options.warmup) * 1e3
     peak = torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else 0.0
@@ -365,8 +365,13 @@ def main() -> None:
         if options.profile:
             profile(step, results[-1]["milliseconds"])
 
+    def run_dgemma() -> None:
+        model = build(config)
+        with door(model):
+            run("dgemma", model, fine_tuning_loss)
+
     if options.profile:
-        run("dgemma", build(config), fine_tuning_loss)
+        run_dgemma()
         return
     plain = transformers_training.build(config, DEVICE, DTYPE)
     ways = f"{plain.config._attn_implementation}, {plain.config.text_config._experts_implementation}"
@@ -374,7 +379,7 @@ def main() -> None:
     del plain
     gc.collect()
     torch.cuda.empty_cache()
-    run("dgemma", build(config), fine_tuning_loss)
+    run_dgemma()
     write(results, options.output)
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels of the denoising step, for inference, and the engine that runs them in CUDA graphs."""
+"""Triton kernels, and two doors: `accelerate` for inference, `accelerate_training` for training."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -19,18 +19,21 @@ if triton.knobs.runtime.interpret:  # these replace private functions of Triton 
     interpreter.accept_new_numpy()
     interpreter.round_float8()
 
-__all__ = ["FusedDenoiser", "accelerate"]
+__all__ = ["FusedDenoiser", "accelerate", "accelerate_training"]
 
 if TYPE_CHECKING:
     from dgemma_kernels.engine.denoiser import FusedDenoiser, accelerate
+    from dgemma_kernels.training.door import accelerate_training
 else:
 
     def __getattr__(name: str) -> Any:
-        """Import the engine on first use: it imports the model, whose training uses `dgemma_kernels.ops`."""
-        if name in ("engine", "formats", "ops"):
+        """Import a door on first use: inference need not load training, nor kernels the model."""
+        if name in ("engine", "formats", "ops", "training"):
             return importlib.import_module(f"dgemma_kernels.{name}")
         if name not in __all__:
             raise AttributeError(f"module 'dgemma_kernels' has no attribute {name!r}")
+        if name == "accelerate_training":
+            return importlib.import_module("dgemma_kernels.training.door").accelerate_training
         return getattr(importlib.import_module("dgemma_kernels.engine.denoiser"), name)
 
     def __dir__() -> list[str]:

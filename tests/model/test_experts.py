@@ -1,10 +1,13 @@
-"""Routing among few experts finds the order of choices by comparing and counting, not by sorting."""
+"""Choices of experts and their groups, in plain PyTorch and in training."""
 
 import pytest
 import torch
 
 from dgemma.model import presets
-from dgemma.model.experts import Experts, _choose_among_few, group_by_expert
+from dgemma.model.attention import attend
+from dgemma.model.experts import Experts, group_by_expert, grouped_product
+from dgemma_kernels.training import experts as training
+from dgemma_kernels.training.attention import attend_by_products
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3])
@@ -13,7 +16,7 @@ def test_choosing_among_few_experts_equals_topk_in_values_and_gradients(top_k):
     scores[:5, :2] = scores[:5, :1]  # two equal experts
     probabilities = scores.softmax(-1).requires_grad_()
     scales.requires_grad_()
-    weights, scale, experts = _choose_among_few(probabilities, scales.expand(50, 5), top_k)
+    weights, scale, experts = training._choose_among_few(probabilities, scales.expand(50, 5), top_k)
     expected, _ = probabilities.topk(top_k)
     assert torch.equal(weights, expected)
     assert torch.equal(probabilities.gather(1, experts), expected)
@@ -27,9 +30,10 @@ def test_choosing_among_few_experts_equals_topk_in_values_and_gradients(top_k):
 
 @pytest.mark.parametrize("num_experts", [1, 4, 17])  # 1: nothing to sort; 4: by counting; 17: by sorting
 @pytest.mark.parametrize("num_tokens", [0, 1, 33])
-def test_choices_are_grouped_by_expert_in_their_order(num_experts, num_tokens):
+@pytest.mark.parametrize("group", [group_by_expert, training.group_by_expert], ids=["plain", "training"])
+def test_choices_are_grouped_by_expert_in_their_order(group, num_experts, num_tokens):
     experts = torch.randint(num_experts, (num_tokens, 2))
-    groups = group_by_expert(experts, num_experts)
+    groups = group(experts, num_experts)
     chosen = experts.flatten().tolist()
     order = sorted(range(len(chosen)), key=chosen.__getitem__)
     assert groups.order.tolist() == order
@@ -41,7 +45,28 @@ def test_choices_are_grouped_by_expert_in_their_order(num_experts, num_tokens):
 def test_experts_wait_for_the_host_only_if_torch_has_no_grouped_product_for_them():
     config = presets.tiny().replace(hidden_size=16, moe_intermediate_size=4, num_experts=2, top_k_experts=1)
     narrow = Experts(config)
-    assert not narrow.waits(torch.float32)
-    assert narrow.waits(torch.bfloat16)  # rows of 8 bytes
-    assert narrow.waits(torch.float64)
-    assert not Experts(config.replace(num_experts=1)).waits(torch.float64)
+    assert not training.waits(narrow, torch.float32)
+    assert training.waits(narrow, torch.bfloat16)  # rows of 8 bytes
+    assert training.waits(narrow, torch.float64)
+    assert not training.waits(Experts(config.replace(num_experts=1)), torch.float64)
+
+
+@pytest.mark.parametrize(("num_queries", "mask"), [(7, "causal"), (5, None)], ids=["causal", "all"])
+def test_attention_by_products_equals_torchs_forward_and_backward(num_queries, mask):
+    generator = torch.Generator().manual_seed(4)
+    shapes = (2, num_queries, 6, 16), (2, 2, 7, 16), (2, 2, 7, 16)  # six query heads share two key heads
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    expected, out = attend(q, k, v, mask), attend_by_products(q, k, v, causal=mask == "causal")
+    torch.testing.assert_close(out, expected)
+    seen = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    gradients = (torch.autograd.grad(x, (q, k, v), seen) for x in (out, expected))
+    torch.testing.assert_close(*gradients)
+
+
+def test_frozen_experts_cost_no_gradient_of_their_weights(monkeypatch):
+    monkeypatch.setattr(training, "grouped_outer", lambda *_: pytest.fail("computed the gradient of frozen weights"))
+    rows, weights = torch.randn(9, 8, requires_grad=True), torch.randn(4, 12, 8)
+    ends = torch.tensor([3, 3, 8, 9], dtype=torch.int32)
+    for product in (training.product_by_group, grouped_product):
+        grad = torch.autograd.grad(product(rows, weights, ends).sum(), rows)[0]
+        torch.testing.assert_close(grad[3:8], weights[2].sum(0).expand(5, -1))

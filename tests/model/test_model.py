@@ -9,9 +9,8 @@ import torch.nn.functional as F
 import dgemma
 from dgemma import DiffusionGemma
 from dgemma.model import experts
-from dgemma.model.attention import _Join, attend, attend_by_products
 from dgemma.model.config import Conventions
-from dgemma.model.experts import grouped_product, looped_product
+from dgemma.model.experts import looped_product, product_by_group
 from dgemma.model.layout import lay_out_by_column
 from published import pair
 
@@ -116,7 +115,7 @@ def test_the_grouped_product_equals_the_loop_forward_and_backward(sizes):
     ends = torch.tensor(sizes).cumsum(0).int()
     seen = torch.randn(9, 12)
     results = []
-    for product in (grouped_product, looped_product):
+    for product in (product_by_group, looped_product):
         rows.grad = weights.grad = None
         out = product(rows, weights, ends)
         (out * seen).sum().backward()
@@ -125,38 +124,6 @@ def test_the_grouped_product_equals_the_loop_forward_and_backward(sizes):
         torch.testing.assert_close(grouped, looped)
     start, stop = int(ends[1]), int(ends[2])
     torch.testing.assert_close(results[0][0][start:stop], (rows[start:stop] @ weights[2].T).detach())
-
-
-@pytest.mark.parametrize(("num_queries", "mask"), [(7, "causal"), (5, None)], ids=["causal", "all"])
-def test_attention_by_products_equals_torchs_forward_and_backward(num_queries, mask):
-    generator = torch.Generator().manual_seed(4)
-    shapes = (2, num_queries, 6, 16), (2, 2, 7, 16), (2, 2, 7, 16)  # six query heads share two key heads
-    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes)
-    expected, out = attend(q, k, v, mask), attend_by_products(q, k, v, causal=mask == "causal")
-    torch.testing.assert_close(out, expected)
-    seen = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-    gradients = (torch.autograd.grad(x, (q, k, v), seen) for x in (out, expected))
-    torch.testing.assert_close(*gradients)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_keys_joined_in_words_are_those_of_a_concatenation(dtype):
-    past = torch.randn(3, 9, 2, 16).to(dtype).transpose(1, 2)[:, :, :5].requires_grad_()
-    new = torch.randn(3, 4, 2, 16).to(dtype).transpose(1, 2).requires_grad_()
-    joined, expected = _Join.apply(past, new), torch.cat((past, new), dim=2)
-    assert torch.equal(joined, expected)
-    seen = torch.randn(expected.shape).to(dtype)
-    ours, theirs = (torch.autograd.grad(x, (past, new), seen) for x in (joined, expected))
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-def test_frozen_experts_cost_no_gradient_of_their_weights(monkeypatch):
-    monkeypatch.setattr(experts, "grouped_outer", lambda *_: pytest.fail("computed the gradient of frozen weights"))
-    rows, weights = torch.randn(9, 8, requires_grad=True), torch.randn(4, 12, 8)
-    ends = torch.tensor([3, 3, 8, 9], dtype=torch.int32)
-    for product in (experts.product_by_group, grouped_product):
-        grad = torch.autograd.grad(product(rows, weights, ends).sum(), rows)[0]
-        torch.testing.assert_close(grad[3:8], weights[2].sum(0).expand(5, -1))
 
 
 @pytest.mark.parametrize("config", [dgemma.presets.tiny(), dgemma.presets.markov(hidden_size=64)], ids=["two", "one"])
@@ -180,7 +147,7 @@ def test_experts_run_the_same_on_shapes_the_grouped_product_refuses(monkeypatch)
     layer = DiffusionGemma(dgemma.presets.tiny()).layers[0]
     x = torch.randn(7, 64)
     grouped = layer.experts(x, layer.router(x))
-    monkeypatch.setattr(experts, "_supports_grouped", lambda *weights: False)
+    monkeypatch.setattr(experts, "supports_grouped", lambda *weights: False)
     torch.testing.assert_close(layer.experts(x, layer.router(x)), grouped, atol=1e-7, rtol=1e-5)
 
 

@@ -27,6 +27,8 @@ from dgemma.train.losses import CrossEntropy
 from dgemma.train.objective import Objective
 from dgemma.train.parallel import Parallel
 from dgemma.train.update import Updater
+from dgemma_kernels import accelerate_training
+from dgemma_kernels.training import door
 from fork_server import start_script
 from next_token import NextToken, counting
 
@@ -478,7 +480,9 @@ def test_layers_compile_into_one_graph_each_and_learn_the_same(tmp_path, monkeyp
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     _, one = run(tmp_path / "plain", steps=3)
-    compiled, two = run(tmp_path / "compiled", steps=3, compile=True)
+    compiled = next_token.model()
+    with accelerate_training(compiled), door._compiled_layers(compiled):
+        _, two = run(tmp_path / "compiled", model=compiled, steps=3)
     counters = torch._dynamo.utils.counters
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 2  # a sliding layer and a full one

@@ -3,14 +3,12 @@
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn.attention import flex_attention
 
 import dgemma
 from dgemma import DiffusionGemma
-from dgemma.model.attention import Mask, attend
 from dgemma.model.config import Conventions
 from dgemma.train.one_pass import canvas_masks, predict_canvases, read_clean
+from dgemma_kernels import accelerate_training
 
 CANVAS_LEN = 6
 # Rows start at different positions. The last canvases are far beyond the window of 7, so sliding layers must forget.
@@ -120,57 +118,6 @@ def test_the_gradient_reaches_the_clean_text_before_a_canvas_and_none_after():
     assert reached.tolist() == [position < 11 for position in range(TEXT_LEN)]
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("packs", [pytest.param(False, marks=pytest.mark.slow), True], ids=["one-text", "two-texts"])
-def test_block_masks_equal_dense_masks(packs):
-    model = make_model(dtype=torch.float64)
-    tokens, canvases = make_inputs()
-    documents = both = None
-    if packs:
-        documents = (torch.arange(TEXT_LEN) >= 14).long().expand(3, -1)
-        both = documents, (STARTS[..., None] + torch.arange(CANVAS_LEN) >= 14).long()
-    results = []
-    for attention in ("dense", "blocks"):
-        with torch.no_grad():  # FlexAttention has no backward on a CPU
-            clean = read_clean(model, tokens, documents=documents, attention=attention)
-            masks = canvas_masks(model, STARTS, CANVAS_LEN, TEXT_LEN, documents=both, attention=attention)
-            hidden = predict_canvases(model, canvases, STARTS, clean, masks)
-        results.append((clean.hidden, hidden))
-    for dense, blocks in zip(*results, strict=True):
-        torch.testing.assert_close(blocks, dense, atol=1e-10, rtol=1e-10)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_compiled_attention_takes_the_block_masks_of_new_texts_without_compiling_again(monkeypatch):
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # it refuses gradients on a CPU
-    compilations = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(attend, dynamic=False, fullgraph=True, backend=compilations)
-    masks: dict[str, list[Mask]] = {"dense": [], "blocks": []}
-
-    def keep_masks(x, positions, pasts, of_layers, *, causal):
-        masks[attention].append(of_layers[0])
-        return x, [(torch.zeros(3, 1, x.shape[1], 1),) * 2] * len(of_layers)
-
-    model = make_model()
-    monkeypatch.setattr(model, "run", keep_masks)
-    tokens, _ = make_inputs()
-    for attention in masks:
-        for split in (14, 15):
-            documents = (torch.arange(TEXT_LEN) >= split).long().expand(3, -1)
-            read_clean(model, tokens, documents=documents, attention=attention)
-    queries, keys, values = (
-        torch.randn(3, TEXT_LEN, 6, 4, dtype=torch.float64),
-        *torch.randn(2, 3, 2, TEXT_LEN, 4).double(),
-    )
-    inputs = [x.requires_grad_() for x in (queries, keys, values)]
-    for dense, blocks in zip(*masks.values(), strict=True):
-        expected = torch.autograd.grad(attend(*inputs, dense).square().sum(), inputs)
-        actual = torch.autograd.grad(compiled(*inputs, blocks).square().sum(), inputs)
-        torch.testing.assert_close(actual, expected, atol=1e-10, rtol=1e-10)
-    assert compilations.frame_count == 1
-
-
 @pytest.mark.parametrize("length", [7, 8], ids=["inside-the-window", "past-the-window"])
 def test_a_text_shorter_than_the_window_needs_no_mask(length):
     model = make_model(dtype=torch.float64)
@@ -234,7 +181,8 @@ def test_a_compiled_layer_that_recomputes_changes_nothing():
     model.layers[0].compile(
         backend="aot_eager", fullgraph=True, dynamic=False
     )  # traces as inductor does, without code generation
-    torch.testing.assert_close(gradient(model, inputs), plain, atol=1e-4, rtol=1e-3)
+    with accelerate_training(model):  # torch can trace the gradient of its grouped product in bfloat16 only
+        torch.testing.assert_close(gradient(model, inputs), plain, atol=1e-4, rtol=1e-3)
 
 
 def test_under_autocast_one_pass_runs_in_bfloat16_and_stays_close():
@@ -253,8 +201,3 @@ def test_under_autocast_one_pass_runs_in_bfloat16_and_stays_close():
     assert (logits - plain).abs().median() < 0.05 * plain.std()
     rough.square().mean().backward()
     assert model.layers[0].experts.gate_up_proj.grad.dtype == torch.float32
-
-
-def test_an_unknown_attention_is_refused():
-    with pytest.raises(ValueError, match="attention must be 'dense' or 'blocks'"):
-        read_clean(make_model(), torch.zeros(1, 3, dtype=torch.int64), attention="flash")

@@ -4,13 +4,14 @@ import pytest
 import torch
 
 import dgemma
-from dgemma.model.fused import fusing
-from dgemma.train import LoRA, Objective, TrainBatch, add_lora, update
+from dgemma.train import LoRA, Objective, TrainBatch, add_lora
 from dgemma.train.batch import MicroBatch
 from dgemma.train.canvases import sizes_of
-from dgemma.train.lora import rounded_once
-from dgemma.train.update import Measured, Replayed
-from dgemma_kernels.ops import residual
+from dgemma.train.update import Measured
+from dgemma_kernels import accelerate_training
+from dgemma_kernels.training import replay
+from dgemma_kernels.training.adapted_linear import rounded_once
+from dgemma_kernels.training.replay import Replayed
 
 
 def part_of(seed, length=56, device="cpu"):
@@ -31,7 +32,7 @@ def test_a_shape_is_captured_when_it_comes_for_the_third_time(monkeypatch):
         def replay(self, part, totals):
             return "replayed"
 
-    monkeypatch.setattr(update, "_Graph", Graph)
+    monkeypatch.setattr(replay, "_Graph", Graph)
     monkeypatch.setattr(Replayed, "_run_once", lambda self, part, totals: "run")
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     measure = Replayed(None, [], lambda part: part.batch.spans)
@@ -39,9 +40,9 @@ def test_a_shape_is_captured_when_it_comes_for_the_third_time(monkeypatch):
     found = [measure(part_of(step, length), {}) for step, length in enumerate(lengths)]
     assert found == ["run", "run", "run", "replayed", "run", "replayed", "replayed"]
     assert captured == [56, 48]
-    monkeypatch.setattr(update, "_MOST_GRAPHS", 2)
+    monkeypatch.setattr(replay, "_MOST_GRAPHS", 2)
     assert [measure(part_of(0, 40), {}) for _ in range(4)] == ["run"] * 4
-    monkeypatch.setattr(update, "_MOST_SHAPES", 4)
+    monkeypatch.setattr(replay, "_MOST_SHAPES", 4)
     assert [measure(part_of(0, length), {}) for length in range(60, 66)] == ["run"] * 6
     assert len(measure.seen) <= 4
 
@@ -64,6 +65,24 @@ def test_texts_of_other_lengths_share_a_graph_if_their_sizes_are_equal():
     for name, sums in alone.sums.items():
         assert torch.equal(replayed.sums[name], sums)
         assert torch.equal(replayed.counts[name], alone.counts[name])
+
+
+def test_graphs_add_to_gradients_of_their_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    first, second, unused = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
+    measure = Replayed(None, [first, second, unused], lambda part: None)
+    measure.trained = [first, second]
+    first.grad = torch.ones(2)
+    measure.place_gradients()  # at a capture: gradients of this step are kept
+    own = first.grad, second.grad
+    assert [grad.tolist() for grad in own] == [[1, 1], [0, 0]]
+    assert unused.grad is None
+    own[1].fill_(7)
+    first.grad, second.grad = torch.full((2,), 3.0), None  # the next step: one pass without a graph, then a replay
+    measure.place_gradients()
+    assert first.grad is own[0]
+    assert second.grad is own[1]
+    assert [grad.tolist() for grad in own] == [[3, 3], [0, 0]]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
@@ -92,7 +111,7 @@ def test_replays_have_the_losses_and_gradients_of_their_own_batches(adapted):
         measured = run(part, objective.total_counts(part.batch, part.seeds))
         return measured, [weight.grad.clone() for weight in trained if weight.grad is not None]
 
-    with fusing(residual):
+    with accelerate_training(model):
         for seed in range(6):
             part = part_of(seed, device="cuda")
             got, gradients = step(replayed, part)

@@ -137,14 +137,6 @@ def test_a_stop_is_reported_and_a_new_plan_is_not(tmp_path, clock, caplog):
     assert [message[:30] for message in caplog.messages] == ["Training stopped after step 7."]
 
 
-@pytest.mark.parametrize(("minutes", "compiles", "warns"), [(2, True, True), (8, True, False), (2, False, False)])
-def test_a_run_that_would_mostly_compile_warns(tmp_path, clock, caplog, minutes, compiles, warns):
-    caplog.set_level(logging.WARNING, "dgemma")
-    run(tmp_path, clock, lambda step: 30.0, minutes=minutes, compile=compiles)
-    warning = ["Compiling takes one or two of the 2 minutes. Set compile=False for such a run."]
-    assert caplog.messages == (warning if warns else [])
-
-
 def test_the_number_of_steps_is_shown_once_the_pace_is_known(tmp_path, clock, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "dgemma")
     bars, totals, make_bar = [], [], loop.progress_bar

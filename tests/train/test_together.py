@@ -6,9 +6,11 @@ import torch
 import dgemma
 from dgemma.model.quantize import quantize
 from dgemma.model.quantized import set_weight
-from dgemma.train import LoRA, Objective, TrainBatch, add_lora, one_pass, together
-from dgemma.train.lora import trained_weights
-from dgemma.train.together import TogetherPass, can_run_together
+from dgemma.train import LoRA, Objective, TrainBatch, add_lora
+from dgemma_kernels import accelerate_training
+from dgemma_kernels.training import together
+from dgemma_kernels.training.adapted_experts import trained_weights
+from dgemma_kernels.training.together import TogetherPass, can_run_together
 
 
 def adapted_model(dtype=torch.float64, *, quantized=False, **config_changes):
@@ -70,8 +72,8 @@ def test_text_and_canvases_together_have_the_loss_and_gradients_of_separate_pass
     run = TogetherPass.denoise_again
     monkeypatch.setattr(TogetherPass, "denoise_again", lambda *args: runs.append(case) or run(*args))
     with torch.autocast("cpu", torch.bfloat16, enabled=case == "mixed precision", cache_enabled=False):
-        loss, gradients = loss_and_gradients(objective, model, trained, batch)
-        monkeypatch.setattr(one_pass, "can_run_together", lambda model: False)
+        with accelerate_training(model):
+            loss, gradients = loss_and_gradients(objective, model, trained, batch)
         expected_loss, expected = loss_and_gradients(objective, model, trained, batch)
     assert len(runs) == 1
     if case == "mixed precision":

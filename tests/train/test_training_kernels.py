@@ -1,5 +1,6 @@
 """A whole step with the kernels of training, against the same step in plain PyTorch."""
 
+from contextlib import nullcontext
 from importlib import import_module
 
 import pytest
@@ -7,11 +8,11 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import dgemma
-from dgemma.model import fused
 from dgemma.train import LoRA, Objective, TrainBatch, add_lora
-from dgemma.train.lora import compiling
+from dgemma_kernels import accelerate_training
 from dgemma_kernels.ops import adapters, ahead, choices, grouped, heads, residual
 from dgemma_kernels.ops.grouped import hopper, kernel, reference, tiles
+from dgemma_kernels.training import compiling, door, fused, head
 
 CONFIG = {
     "num_hidden_layers": 2,
@@ -30,19 +31,19 @@ def kernels_on_cpu(monkeypatch):
     Triton interprets the kernels. On a machine with a GPU this fixture changes only the compiler.
     """
 
-    def without_compiler(function, dynamic):
+    def without_compiler(function, *, dynamic=None):
         @torch.no_grad()
         def run(*args):
             with monkeypatch.context() as patch:
-                patch.setattr(fused, "_fusing", False)  # functions that it calls are part of it
+                patch.setattr(fused, "COMPILED_ON", ())  # functions that it calls are part of it
                 return function(*(value.detach() if isinstance(value, torch.Tensor) else value for value in args))
 
         return run
 
-    monkeypatch.setattr(fused, "_compiled", without_compiler)
+    for module in (fused, head, door):
+        monkeypatch.setattr(module, "compiled", without_compiler)
     if not torch.cuda.is_available():
-        monkeypatch.setattr(fused, "_COMPILED_ON", ("cpu",))
-        monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor.device.type == "cpu"))
+        monkeypatch.setattr(fused, "COMPILED_ON", ("cpu",))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     ran = set()
     for package in (adapters, choices, grouped, heads, residual):
@@ -70,9 +71,10 @@ def make_step(dtype, rank=2):
     batch = TrainBatch(tokens=tokens, prompt_len=ones * 12, length=ones * 20)
     objective = Objective(noise=dgemma.UniformNoise(512), canvas_len=8)
 
-    def step():
-        loss = objective.reduce(objective(model, batch, seeds=torch.arange(2, device=device)))
-        return loss.detach(), torch.autograd.grad(loss, adapters)
+    def step(fast=False):
+        with accelerate_training(model) if fast else nullcontext():
+            loss = objective.reduce(objective(model, batch, seeds=torch.arange(2, device=device)))
+            return loss.detach(), torch.autograd.grad(loss, adapters)
 
     return step
 
@@ -88,8 +90,7 @@ def test_a_step_with_the_kernels_is_as_exact_as_the_plain_one(kernels_on_cpu):
     step = make_step(torch.float16)
     loss, gradients = step()
     assert kernels_on_cpu == set()
-    with fused.fusing(residual):
-        kernel_loss, kernel_gradients = step()
+    kernel_loss, kernel_gradients = step(fast=True)
     assert kernels_on_cpu == {
         *("choose_experts", "weigh_choices", "weigh_choices_gradient", "group_choices"),
         *("multiply_tokens", "multiply_rows", "gated_gradient", "contract_and_outer"),
@@ -109,8 +110,7 @@ def test_a_step_with_the_kernels_is_as_exact_as_the_plain_one(kernels_on_cpu):
 def test_a_compiled_step_in_float64_uses_no_kernel_that_computes_in_float32(kernels_on_cpu):
     step = make_step(torch.float64)
     loss, gradients = step()
-    with fused.fusing(residual):
-        kernel_loss, kernel_gradients = step()
+    kernel_loss, kernel_gradients = step(fast=True)
     assert kernels_on_cpu == {"group_choices"}  # integers
     torch.testing.assert_close(kernel_loss, loss, rtol=1e-12, atol=0)
     assert relative_error(kernel_gradients, gradients) <= 1e-12
@@ -179,7 +179,7 @@ def test_the_first_step_starts_to_compile_its_kernels_ahead(rank, kernels_on_cpu
                 return function(*args, **options)
             launched.append(describe(name, *args, **options))
             with monkeypatch.context() as patch:
-                patch.setattr(fused, "_fusing", False)  # a reference must not call kernels
+                patch.setattr(fused, "COMPILED_ON", ())  # a reference must not call kernels
                 return faster(*args, **options)
 
         run.__name__ = name
@@ -191,7 +191,6 @@ def test_the_first_step_starts_to_compile_its_kernels_ahead(rank, kernels_on_cpu
     monkeypatch.setattr(hopper, "multiply", multiply)
     monkeypatch.setattr(ahead, "start", start)
     monkeypatch.setattr(kernel, "_fits_hopper", lambda *_: True)
-    with fused.fusing(residual):
-        make_step(torch.float16, rank=rank)()
+    make_step(torch.float16, rank=rank)(fast=True)
     assert len(launched) > len(set(launched)) == len(set(compiled))
     assert set(launched) == set(compiled)

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 import zlib
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from dgemma.train.parallel import ADAPTERS_FILE
 _NUM_AVERAGED = 50  # reported losses are means over this many last steps, because single batches vary
 _SAMPLE_SECONDS = 30  # between two samples of a run
 _SAMPLE_PART = 10  # sampling takes at most one tenth of the time
+_SHORT = 5  # minutes; in a shorter run compiling takes more time than it saves
 _SHORT_WARMUP = 10  # steps; a run of a few minutes on a CPU may have only 20 in all
 _STOP_MARKERS = ("<turn|>", "<|tool_response>")  # tokens that end a turn, in vocabularies that have them
 
@@ -118,7 +120,6 @@ def _train_on(arguments: argparse.Namespace, tokenizer: Tokenizer, file: TokenFi
         lr=arguments.lr or (1.5e-4 if arguments.preset is None else 1e-3),
         warmup=_SHORT_WARMUP if on_cpu and arguments.minutes else min(100, arguments.steps // 10),
         ema_decay=arguments.ema,
-        compile=arguments.compile,
         precision="mixed" if model.device.type == "cuda" and model.dtype == torch.float32 else "weights",
         seed=arguments.seed,
     )
@@ -130,15 +131,16 @@ def _train_on(arguments: argparse.Namespace, tokenizer: Tokenizer, file: TokenFi
     )
     if arguments.lora:
         add_lora(model, LoRA(rank=arguments.lora, alpha=2.0 * arguments.lora), seed=arguments.seed)
-    result = train(
-        model,
-        objective,
-        source,
-        config,
-        out=arguments.out,
-        allow_changes=arguments.allow_changes,
-        on_step=None if arguments.json else _Samples(model, tokenizer, noise, _bits_per_byte_factor(file)),
-    )
+    with _door(model, config):
+        result = train(
+            model,
+            objective,
+            source,
+            config,
+            out=arguments.out,
+            allow_changes=arguments.allow_changes,
+            on_step=None if arguments.json else _Samples(model, tokenizer, noise, _bits_per_byte_factor(file)),
+        )
     if result.final is None:  # the loop has logged where it stopped
         return 130
     if arguments.lora:
@@ -162,6 +164,18 @@ def _train_on(arguments: argparse.Namespace, tokenizer: Tokenizer, file: TokenFi
         steps = output.counted(result.step, "step")
         output.print_text(f"{note}Wrote {result.final} after {steps}. Means{window}: {means}.")
     return 0
+
+
+def _door(model: DiffusionGemma, config: TrainConfig) -> AbstractContextManager[None]:
+    """Return the kernels of training on a GPU, except for a short run, which would mostly compile."""
+    if model.device.type != "cuda" or (config.minutes is not None and config.minutes < _SHORT):
+        return nullcontext()
+    try:
+        from dgemma_kernels import accelerate_training
+    except ImportError as error:
+        output.print_note(f"Training without kernels: {error}")
+        return nullcontext()
+    return accelerate_training(model)
 
 
 def _losses(log: TrainLog, file: TokenFile) -> dict[str, float]:

@@ -44,7 +44,7 @@ class SelfConditioning(GatedMLP):
         """Return norm(embedded + MLP(norm(signal))), all (B, C, D). None is a zero signal, whose MLP is zero."""
         if signal is not None:
             embedded = embedded + super().forward(self.pre_norm(signal))
-        return rms_norm(embedded.flatten(0, -2), None, self.eps).view_as(embedded)
+        return rms_norm(embedded, None, self.eps)
 
 
 class ModelFiles(NamedTuple):

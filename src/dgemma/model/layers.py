@@ -7,18 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgemma.model.fused import Kernels, fusible_with
+from dgemma.doors import replaceable
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype for sums and exponentials of x: float32, or float64 for a float64 model."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def product_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of products of x under the current autocast."""
-    autocast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
-    return torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
 
 
 @contextmanager
@@ -39,7 +33,7 @@ def replace_weights(places: Sequence[tuple[nn.Module, str, Tensor]]) -> Iterator
             module._parameters[name] = parameter
 
 
-@fusible_with(kernels=Kernels("rms_norm", (0,)))
+@replaceable
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Return x / RMS(x) · weight over the last dimension, in float32, rounded once. Note: w, not 1 + w."""
     wide = x.to(wide_dtype(x))
@@ -56,19 +50,19 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x.flatten(0, -2), self.weight, self.eps).view_as(x)
+        return rms_norm(x, self.weight, self.eps)
 
 
+@replaceable
 def project(x: Tensor, *layers: nn.Module) -> list[Tensor]:
     """Return the outputs (..., N) of several linear layers for one input (..., K).
 
     Example: `gate, up = project(x, mlp.gate_proj, mlp.up_proj)`.
     """
-    together = getattr(layers[0], "together", None)  # of adapted layers, whose small products are faster as one
-    return [layer(x) for layer in layers] if together is None else together(x, layers)
+    return [layer(x) for layer in layers]
 
 
-@fusible_with(num_joined=2)
+@replaceable
 def gated_gelu(gate: Tensor, up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
@@ -83,6 +77,5 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = project(x, self.gate_proj, self.up_proj)
-        out: Tensor = self.down_proj(gated_gelu(gate.flatten(0, -2), up.flatten(0, -2)).view_as(gate))
+        out: Tensor = self.down_proj(gated_gelu(*project(x, self.gate_proj, self.up_proj)))
         return out

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dgemma.checks import require
-from dgemma.model.fused import compiles_on, fusible
+from dgemma.doors import replaceable
 
 # Values of the sixteen e2m1 codes: a sign bit, two bits of exponent, one bit of mantissa.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 NVFP4_GROUP = 16
 _CHUNK = 1 << 24  # values decoded at a time, because they are float32 until they are rounded
-_FLOAT8_SINCE = (8, 9)  # compute capability; the compiler has no float8 for older GPUs
 
 
 class QuantizedWeight(nn.Module):
@@ -59,6 +58,7 @@ class QuantizedWeight(nn.Module):
         """
         return type(self)(**tensors)
 
+    @replaceable
     @torch.no_grad()
     def decode(self, dtype: torch.dtype) -> Tensor:
         """Return the values (..., N, K): computed in float32, or in float64 if `dtype` is, and rounded once.
@@ -67,24 +67,16 @@ class QuantizedWeight(nn.Module):
         """
         num_rows, width = self.shape[:-1].numel(), self.shape[-1]
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        if self._is_compiled():  # one kernel without temporary values
-            return self._decode_rows(slice(0, num_rows), wide, dtype).view(self.shape)
         out = torch.empty(num_rows, width, dtype=dtype, device=self.device)
         size = max(1, _CHUNK // width)
         for start in range(0, num_rows, size):
             chunk = slice(start, min(start + size, num_rows))
-            out[chunk] = self._decode_rows(chunk, wide, wide)
+            out[chunk] = self.decode_rows(chunk, wide, wide)
         return out.view(self.shape)
 
-    def _decode_rows(self, rows: slice, wide: torch.dtype, dtype: torch.dtype) -> Tensor:
+    def decode_rows(self, rows: slice, wide: torch.dtype, dtype: torch.dtype) -> Tensor:
         """Return the values (r, K) of some rows, computed in `wide`. Rows are numbered over all leading dimensions."""
         raise NotImplementedError
-
-    def _is_compiled(self) -> bool:
-        if not compiles_on(self.device):
-            return False
-        has_float8 = any(buffer.dtype == torch.float8_e4m3fn for buffer in self.buffers())
-        return not has_float8 or torch.cuda.get_device_capability(self.device) >= _FLOAT8_SINCE
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         for name, buffer in self.named_buffers(recurse=False):
@@ -174,10 +166,10 @@ class IntWeight(QuantizedWeight):
     def with_tensors(self, tensors: dict[str, Tensor]) -> Self:
         return type(self)(**tensors, bits=self.bits)
 
-    def _decode_rows(self, rows: slice, wide: torch.dtype, dtype: torch.dtype) -> Tensor:
+    def decode_rows(self, rows: slice, wide: torch.dtype, dtype: torch.dtype) -> Tensor:
         codes = self.codes.view(-1, self.codes.shape[-1])[rows]
         zero_point, bias = (None if t is None else self._of_rows(t, rows) for t in (self.zero_point, self.bias))
-        return _int_values(codes, self._of_rows(self.scale, rows), zero_point, bias, self.bits, wide, dtype)
+        return int_values(codes, self._of_rows(self.scale, rows), zero_point, bias, self.bits, wide, dtype)
 
     def _of_rows(self, per_group: Tensor, rows: slice) -> Tensor:
         """Return the entries of `per_group` (..., N, G) for some rows: (r, G), or (r, K) with a group index."""
@@ -188,8 +180,8 @@ class IntWeight(QuantizedWeight):
         return chosen.gather(1, self.group_index.view(-1, self.shape[-1])[expert].long())
 
 
-@fusible
-def _int_values(
+@replaceable
+def int_values(
     codes: Tensor,
     scale: Tensor,
     zero_point: Tensor | None,
@@ -233,12 +225,12 @@ class Float8Weight(QuantizedWeight):
     def shape(self) -> torch.Size:
         return self.values.shape
 
-    def _decode_rows(self, rows: slice, wide: torch.dtype, dtype: torch.dtype) -> Tensor:
-        return _float8_values(self.values.view(-1, self.shape[-1])[rows], self.scale.view(-1, 1)[rows], wide, dtype)
+    def decode_rows(self, rows: slice, wide: torch.dtype, dtype: torch.dtype) -> Tensor:
+        return float8_values(self.values.view(-1, self.shape[-1])[rows], self.scale.view(-1, 1)[rows], wide, dtype)
 
 
-@fusible
-def _float8_values(values: Tensor, scale: Tensor, wide: torch.dtype, dtype: torch.dtype) -> Tensor:
+@replaceable
+def float8_values(values: Tensor, scale: Tensor, wide: torch.dtype, dtype: torch.dtype) -> Tensor:
     """Return the values (r, K) of float8 values, with scales (r, 1)."""
     return (values.to(wide) * scale.to(wide)).to(dtype)
 
@@ -274,14 +266,14 @@ class NvFp4Weight(QuantizedWeight):
         *rows, width = self.codes.shape
         return torch.Size((*rows, width * 2))
 
-    def _decode_rows(self, rows: slice, wide: torch.dtype, dtype: torch.dtype) -> Tensor:
+    def decode_rows(self, rows: slice, wide: torch.dtype, dtype: torch.dtype) -> Tensor:
         codes, scale = (t.view(-1, t.shape[-1])[rows] for t in (self.codes, self.scale))
         table = _e2m1_values(wide, codes.device)
-        return _nvfp4_values(codes, scale, self.row_scale.view(-1, 1)[rows], table, dtype)
+        return nvfp4_values(codes, scale, self.row_scale.view(-1, 1)[rows], table, dtype)
 
 
-@fusible
-def _nvfp4_values(codes: Tensor, scale: Tensor, row_scale: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
+@replaceable
+def nvfp4_values(codes: Tensor, scale: Tensor, row_scale: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values (r, K) of packed codes, with scales (r, G) and (r, 1). The table has the codes' values."""
     values = table[unpack_nibbles(codes).int()].unflatten(-1, (scale.shape[-1], -1))
     return values.mul_((scale.to(table.dtype) * row_scale.to(table.dtype))[..., None]).flatten(-2).to(dtype)

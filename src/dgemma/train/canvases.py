@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dgemma.diffusion import draws
 from dgemma.diffusion.noise import MaskNoise, Noise
-from dgemma.model.fused import fused
+from dgemma.doors import replaceable
 from dgemma.train.batch import TrainBatch
 
 _CANVAS, _TIME, _EVENT, _TOKEN, _SELF_COND, _MASKED, _HOLES = map(
@@ -231,7 +231,7 @@ def draw_choice(seeds: Tensor) -> Tensor:
     """Return a uniform number for each row, (B,), from its seed. It chooses one of the row's canvases."""
     # Two positions, of which one is used: torch.compile would compile a size of 1 separately.
     zeros, position = torch.zeros_like(seeds), torch.arange(2, device=seeds.device)
-    return _uniform_at(seeds, zeros, position, torch.full_like(position, _CANVAS))[:, 0]
+    return uniform_at(seeds, zeros, position, torch.full_like(position, _CANVAS))[:, 0]
 
 
 def cut_holes(canvases: Canvases, seeds: Tensor, prob: float) -> Canvases:
@@ -313,7 +313,7 @@ def _draw(seeds: Tensor, index: Tensor, canvas_len: int) -> _Draws:
     position = torch.cat([torch.arange(size, device=seeds.device) for size in sizes])
     words = zip((_TIME, _EVENT, _TOKEN, _SELF_COND, _MASKED), sizes, strict=True)
     word = torch.cat([torch.full((size,), word, device=seeds.device) for word, size in words])
-    u = _uniform_at(rows, canvas, position, word)
+    u = uniform_at(rows, canvas, position, word)
     return _Draws(*u.unflatten(0, index.shape).split(sizes, dim=-1))
 
 
@@ -321,11 +321,13 @@ def _draw_uniform(seeds: Tensor, index: Tensor, num_positions: int, word: int) -
     """Return the uniforms of one purpose for canvases `index` (B, K): (B, K, num_positions)."""
     rows, canvas = seeds[:, None].expand_as(index).flatten(), index.flatten()
     position = torch.arange(num_positions, device=seeds.device)
-    return _uniform_at(rows, canvas, position, torch.full_like(position, word)).unflatten(0, index.shape)
+    return uniform_at(rows, canvas, position, torch.full_like(position, word)).unflatten(0, index.shape)
 
 
-def _uniform_at(seeds: Tensor, block: Tensor, position: Tensor, word: Tensor) -> Tensor:
-    return fused(draws.uniform_at, seeds.device)(seeds, block, torch.zeros_like(block), position, word)
+@replaceable
+def uniform_at(seeds: Tensor, block: Tensor, position: Tensor, word: Tensor) -> Tensor:
+    """Return uniforms for rows' seeds and blocks (B·K,) at positions (C,), with the word of each position's purpose."""
+    return draws.uniform_at(seeds, block, torch.zeros_like(block), position, word)
 
 
 def _fit(values: Tensor, num_tokens: int, fill: int | bool) -> Tensor:

@@ -35,7 +35,7 @@ _LOCK_FILE = ".lock"
 _owners: dict[Path, int] = {}  # folders that this process has locked, and the threads that did it
 _CHUNK = 1 << 24  # bytes read at a time
 # Settings that may differ when a run is resumed, because they change no computed number.
-_FREE_FIELDS = {"log_every", "checkpoint_every", "evaluate_every", "keep_last", "progress", "replay"}
+_FREE_FIELDS = {"log_every", "checkpoint_every", "evaluate_every", "keep_last", "progress"}
 _FREE_SWITCHES = {"foreach", "fused", "capturable", "differentiable"}  # of optimizers
 _LONGEST = 1000  # characters of a description
 _OTHER_MODEL = "Continue the run with the model and the settings that it began with, or choose another folder."

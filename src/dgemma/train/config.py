@@ -28,9 +28,7 @@ class TrainConfig:
     precision: `"mixed"` computes in bfloat16 and keeps weights, norms and softmax in float32; `"weights"` computes in
     the dtype of the weights. `batch_size` counts rows over all processes. `micro_batch_size` is the number of rows that
     one process runs at once; it changes no result unless the objective's `reduction` is "micro_batch". `ema_decay`
-    averages the weights; the average is evaluated and returned. `compile` compiles the layers; for adapters on a GPU it
-    compiles the functions between matrix products instead. On one GPU, compiled passes of a repeated shape are replayed
-    as CUDA graphs. `replay=False` launches every kernel anew; this saves the memory of the graphs.
+    averages the weights; the average is evaluated and returned.
 
     Example: `TrainConfig(steps=2000, batch_size=64, lr=3e-4, ema_decay=0.999)`.
     """
@@ -48,8 +46,6 @@ class TrainConfig:
     ema_decay: float | None = None
     precision: Literal["mixed", "weights"] = "mixed"
     recompute_activations: bool = False
-    compile: bool = False
-    replay: bool = True
     seed: int = 0
     log_every: int = 20
     evaluate_every: int | None = None  # None: only after the last step

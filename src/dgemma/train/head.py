@@ -1,31 +1,53 @@
 """The tied head and its losses, one slice of tokens at a time, to bound the memory of the logits.
 
 With a vocabulary of 262,144 tokens the logits of 8,192 positions are 8.6 GB in float32, and so is their gradient. Here
-the logits of a slice are computed, reduced to one number per token and dropped. The backward computes them again,
-unless one slice holds all tokens: then they are kept. The reference is `Prediction`, with its soft-capped softmax.
+the logits of a slice are computed, reduced to one result per token and dropped. The backward computes them again. The
+reference is `Prediction`, with its soft-capped softmax.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from dgemma.doors import replaceable
 from dgemma.model.diffusion import DiffusionGemma
-from dgemma.model.fused import fused
-from dgemma.model.layers import product_dtype, wide_dtype
+from dgemma.model.layers import wide_dtype
 
-_SMALL_CAP = 40.0  # exp(-2 · 40) is still a normal float32
 SLICE_ELEMENTS = 1 << 27  # logits at once: 512 tokens of the published vocabulary
-# Slices are larger on a GPU, where a pass over a slice is one kernel without temporaries. Every slice adds to a float32
-# gradient (V, D). For slices of 512 tokens that would take longer than the products.
-FUSED_SLICE_ELEMENTS = 1 << 29
 
 
+def map_logits(
+    function: Callable[..., Tensor],
+    hidden: Tensor,
+    weight: Tensor,
+    *tokenwise: Tensor,
+    cap: float,
+    slice_elements: int | None = None,
+) -> Tensor:
+    """Apply `function(logits (m, V), *slices of tokenwise (m, …)) -> (m, …)` to slices of hidden (M, D); join them.
+
+    Logits are cap · tanh(hidden @ weightᵀ / cap) in float32, or in float64 for float64 weights. Under autocast the
+    product is in autocast's dtype.
+
+    Example: `map_logits(lambda logits, x: F.cross_entropy(logits, x, reduction="none"), hidden, weight, x, cap=30.0)`.
+    """
+
+    def of_slice(rows: Tensor, weight: Tensor, *values: Tensor) -> Tensor:
+        logits = F.linear(rows, weight)
+        return function((logits.to(wide_dtype(logits)) / cap).tanh() * cap, *values)
+
+    size = max(1, (slice_elements or SLICE_ELEMENTS) // weight.shape[0])
+    pieces = zip(hidden.split(size), *(values.split(size) for values in tokenwise), strict=True)
+    # Without gradients nothing is recomputed, and torch need not import its compiler, which takes 100 MB.
+    run = partial(checkpoint, of_slice, use_reentrant=False) if torch.is_grad_enabled() else of_slice
+    return torch.cat([run(rows, weight, *values) for rows, *values in pieces])
+
+
+@replaceable
 def cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -37,52 +59,36 @@ def cross_entropy(
     banned: int | None = None,
     slice_elements: int | None = None,
 ) -> Tensor:
-    """Return -log p(target) under softmax(cap · tanh(hidden @ weightᵀ / cap)): (M, D), (V, D), targets (M,) → (M,).
+    """Return -log p(target) under softmax(logits of `map_logits`): (M, D), (V, D), targets (M,) → (M,).
 
     `evidence` (M,) is added to the capped logit of the `observed` token (M,). This turns logits of
     p(x | z without this position) into those of p(x | z). A `banned` token, such as a mask that
-    is never proposed, has probability zero. The result is float32 (float64 for float64 weights). Under autocast the
-    products are in autocast's dtype.
+    is never proposed, has probability zero.
 
     Example: `cross_entropy(hidden, model.embed_tokens.weight, targets, cap=30.0).mean().backward()`.
     """
+    require_both(observed, evidence)
+
+    def loss(logits: Tensor, targets: Tensor, *bump: Tensor) -> Tensor:
+        if bump:
+            observed, evidence = bump
+            logits = logits.scatter_add(1, observed[:, None], evidence[:, None].to(logits.dtype))
+        if banned is not None:
+            logits = logits.masked_fill(torch.arange(logits.shape[1], device=logits.device) == banned, -torch.inf)
+        return F.cross_entropy(logits, targets, reduction="none")
+
+    bump = () if observed is None or evidence is None else (observed, evidence)
+    return map_logits(loss, hidden, weight, targets, *bump, cap=cap, slice_elements=slice_elements)
+
+
+def require_both(observed: Tensor | None, evidence: Tensor | None) -> None:
     if (observed is None) != (evidence is None):
         raise ValueError(
             "cross_entropy observed and evidence must both be set or both be None, got one of them. Pass both."
         )
-    with_grad = torch.is_grad_enabled() and hidden.requires_grad and not weight.requires_grad
-    # A frozen head has no gradient that every slice adds to, so smaller slices take no longer.
-    elements = slice_elements or _fused_elements(weight) // (2 if with_grad else 1)
-    size, dtype = _rows_at_once(weight, elements), product_dtype(hidden)
-    loss: Tensor = _CrossEntropy.apply(hidden, weight, targets, observed, evidence, cap, banned, dtype, size, with_grad)
-    return loss
 
 
-def map_logits(
-    function: Callable[..., Tensor],
-    hidden: Tensor,
-    weight: Tensor,
-    *tokenwise: Tensor,
-    cap: float,
-    slice_elements: int = SLICE_ELEMENTS,
-) -> Tensor:
-    """Apply `function(logits (m, V), *slices of tokenwise (m, …)) -> (m,)` to slices of hidden (M, D); join to (M,).
-
-    For losses that read the whole distribution. The backward recomputes each slice.
-
-    Example: `map_logits(lambda logits, x: F.cross_entropy(logits, x, reduction="none"), hidden, weight, x, cap=30.0)`.
-    """
-
-    def of_slice(rows: Tensor, weight: Tensor, *values: Tensor) -> Tensor:
-        return function(_cap(F.linear(rows, weight), cap), *values)
-
-    size = _rows_at_once(weight, slice_elements)
-    pieces = zip(hidden.split(size), *(values.split(size) for values in tokenwise), strict=True)
-    # Without gradients nothing is recomputed, and torch need not import its compiler, which takes 100 MB.
-    run = partial(checkpoint, of_slice, use_reentrant=False) if torch.is_grad_enabled() else of_slice
-    return torch.cat([run(rows, weight, *values) for rows, *values in pieces])
-
-
+@replaceable
 def soft_embedding(
     model: DiffusionGemma, hidden: Tensor, *, allowed: Tensor | None = None, slice_elements: int | None = None
 ) -> Tensor:
@@ -94,206 +100,17 @@ def soft_embedding(
 
     Example: `model.embed_canvas(canvas, soft_embedding(model, first_pass_hidden))`.
     """
-    weight, rows = model.embed_tokens.weight, hidden.detach().flatten(0, -2)
-    rounded = model.dtype if model.conventions.self_cond_logits == "rounded" else None
-    elements = slice_elements or _fused_elements(weight) // (1 if weight.requires_grad else 2)  # as in `cross_entropy`
-    size, dtype = _rows_at_once(weight, elements), product_dtype(hidden)
-    allowed = None if allowed is None else allowed.flatten()
-    soft: Tensor = _SoftEmbedding.apply(
-        rows, weight, allowed, model.config.final_logit_softcapping, rounded, dtype, size
-    )
+    weight = model.embed_tokens.weight
+
+    def embed(logits: Tensor) -> Tensor:
+        logits = logits.detach()
+        if allowed is not None:
+            logits = logits.masked_fill(~allowed.flatten(), -torch.inf)
+        if model.conventions.self_cond_logits == "rounded":
+            logits = logits.to(model.dtype)
+        return logits.softmax(-1, dtype=wide_dtype(logits)).to(weight.dtype) @ weight
+
+    cap = model.config.final_logit_softcapping
+    rows = hidden.detach().flatten(0, -2)
+    soft = map_logits(embed, rows, weight, cap=cap, slice_elements=slice_elements)
     return (soft * model.embed_scale()).view(hidden.shape)
-
-
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        observed: Tensor | None,
-        evidence: Tensor | None,
-        cap: float,
-        banned: int | None,
-        dtype: torch.dtype,
-        num_rows: int,
-        with_grad: bool,
-    ) -> Tensor:
-        """with_grad: compute the gradient of hidden now, so that the backward need not compute the logits again."""
-        narrow, logits = weight.to(dtype), None
-        losses = hidden.new_empty(hidden.shape[0], dtype=wide_dtype(hidden))
-        normalizers = torch.empty_like(losses)
-        grad_hidden = torch.empty_like(hidden) if with_grad else None
-        forward = fused(_loss_and_grad_of_slice if with_grad else _loss_of_slice, hidden.device)
-        for rows in _slices(hidden.shape[0], num_rows):
-            with torch.autocast(hidden.device.type, enabled=False):
-                logits = F.linear(hidden[rows].to(dtype), narrow)
-            losses[rows], normalizers[rows], *slopes = forward(
-                logits, targets[rows], *_bump_of(rows, observed, evidence), cap, banned
-            )
-            if grad_hidden is not None:
-                with torch.autocast(hidden.device.type, enabled=False):
-                    grad_hidden[rows] = slopes[0] @ narrow
-        ctx.with_grad = with_grad
-        if with_grad:
-            ctx.save_for_backward(grad_hidden)
-            return losses
-        kept = logits if hidden.shape[0] <= num_rows else None
-        ctx.save_for_backward(hidden, weight, targets, observed, evidence, normalizers, kept)
-        ctx.cap, ctx.banned, ctx.dtype, ctx.num_rows = cap, banned, dtype, num_rows
-        return losses
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rest = (None,) * 8
-        if ctx.with_grad:
-            (grad_hidden,) = ctx.saved_tensors
-            return (grad_hidden * grad[:, None]).to(grad_hidden.dtype), None, *rest
-        hidden, weight, targets, observed, evidence, normalizers, kept = ctx.saved_tensors
-        narrow = weight.to(ctx.dtype)
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        # Summed over slices in float32, for every dtype of the weights.
-        grad_weight = torch.zeros_like(weight, dtype=wide_dtype(weight)) if needs_weight else None
-        backward = fused(_grad_of_slice, hidden.device)
-        for rows in _slices(hidden.shape[0], ctx.num_rows):
-            inputs = hidden[rows].to(ctx.dtype)
-            logits = F.linear(inputs, narrow) if kept is None else kept
-            bump = _bump_of(rows, observed, evidence)
-            slopes = backward(logits, targets[rows], *bump, ctx.cap, ctx.banned, normalizers[rows], grad[rows])
-            if grad_hidden is not None:
-                grad_hidden[rows] = slopes @ narrow
-            if grad_weight is not None:
-                grad_weight += slopes.T @ inputs
-        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, *rest
-
-
-class _SoftEmbedding(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        allowed: Tensor | None,
-        cap: float,
-        rounded: torch.dtype | None,
-        dtype: torch.dtype,
-        num_rows: int,
-    ) -> Tensor:
-        narrow, pieces, kept = weight.to(dtype), [], None
-        of_slice = fused(_probabilities_of_slice, hidden.device)
-        with torch.autocast(hidden.device.type, enabled=False):
-            for rows in hidden.split(num_rows):
-                probabilities = of_slice(F.linear(rows.to(dtype), narrow), allowed, cap, rounded)
-                pieces.append(probabilities @ narrow)
-                if hidden.shape[0] <= num_rows and ctx.needs_input_grad[1]:
-                    kept = probabilities
-                del probabilities  # before the next slice's are computed
-        ctx.save_for_backward(hidden, weight, allowed, kept)
-        ctx.cap, ctx.rounded, ctx.dtype, ctx.num_rows = cap, rounded, dtype, num_rows
-        return torch.cat(pieces)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, allowed, kept = ctx.saved_tensors
-        if not ctx.needs_input_grad[1]:
-            return None, None, None, None, None, None, None
-        narrow = weight.to(ctx.dtype)
-        grad_weight = torch.zeros_like(weight, dtype=wide_dtype(weight))
-        of_slice = fused(_probabilities_of_slice, hidden.device)
-        for rows, grad_rows in zip(hidden.split(ctx.num_rows), grad.split(ctx.num_rows), strict=True):
-            probabilities = kept
-            if probabilities is None:
-                probabilities = of_slice(F.linear(rows.to(ctx.dtype), narrow), allowed, ctx.cap, ctx.rounded)
-            grad_weight += probabilities.T @ grad_rows.to(ctx.dtype)
-        return None, grad_weight.to(weight.dtype), None, None, None, None, None
-
-
-def _loss_of_slice(
-    logits: Tensor,
-    targets: Tensor,
-    observed: Tensor | None,
-    evidence: Tensor | None,
-    cap: float,
-    banned: int | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the loss and the log of the normaliser, (m,) each, of uncapped logits (m, V)."""
-    scores = _scores(_cap(logits, cap), observed, evidence, banned)
-    if evidence is None and cap <= _SMALL_CAP:
-        normalizer = (scores - cap).exp().sum(-1).log() + cap  # no score is above the cap, so no maximum is needed
-    else:
-        normalizer = scores.logsumexp(-1)
-    return normalizer - scores.gather(1, targets[:, None])[:, 0], normalizer
-
-
-def _grad_of_slice(
-    logits: Tensor,
-    targets: Tensor,
-    observed: Tensor | None,
-    evidence: Tensor | None,
-    cap: float,
-    banned: int | None,
-    normalizer: Tensor,
-    grad: Tensor,
-) -> Tensor:
-    """Return the gradient of uncapped logits (m, V), in their dtype, for the gradient of the losses (m,)."""
-    capped = _cap(logits, cap)
-    probabilities = (_scores(capped, observed, evidence, banned) - normalizer[:, None]).exp()
-    slopes = probabilities - (_ids(logits) == targets[:, None]).to(probabilities.dtype)
-    return (slopes * (1 - (capped / cap).square()) * grad[:, None]).to(logits.dtype)
-
-
-def _loss_and_grad_of_slice(
-    logits: Tensor,
-    targets: Tensor,
-    observed: Tensor | None,
-    evidence: Tensor | None,
-    cap: float,
-    banned: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss, the log of the normaliser, and the gradient of each loss."""
-    loss, normalizer = _loss_of_slice(logits, targets, observed, evidence, cap, banned)
-    ones = torch.ones_like(loss)
-    return loss, normalizer, _grad_of_slice(logits, targets, observed, evidence, cap, banned, normalizer, ones)
-
-
-def _probabilities_of_slice(logits: Tensor, allowed: Tensor | None, cap: float, rounded: torch.dtype | None) -> Tensor:
-    """Return probabilities (m, V) of uncapped logits (m, V), in their dtype."""
-    capped = _cap(logits, cap)
-    capped = capped if allowed is None else capped.masked_fill(~allowed, -torch.inf)
-    capped = capped if rounded is None else capped.to(rounded)
-    return capped.softmax(-1, dtype=wide_dtype(capped)).to(logits.dtype)
-
-
-def _bump_of(rows: slice, observed: Tensor | None, evidence: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if observed is None or evidence is None else (observed[rows], evidence[rows])
-
-
-def _scores(capped: Tensor, observed: Tensor | None, evidence: Tensor | None, banned: int | None) -> Tensor:
-    if observed is not None and evidence is not None:
-        capped = capped + torch.where(_ids(capped) == observed[:, None], evidence[:, None].to(capped.dtype), 0.0)
-    return capped if banned is None else capped.masked_fill(_ids(capped) == banned, -torch.inf)
-
-
-def _cap(logits: Tensor, cap: float) -> Tensor:
-    return (logits.to(wide_dtype(logits)) / cap).tanh() * cap
-
-
-def _ids(logits: Tensor) -> Tensor:
-    return torch.arange(logits.shape[-1], device=logits.device)
-
-
-def _fused_elements(weight: Tensor) -> int:
-    return FUSED_SLICE_ELEMENTS if weight.is_cuda else SLICE_ELEMENTS
-
-
-def _rows_at_once(weight: Tensor, slice_elements: int) -> int:
-    return max(1, slice_elements // weight.shape[0])
-
-
-def _slices(num_tokens: int, size: int) -> list[slice]:
-    return [slice(start, start + size) for start in range(0, num_tokens, size)]

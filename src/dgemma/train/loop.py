@@ -24,7 +24,6 @@ import torch
 from dgemma.checks import require, typed
 from dgemma.diffusion.noise import Noise
 from dgemma.model.diffusion import DiffusionGemma, require_experts
-from dgemma.model.fused import start_compiler
 from dgemma.model.identity import fingerprint
 from dgemma.model.quantized import frozen_tensors
 from dgemma.printing import progress_bar
@@ -41,7 +40,6 @@ from dgemma.values import describe_noise
 
 logger = logging.getLogger("dgemma")
 
-_SHORT = 5  # minutes; in a shorter run compiling takes more time than it saves
 _WARMUP_PART = 10  # in a run limited by minutes, at most one step in ten warms up
 _LONGEST_UNREAD = 10  # seconds; then steps are read and logged, even if they are fewer than `log_every`
 _LONGEST_UNSAVED = 300  # seconds; then a checkpoint is written, even after fewer than `checkpoint_every` steps
@@ -114,8 +112,6 @@ class _Run:
         optimizer: OptimizerFactory | None,
     ) -> None:
         check_weights(model, config)
-        if config.compile and model.device.type == "cuda":
-            start_compiler()  # its processes start while the first checkpoint is written
         # Before `Updater` prepares the model, only the main process is sure to have the weights.
         frozen = fingerprint(frozen_tensors(model)) if parallel.is_main else ""
         self.updater = Updater(model, objective, config, parallel, optimizer)
@@ -231,8 +227,6 @@ class _Run:
         minutes = self.config.minutes
         if minutes is None or not self.parallel.is_main:
             return
-        if self.config.compile and minutes < _SHORT:
-            logger.warning("Compiling takes one or two of the %g minutes. Set compile=False for such a run.", minutes)
         if self.steps is None:
             logger.info("Training for %g minutes; the number of steps is planned after the first tenth.", minutes)
 

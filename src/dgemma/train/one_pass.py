@@ -8,14 +8,14 @@ one.
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
 
 from dgemma.diffusion.prediction import Prediction
+from dgemma.doors import replaceable
 from dgemma.model.attention import Mask
 from dgemma.model.backbone import KeysValues
 from dgemma.model.cache import Cache
@@ -24,12 +24,8 @@ from dgemma.model.denoiser import Denoiser
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.train import head
 from dgemma.train.canvases import Canvases, NoisyCanvases
-from dgemma.train.together import TogetherPass, Tokens, can_run_together
 
-AttentionKind = Literal["dense", "blocks"]
-
-# (row, head, query, key) → whether the query sees the key: a mask function of FlexAttention, on broadcastable tensors.
-Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Rule = Callable[[Tensor, Tensor, Tensor], Tensor]  # (row, query, key) → True where the query sees the key
 
 
 class CleanText(NamedTuple):
@@ -46,16 +42,12 @@ class CleanText(NamedTuple):
         return CleanText(self.hidden[:, :num_tokens], keys_values)
 
 
-def read_clean(
-    model: DiffusionGemma, tokens: Tensor, *, documents: Tensor | None = None, attention: AttentionKind = "dense"
-) -> CleanText:
+def read_clean(model: DiffusionGemma, tokens: Tensor, *, documents: Tensor | None = None) -> CleanText:
     """Read tokens (B, P) causally, with gradients. documents (B, P) numbers texts that must not see each other.
-
-    attention: "dense" masks, or "blocks", with which FlexAttention skips masked keys in long rows on a GPU.
 
     Example: `read_clean(model, tokens).hidden` gives the causal loss.
     """
-    masks = text_masks(model, tokens, documents=documents, attention=attention)
+    masks = text_masks(model, tokens, documents=documents)
     pasts = [None] * len(masks)
     hidden, keys_values = model.run(model.embed(tokens), text_positions(tokens), pasts, masks, causal=True)
     return CleanText(hidden, keys_values)
@@ -66,9 +58,7 @@ def text_positions(tokens: Tensor) -> Tensor:
     return torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[0], -1)
 
 
-def text_masks(
-    model: DiffusionGemma, tokens: Tensor, *, documents: Tensor | None, attention: AttentionKind
-) -> list[Mask | None]:
+def text_masks(model: DiffusionGemma, tokens: Tensor, *, documents: Tensor | None) -> list[Mask | None]:
     """Return each layer's mask for clean tokens (B, P), with the arguments of `read_clean`."""
     batch_size, num_tokens = tokens.shape
 
@@ -76,7 +66,7 @@ def text_masks(
         if documents is None and (shape.window is None or shape.window >= num_tokens):
             return "causal"
 
-        def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        def sees(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
             visible = key <= query
             if shape.window is not None:
                 visible = visible & (key > query - shape.window)
@@ -84,7 +74,7 @@ def text_masks(
 
         return sees
 
-    return _masks(model, rule_of, batch_size if documents is not None else 1, (num_tokens, num_tokens), attention)
+    return _masks(model, rule_of, batch_size if documents is not None else 1, (num_tokens, num_tokens))
 
 
 def canvas_masks(
@@ -95,14 +85,11 @@ def canvas_masks(
     *,
     documents: tuple[Tensor, Tensor] | None = None,
     aligned: bool = False,
-    attention: AttentionKind = "dense",
-    canvases_first: bool = False,
 ) -> list[Mask | None]:
     """Return each layer's mask for canvases that start at positions (B, K), after `num_clean` tokens of clean text.
 
     documents: number of the document of each clean token (B, P) and of each canvas token (B, K, C). aligned: True
     promises that K is 1 and every canvas starts at `num_clean`; then no mask is needed unless the window is too short.
-    canvases_first: the keys are those of the canvases, then those of the text, instead of the reverse.
 
     Example: `predict_canvases(model, canvases, starts, clean, canvas_masks(model, starts, 64, 128, aligned=True))`.
     """
@@ -118,11 +105,9 @@ def canvas_masks(
         if aligned and both is None and (reach is None or reach >= num_clean):
             return None
 
-        def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        def sees(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
             canvas = query // canvas_len
             start = starts[row, canvas]
-            if canvases_first:
-                key = (key + num_clean) % (num_clean + num_noisy)
             before = key < start
             if reach is not None:
                 before = before & (key >= start - reach)
@@ -132,8 +117,8 @@ def canvas_masks(
         return sees
 
     # All positions of a canvas see the same keys, so one query is enough for the mask.
-    num_queries = 1 if num_canvases == 1 and both is None and attention == "dense" else num_noisy
-    return _masks(model, rule_of, batch_size, (num_queries, num_clean + num_noisy), attention)
+    num_queries = 1 if num_canvases == 1 and both is None else num_noisy
+    return _masks(model, rule_of, batch_size, (num_queries, num_clean + num_noisy))
 
 
 def predict_canvases(
@@ -180,21 +165,13 @@ def _masks(
     rule_of: Callable[[LayerShape], Rule | Literal["causal"] | None],
     batch_size: int,
     size: tuple[int, int],
-    attention: AttentionKind,
 ) -> list[Mask | None]:
     """Return the mask of each layer; layers of one kind share it."""
-    if attention not in get_args(AttentionKind):
-        raise ValueError(f"read_clean attention must be 'dense' or 'blocks', got {attention!r}. Use one of them.")
     shapes = [model.config.layer_shape(layer) for layer in range(model.config.num_hidden_layers)]
     rules = {shape.kind: rule_of(shape) for shape in shapes}
-    masks: dict[str, Mask | None] = {}
-    for kind, rule in rules.items():
-        if rule is None or rule == "causal":
-            masks[kind] = rule
-        elif attention == "blocks":
-            masks[kind] = create_block_mask(rule, batch_size, None, *size, device=str(model.device))
-        else:
-            masks[kind] = _dense(rule, batch_size, size, model.device)
+    masks = {
+        kind: _dense(rule, batch_size, size, model.device) if callable(rule) else rule for kind, rule in rules.items()
+    }
     return [masks[shape.kind] for shape in shapes]
 
 
@@ -203,7 +180,7 @@ def _dense(rule: Rule, batch_size: int, size: tuple[int, int], device: torch.dev
     row = torch.arange(batch_size, device=device)[:, None, None]
     query = torch.arange(size[0], device=device)[:, None]
     key = torch.arange(size[1], device=device)
-    visible = rule(row, torch.zeros_like(row), query, key)
+    visible = rule(row, query, key)
     return visible.expand(batch_size, *size)[:, None]
 
 
@@ -214,6 +191,7 @@ class LastHidden(NamedTuple):
     canvases: Tensor | None
 
 
+@replaceable
 def run_text_and_canvases(
     model: DiffusionGemma,
     canvases: Canvases,
@@ -228,48 +206,28 @@ def run_text_and_canvases(
 
     Example: `run_text_and_canvases(model, canvases, noisy).canvases`.
     """
-    num_seen = 0 if noisy is None else canvases.prefix_len
-    tokens = canvases.tokens[:, : max(num_seen, canvases.causal_len)]
-    documents = None if canvases.documents is None else canvases.documents[:, : tokens.shape[1]]
-    if noisy is not None and num_seen and noisy.self_cond is not None and can_run_together(model):
-        return _run_together(model, tokens, documents, canvases, noisy, self_cond_off)
+    tokens, documents = text_read(canvases, noisy)
     clean = read_clean(model, tokens, documents=documents) if tokens.shape[1] else None
     text = None if clean is None else clean.hidden
     if noisy is None:
         return LastHidden(text, None)
-    seen = None if clean is None else clean.first(num_seen)
-    masks, level = _masks_of(model, canvases), _levels(model, canvases, noisy)
+    seen = None if clean is None else clean.first(canvases.prefix_len)
+    masks, level = masks_of(model, canvases), position_levels(model, canvases, noisy)
 
     def predict(signal: Tensor | None) -> Tensor:
         return predict_canvases(model, noisy.z, canvases.starts, seen, masks, signal=signal, noise_level=level)
 
-    return LastHidden(text, predict(_signal(model, noisy, self_cond_off, predict)))
+    return LastHidden(text, predict(self_cond_signal(model, noisy, self_cond_off, predict)))
 
 
-def _run_together(
-    model: DiffusionGemma,
-    tokens: Tensor,
-    documents: Tensor | None,
-    canvases: Canvases,
-    noisy: NoisyCanvases,
-    self_cond_off: str,
-) -> LastHidden:
-    of_text = Tokens(text_positions(tokens), text_masks(model, tokens, documents=documents, attention="dense"))
-    positions = canvas_positions(canvases.starts, canvases.x.shape[-1])
-    of_canvases = Tokens(positions, _masks_of(model, canvases, canvases_first=True))
-    run = TogetherPass(model, of_text, of_canvases, canvases.prefix_len)
-    text, level = model.embed(tokens), _levels(model, canvases, noisy)
-
-    def predict(signal: Tensor | None) -> Tensor:
-        first = run.read_and_denoise(text, embed_canvases(model, noisy.z, signal, level))
-        return first.view(*noisy.z.shape, -1)
-
-    signal = _signal(model, noisy, self_cond_off, predict)
-    text_hidden, hidden = run.denoise_again(text, embed_canvases(model, noisy.z, signal, level))
-    return LastHidden(text_hidden, hidden.view(*noisy.z.shape, -1))
+def text_read(canvases: Canvases, noisy: NoisyCanvases | None) -> tuple[Tensor, Tensor | None]:
+    """Return the tokens (B, T) that a step reads, and the numbers (B, T) of their documents in packed rows."""
+    length = max(0 if noisy is None else canvases.prefix_len, canvases.causal_len)
+    return canvases.tokens[:, :length], None if canvases.documents is None else canvases.documents[:, :length]
 
 
-def _masks_of(model: DiffusionGemma, canvases: Canvases, *, canvases_first: bool = False) -> list[Mask | None]:
+def masks_of(model: DiffusionGemma, canvases: Canvases) -> list[Mask | None]:
+    """Return each layer's mask for these canvases, after the clean text that they see."""
     return canvas_masks(
         model,
         canvases.starts,
@@ -277,16 +235,15 @@ def _masks_of(model: DiffusionGemma, canvases: Canvases, *, canvases_first: bool
         canvases.prefix_len,
         documents=canvases.packing,
         aligned=canvases.aligned,
-        canvases_first=canvases_first,
     )
 
 
-def _levels(model: DiffusionGemma, canvases: Canvases, noisy: NoisyCanvases) -> Tensor | None:
+def position_levels(model: DiffusionGemma, canvases: Canvases, noisy: NoisyCanvases) -> Tensor | None:
     """Return the noise level of each position (B, K, C), 0 for frozen tokens; None if the model takes no level."""
     return torch.where(canvases.frozen, 0.0, noisy.level[..., None]) if model.takes_noise_level else None
 
 
-def _signal(
+def self_cond_signal(
     model: DiffusionGemma, noisy: NoisyCanvases, self_cond_off: str, predict: Callable[[Tensor | None], Tensor]
 ) -> Tensor | None:
     """Return the self-conditioning signal (B, K, C, D) from a first pass, whose hidden states `predict` returns."""
@@ -318,7 +275,7 @@ class OnePass:
     def __init__(self, model: DiffusionGemma, canvases: Canvases, self_cond: SelfCond | None) -> None:
         self.model, self.canvases, self.self_cond = model, canvases, self_cond
         self.clean = read_clean(model, canvases.tokens, documents=canvases.documents)
-        self.masks = _masks_of(model, canvases)
+        self.masks = masks_of(model, canvases)
 
     def map_logits(self, function: OfLogits, z: Tensor, level: Tensor) -> Tensor:
         """Apply `function` to the logits, x, z and level of noisy canvases; z, level and the result are (B, K, C).

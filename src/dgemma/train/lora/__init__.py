@@ -13,10 +13,9 @@ from dgemma.train.lora.adapters import (
     is_adapted,
     load_lora,
     merge_lora,
-    rounded_once,
     save_lora,
 )
-from dgemma.train.lora.experts import AdaptedExperts, trained_weights
+from dgemma.train.lora.experts import AdaptedExperts
 from dgemma.train.lora.linear import AdaptedLinear, LoRA
 
 __all__ = [
@@ -29,7 +28,5 @@ __all__ = [
     "is_adapted",
     "load_lora",
     "merge_lora",
-    "rounded_once",
     "save_lora",
-    "trained_weights",
 ]

@@ -6,30 +6,25 @@ The metadata of a file has the settings of the adapters and the noise of the tra
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from dgemma.checks import require, show, typed
 from dgemma.files import open_tensors, parse_json, write_tensors
 from dgemma.model.diffusion import DiffusionGemma, require_experts
 from dgemma.model.experts import Experts
 from dgemma.model.identity import fingerprint
-from dgemma.model.layers import replace_weights
 from dgemma.model.quantize import requantize
 from dgemma.model.quantized import QuantizedWeight, quantized_weights, set_weight
 from dgemma.train.lora.experts import AdaptedExperts
-from dgemma.train.lora.linear import AdaptedLinear, LoRA, is_target, make_neighbours
+from dgemma.train.lora.linear import AdaptedLinear, LoRA, is_target
 from dgemma.values import describe_settings
 
 logger = logging.getLogger("dgemma")
 
-_SAME_INPUT = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # layers of one module
 _EXPERT_WEIGHTS = {"gate_up_": "gate_up_proj", "down_": "down_proj"}  # by the prefix of their adapters
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
@@ -51,10 +46,6 @@ def add_lora(model: DiffusionGemma, lora: LoRA | None = None, *, seed: int = 0) 
         adapted = AdaptedExperts(module, lora) if isinstance(module, Experts) else AdaptedLinear(module, lora)
         adapted.base_generation = model.generation
         _set_module(model, name, adapted)
-    for module in model.modules():
-        for names in _SAME_INPUT:
-            layers = (getattr(module, name, None) for name in names)
-            make_neighbours([layer for layer in layers if isinstance(layer, AdaptedLinear)])
     generator = torch.Generator().manual_seed(seed)
     for name, weight in adapter_weights(model):
         if name.endswith("lora_a"):  # drawn on the CPU, so that the adapter does not depend on the device
@@ -76,7 +67,7 @@ def merge_lora(model: DiffusionGemma, *, quantized: str | None = None) -> dict[s
     require_adapters(model, "merge_lora")
     if quantized not in (None, "dequantize", "requantize"):
         raise ValueError(f"merge_lora quantized must be None, 'dequantize' or 'requantize', got {quantized!r}.")
-    adapted = list(_adapted_modules(model))
+    adapted = list(adapted_modules(model))
     if quantized is None and any(list(quantized_weights(module)) for _, module in adapted):
         raise ValueError(
             "merge_lora quantized must be 'dequantize' or 'requantize' for a quantised model, got None. The sum of a "
@@ -111,70 +102,11 @@ def drop_lora(model: DiffusionGemma) -> None:
     """
     require_adapters(model, "drop_lora")
     # A model that an earlier version pickled has no base_generation, and keeps its noise.
-    base = next(getattr(module, "base_generation", model.generation) for _, module in _adapted_modules(model))
+    base = next(getattr(module, "base_generation", model.generation) for _, module in adapted_modules(model))
     model.generation = replace(
         model.generation, noise=base.noise, entropy_bound=base.entropy_bound, sampler=base.sampler
     )
     _take_off(model)
-
-
-@contextmanager
-def rounded_once(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Round all adapters to the dtype of products within the context, for a forward and its backward pass.
-
-    Otherwise every use rounds them. Gradients arrive in `.grad` of the original parameters. The rounded A of layers
-    with the same input are neighbours in memory, so that `AdaptedLinear.together` need not copy them.
-
-    Example: `with rounded_once(model, torch.bfloat16): objective.reduce(objective(model, batch, seeds=s)).backward()`.
-    """
-    places = [
-        (module, name)
-        for _, module in _adapted_modules(model)
-        for name, weight in module.named_parameters(recurse=False)
-        if "lora_" in name and weight.dtype != dtype
-    ]
-    places.sort(key=lambda place: place[1])  # all A of linear layers, in the order of the layers; then all B
-    weights = [getattr(module, name) for module, name in places]
-    before = [weight.grad for weight in weights]
-    for weight in weights:
-        weight.grad = None  # autograd would add to each old gradient in a separate launch
-    rounded = _Rounded.apply(dtype, *weights) if places else ()
-    try:
-        with replace_weights([(*place, weight) for place, weight in zip(places, rounded, strict=True)]):
-            yield
-    finally:
-        _add_gradients(weights, before)
-
-
-def _add_gradients(weights: list[nn.Parameter], before: list[Tensor | None]) -> None:
-    """Add the gradients of the weights to those that they had before, in a few launches."""
-    pairs = [(total, weight.grad) for weight, total in zip(weights, before, strict=True) if total is not None]
-    added = [(total, grad) for total, grad in pairs if grad is not None]
-    if added:
-        torch._foreach_add_([total for total, _ in added], [grad for _, grad in added])
-    for weight, total in zip(weights, before, strict=True):
-        if total is not None:
-            weight.grad = total
-
-
-class _Rounded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.dtypes = [weight.dtype for weight in weights]
-        ctx.set_materialize_grads(False)  # an adapter that is not used keeps no gradient
-        sizes = [weight.numel() for weight in weights]
-        parts = torch.empty(sum(sizes), dtype=dtype, device=weights[0].device).split(sizes)
-        rounded = tuple(part.view(weight.shape) for part, weight in zip(parts, weights, strict=True))
-        torch._foreach_copy_(list(rounded), list(weights))  # a few launches for all
-        return rounded
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        used = {number: grad for number, grad in enumerate(grads) if grad is not None}
-        wide = {number: torch.empty_like(grad, dtype=ctx.dtypes[number]) for number, grad in used.items()}
-        torch._foreach_copy_(list(wide.values()), list(used.values()))
-        return None, *(wide.get(number) for number in range(len(grads)))
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -187,10 +119,10 @@ def adapters_of(model: nn.Module) -> LoRA | None:
 
     Example: `add_lora(model, LoRA(rank=4)); adapters_of(model).rank` is 4.
     """
-    return next((module.lora for _, module in _adapted_modules(model)), None)
+    return next((module.lora for _, module in adapted_modules(model)), None)
 
 
-def _adapted_modules(model: nn.Module) -> Iterator[tuple[str, AdaptedLinear | AdaptedExperts]]:
+def adapted_modules(model: nn.Module) -> Iterator[tuple[str, AdaptedLinear | AdaptedExperts]]:
     return ((name, m) for name, m in list(model.named_modules()) if isinstance(m, AdaptedLinear | AdaptedExperts))
 
 
@@ -214,7 +146,7 @@ def require_adapters(model: nn.Module, owner: str) -> None:
 
 
 def _take_off(model: DiffusionGemma) -> None:
-    for name, module in _adapted_modules(model):
+    for name, module in adapted_modules(model):
         _set_module(model, name, module.base())
     model.requires_grad_(True)
 

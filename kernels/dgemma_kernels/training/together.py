@@ -1,6 +1,6 @@
 """For adapters: the causal pass over a text and the denoising passes over its canvases, joined layer by layer.
 
-Reference: `read_clean`, then `predict_canvases` twice.
+Reference: `dgemma.train.one_pass.run_text_and_canvases`.
 
 A step reads the clean text, denoises the canvases without gradients for self-conditioning, and denoises them again. In
 a layer, a canvas needs only this layer's keys and values of the text. So the text and the first denoising share one
@@ -11,23 +11,62 @@ recomputation and one backward pass. Weights are read four times instead of seve
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dgemma.model.attention import Attention, Mask, attend, in_words, words
+from dgemma.doors import plain
+from dgemma.model.attention import Attention, Mask, attend
 from dgemma.model.backbone import KeysValues, Layer
 from dgemma.model.config import LayerShape
 from dgemma.model.diffusion import DiffusionGemma
-from dgemma.model.experts import Kept, group_by_expert
-from dgemma.model.fused import compiles_on, joined
-from dgemma.model.layers import RMSNorm, product_dtype
+from dgemma.model.layers import RMSNorm
 from dgemma.model.rotary import rotary_table
-from dgemma.train.lora import AdaptedLinear, is_adapted, trained_weights
-from dgemma.train.lora.compiling import start_kernels
+from dgemma.train import one_pass
+from dgemma.train.canvases import Canvases, NoisyCanvases
+from dgemma.train.lora import AdaptedLinear, is_adapted
+from dgemma.train.one_pass import LastHidden
+from dgemma_kernels.ops import heads, residual
+from dgemma_kernels.training.adapted_experts import Kept, keeps_output, trained_weights
+from dgemma_kernels.training.adapted_linear import multiply, product_dtype
+from dgemma_kernels.training.attention import in_words, words
+from dgemma_kernels.training.compiling import start_kernels
+from dgemma_kernels.training.fused import joined, runs_kernels
+from dgemma_kernels.training.layer import feed_forward
+
+
+def run_text_and_canvases(
+    model: DiffusionGemma,
+    canvases: Canvases,
+    noisy: NoisyCanvases | None,
+    *,
+    self_cond_off: Literal["zero_signal", "zero_logits"] = "zero_signal",
+) -> LastHidden:
+    """Run text and canvases together if the step allows it; otherwise one after the other."""
+    if noisy is None or noisy.self_cond is None or not canvases.prefix_len or not can_run_together(model):
+        return plain(one_pass.run_text_and_canvases)(model, canvases, noisy, self_cond_off=self_cond_off)
+    tokens, documents = one_pass.text_read(canvases, noisy)
+    of_text = Tokens(one_pass.text_positions(tokens), one_pass.text_masks(model, tokens, documents=documents))
+    masks = [_canvases_first(mask, canvases.prefix_len) for mask in one_pass.masks_of(model, canvases)]
+    of_canvases = Tokens(one_pass.canvas_positions(canvases.starts, canvases.x.shape[-1]), masks)
+    run = TogetherPass(model, of_text, of_canvases, canvases.prefix_len)
+    text, level = model.embed(tokens), one_pass.position_levels(model, canvases, noisy)
+
+    def predict(signal: Tensor | None) -> Tensor:
+        first = run.read_and_denoise(text, one_pass.embed_canvases(model, noisy.z, signal, level))
+        return first.view(*noisy.z.shape, -1)
+
+    signal = one_pass.self_cond_signal(model, noisy, self_cond_off, predict)
+    text_hidden, hidden = run.denoise_again(text, one_pass.embed_canvases(model, noisy.z, signal, level))
+    return LastHidden(text_hidden, hidden.view(*noisy.z.shape, -1))
+
+
+def _canvases_first(mask: Mask | None, num_seen: int) -> Mask | None:
+    """Return the mask (…, S) of canvases with their own keys before those of the text."""
+    return torch.cat((mask[..., num_seen:], mask[..., :num_seen]), -1) if isinstance(mask, Tensor) else mask
 
 
 class Tokens(NamedTuple):
@@ -124,21 +163,21 @@ class TogetherPass:
         noisy = attend(noisy_queries, noisy_keys, noisy_values, self.canvases.masks[number])
         text = attend(queries, keys, values, self.text.masks[number])
         attended = _project_out(layer, _JoinTokens.apply(noisy, text), kept)
-        return layer.feed_forward(x, attended, self.scalars[number], kept), noisy_keys, noisy_values
+        return feed_forward(layer, x, attended, self.scalars[number], kept), noisy_keys, noisy_values
 
     def run_canvases(self, number: int, x: Tensor, result: _FromText, kept: Kept) -> Tensor:
         """Return the output of a layer for canvases x (B·C, D), and replace their keys and values in `result`."""
         layer, rope = self.layers[number], self.noisy_ropes[number]
         if _uses_head_kernel(layer, x):
             raws = layer.self_attn.raw_heads(layer.input_layernorm(x))
-            heads = _norm_heads(layer.self_attn, rope, raws)
-            queries, keys, values = (each.unflatten(0, (self.batch_size, -1)) for each in heads)
+            normed = _norm_heads(layer.self_attn, rope, raws)
+            queries, keys, values = (each.unflatten(0, (self.batch_size, -1)) for each in normed)
         else:
             queries, keys, values = _project(layer, x, rope, self.batch_size)
         for old, new in ((result.keys, keys), (result.values, values)):
             _replace(old[:, :, : self.num_noisy], new.transpose(1, 2))
         attended = attend(queries, result.keys, result.values, self.canvases.masks[number])
-        return layer.feed_forward(x, _project_out(layer, attended, kept), self.noisy_scalars[number], kept)
+        return feed_forward(layer, x, _project_out(layer, attended, kept), self.noisy_scalars[number], kept)
 
     def _layer_scalars(self) -> tuple[Tensor, Tensor]:
         """Return each layer's scalar for all tokens (layers, B·L, 1), and for canvas tokens alone (layers, B·C, 1)."""
@@ -162,15 +201,15 @@ def _project(layer: Layer, x: Tensor, rope: KeysValues, batch_size: int) -> list
     """Return queries, keys and values (B, T, heads, H) of x (B·T, D)."""
     queries, keys, values = layer.self_attn.project(layer.input_layernorm(x)[None], rope)
     flat = queries, keys.transpose(1, 2), values.transpose(1, 2)
-    return [heads.flatten(0, 1).unflatten(0, (batch_size, -1)) for heads in flat]
+    return [each.flatten(0, 1).unflatten(0, (batch_size, -1)) for each in flat]
 
 
-def _project_out(layer: Layer, heads: Tensor, kept: Kept) -> Tensor:
+def _project_out(layer: Layer, attended_heads: Tensor, kept: Kept) -> Tensor:
     """Return the output (B·T, D) of attention from its heads (B, T, N, H)."""
-    project, flat = layer.self_attn.o_proj, heads.flatten(2).flatten(0, 1)
-    if not isinstance(project, AdaptedLinear) or not layer.experts.keeps_output:
+    project, flat = layer.self_attn.o_proj, attended_heads.flatten(2).flatten(0, 1)
+    if not isinstance(project, AdaptedLinear) or not keeps_output(layer.experts):
         return project(flat)
-    attended: Tensor = project(flat, kept.attended)
+    attended = multiply(flat, [project], None if kept.attended is None else [kept.attended])[0]
     kept.attended = attended.detach()
     return attended
 
@@ -187,25 +226,20 @@ class _NormOf(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, added: Tensor) -> tuple[Tensor, None]:
-        from dgemma_kernels.ops.residual import rms_norm_gradient
-
         (x,) = ctx.saved_tensors
-        return rms_norm_gradient(grad, x, ctx.norm.weight, ctx.norm.eps, added)[0], None
+        return residual.rms_norm_gradient(grad, x, ctx.norm.weight, ctx.norm.eps, added)[0], None
 
 
 def _uses_head_kernel(layer: Layer, x: Tensor) -> bool:
-    """Return True if our kernels normalise and rotate heads: in compiled steps on a GPU, for frozen norms.
+    """Return True if our kernels normalise and rotate heads: on a GPU, for frozen norms.
 
     The forward kernel rounds each product of a rotation. In a float32 model under autocast, these products are float32
     and are not rounded. So such a model does not use the kernels.
     """
-    if not x.is_cuda or not compiles_on(x.device):
-        return False
-    from dgemma_kernels.ops.residual import fits
-
     attention = layer.self_attn
     return (
-        fits(x)
+        runs_kernels(x)
+        and residual.fits(x)
         and x.dtype == product_dtype(x) != torch.float32
         and attention.head_dim & (attention.head_dim - 1) == 0
         and not any(norm.weight.requires_grad for norm in (layer.input_layernorm, attention.q_norm, attention.k_norm))
@@ -214,11 +248,9 @@ def _uses_head_kernel(layer: Layer, x: Tensor) -> bool:
 
 def _norm_heads(attention: Attention, rope: KeysValues, raws: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries (M, N, H), keys and values (M, K, H) of their projections (M, heads · H)."""
-    from dgemma_kernels.ops.heads import norm_heads
-
     raw, *others = _inputs_of_heads(attention, rope, raws)
     num_heads, kv_heads = (part.shape[-1] // attention.head_dim for part in raws[:2])
-    return norm_heads(raw, *others, num_heads=num_heads, kv_heads=kv_heads, eps=attention.eps)
+    return heads.norm_heads(raw, *others, num_heads=num_heads, kv_heads=kv_heads, eps=attention.eps)
 
 
 def _inputs_of_heads(
@@ -250,18 +282,16 @@ class _Heads(torch.autograd.Function):
         """start: where the last tokens begin. ends: where the first tokens end, for queries, keys and values."""
         ctx.attention, ctx.rope = attention, rope
         ctx.save_for_backward(*raws)
-        heads = (each.unflatten(0, (batch_size, -1)) for each in _norm_heads(attention, rope, raws))
-        return tuple(part for each, end in zip(heads, ends, strict=True) for part in (each[:, :end], each[:, start:]))
+        normed = (each.unflatten(0, (batch_size, -1)) for each in _norm_heads(attention, rope, raws))
+        return tuple(part for each, end in zip(normed, ends, strict=True) for part in (each[:, :end], each[:, start:]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from dgemma_kernels.ops.heads import norm_heads_gradient
-
         raws = ctx.saved_tensors
         inputs = _inputs_of_heads(ctx.attention, ctx.rope, raws)
         parts = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads]
-        of_raw = norm_heads_gradient(*inputs, parts[::2], parts[1::2], eps=ctx.attention.eps)
+        of_raw = heads.norm_heads_gradient(*inputs, parts[::2], parts[1::2], eps=ctx.attention.eps)
         return None, None, None, None, None, *of_raw.split([part.shape[1] for part in raws], 1)
 
 
@@ -318,12 +348,7 @@ class _TogetherLayer(torch.autograd.Function):
     def forward(ctx: Any, run: TogetherPass, number: int, x: Tensor, *trained: Tensor) -> Tensor:
         result, kept = run.results.pop(0), Kept()
         out = run.run_canvases(number, run.of_canvases(x).flatten(0, 1), result, kept)
-        assert kept.groups is not None
-        assert result.kept.groups is not None
-        stored, news = (
-            (groups.experts, each.mixed, each.narrow, each.attended)
-            for each, groups in ((result.kept, result.kept.groups), (kept, kept.groups))
-        )
+        stored, news = ((each.experts, each.mixed, each.narrow, each.attended) for each in (result.kept, kept))
         for old, new in zip((*stored, result.out), (*news, out), strict=True):
             if old is not None and new is not None:
                 _replace(run.of_canvases(old), new.unflatten(0, (run.batch_size, -1)))
@@ -334,10 +359,9 @@ class _TogetherLayer(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, experts, *outputs = ctx.saved_tensors
-        layer = ctx.run.layers[ctx.number]
+        x, *stored = ctx.saved_tensors
+        layer, kept = ctx.run.layers[ctx.number], Kept(*stored)
         x = x.detach().requires_grad_()
-        kept = Kept(group_by_expert(experts, layer.experts.gate_up_proj.shape[0]), *outputs)
         with torch.enable_grad(), ctx.autocast():
             out, _, _ = ctx.run.run_layer(ctx.number, x, kept)
         return None, None, *torch.autograd.grad(out, [x, *trained_weights(layer)], grad, allow_unused=True)

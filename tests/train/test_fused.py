@@ -1,14 +1,17 @@
-"""Fusible functions are compiled only within `fusing` and on a GPU, and then compute the same."""
+"""Fused functions are compiled on a GPU, and then compute the same."""
 
 import sys
 
 import pytest
 import torch
+from triton import knobs
 
 import dgemma
-from dgemma.model import fused
 from dgemma.model.quantize import quantize
 from dgemma.train import LoRA, Objective, TrainBatch, add_lora
+from dgemma_kernels import accelerate_training
+from dgemma_kernels.ops import adapters, choices
+from dgemma_kernels.training import fused
 
 
 @pytest.fixture
@@ -24,12 +27,15 @@ def graphs(monkeypatch):
         return compile_function(function, dynamic=dynamic, backend=trace)
 
     monkeypatch.setattr(torch, "compile", with_names)
-    monkeypatch.setattr(fused, "_COMPILED_ON", ("cpu",))
-    fused._compiled.cache_clear()
+    monkeypatch.setattr(fused, "COMPILED_ON", ("cpu",))
+    monkeypatch.setattr(fused, "_kernel", lambda *_: None)  # compiled functions, not kernels
+    monkeypatch.setattr(choices, "fits", lambda *_: False)
+    monkeypatch.setattr(adapters, "fits", lambda *_: False)
+    fused.compiled.cache_clear()
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=64):
         yield names
-    fused._compiled.cache_clear()
+    fused.compiled.cache_clear()
 
 
 def test_starting_the_compiler_does_nothing_with_a_torch_that_lacks_its_module(monkeypatch):
@@ -37,27 +43,19 @@ def test_starting_the_compiler_does_nothing_with_a_torch_that_lacks_its_module(m
     fused.start_compiler()
 
 
-@fused.fusible
 def double(x, weight):
     return 2 * x * weight
 
 
 @pytest.mark.slow  # imports the compiler
-def test_a_fusible_function_is_compiled_once_for_all_numbers_of_tokens(graphs):
-    weight = torch.nn.Parameter(torch.ones(3), requires_grad=False)
-    double(torch.ones(4, 3), weight)
-    assert graphs == []
-    with fused.fusing():
-        for num_tokens in (4, 7, 5):
-            assert torch.equal(double(torch.ones(num_tokens, 3), weight), torch.full((num_tokens, 3), 2.0))
+def test_a_fused_function_is_compiled_once_for_all_numbers_of_tokens(graphs, monkeypatch):
+    weight, fast = torch.nn.Parameter(torch.ones(3), requires_grad=False), fused.fused(double)
+    for num_tokens in (4, 7, 5):
+        assert torch.equal(fast(torch.ones(num_tokens, 3), weight), torch.full((num_tokens, 3), 2.0))
     assert graphs == ["double"]
-    double(torch.ones(4, 3, dtype=torch.float64), weight)
+    monkeypatch.setattr(fused, "COMPILED_ON", ("cuda",))
+    fast(torch.ones(4, 3, dtype=torch.float64), weight)
     assert graphs == ["double"]
-
-
-def test_a_gpu_is_needed_for_fusing():
-    with fused.fusing():
-        assert fused.fused(double, torch.device("cpu")) is double
 
 
 @pytest.mark.slow
@@ -79,9 +77,9 @@ def test_a_fused_step_has_the_loss_and_the_gradients_of_the_plain_one(graphs):
         return loss.detach(), torch.autograd.grad(loss, adapters)
 
     loss, gradients = step()
-    with fused.fusing():
+    with accelerate_training(model):
         fused_loss, fused_gradients = step()
-    assert {"rms_norm", "_norm_heads", "after_attention", "after_experts", "_gated_and_grad"} <= set(graphs)
+    assert {"rms_norm", "_norm_heads_plainly", "after_attention", "after_experts", "_gated_and_grad"} <= set(graphs)
     torch.testing.assert_close(fused_loss, loss, rtol=1e-12, atol=0)
     for ours, theirs in zip(fused_gradients, gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
@@ -105,7 +103,6 @@ def test_other_tensors_are_not_joined():
     assert fused.joined([first, quantize(torch.randn(4, 64), "int4")], 1) is None
 
 
-@fused.fusible_with(num_joined=2)
 def scaled_sum(x, y, weight):
     return 2 * x + 3 * y * weight
 
@@ -113,8 +110,8 @@ def scaled_sum(x, y, weight):
 @pytest.mark.slow
 def test_gradients_of_joined_arguments_are_slices_of_one_tensor(graphs):
     x, y = torch.ones(4, 2, requires_grad=True), torch.ones(4, 2, requires_grad=True)
-    with fused.fusing():
-        of_x, of_y = torch.autograd.grad(scaled_sum(x, y, torch.full((2,), 5.0)).sum(), [x, y])
+    out = fused.fused(scaled_sum, num_joined=2)(x, y, torch.full((2,), 5.0))
+    of_x, of_y = torch.autograd.grad(out.sum(), [x, y])
     assert torch.equal(fused.joined([of_x, of_y], 1), torch.tensor([2.0, 2, 15, 15]).expand(4, -1))
 
 
@@ -122,6 +119,15 @@ def test_gradients_of_joined_arguments_are_slices_of_one_tensor(graphs):
 def test_a_compiled_step_decodes_quantised_weights_in_one_function(graphs):
     weight = quantize(torch.randn(3, 8, 64), "int4")
     expected = weight.decode(torch.bfloat16)
-    with fused.fusing():
+    with accelerate_training(dgemma.DiffusionGemma(dgemma.presets.tiny())):
         assert torch.equal(weight.decode(torch.bfloat16), expected)
-    assert graphs == ["_int_values"]
+    assert graphs == ["int_values"]
+
+
+def test_a_model_on_a_cpu_is_refused(monkeypatch):
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    with (
+        pytest.raises(ValueError, match="must be on a GPU"),
+        accelerate_training(dgemma.DiffusionGemma(dgemma.presets.tiny())),
+    ):
+        pass

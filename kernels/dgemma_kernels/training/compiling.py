@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from dgemma.model.backbone import Layer
-from dgemma.train.lora.experts import FEW_OUTPUTS, AdaptedExperts
-from dgemma.train.lora.linear import AdaptedLinear
+from dgemma.train.lora import AdaptedExperts, AdaptedLinear
+from dgemma_kernels.ops import adapters, ahead, choices, grouped, heads, residual
+from dgemma_kernels.training.adapted_experts import FEW_OUTPUTS, keeps_output, uses_kernel
 
 
 class _StepSizes(NamedTuple):
@@ -38,7 +39,7 @@ def start_kernels(layers: Sequence[Layer], x: Tensor, batch_size: int, num_noisy
     Example: `start_kernels(model.layers, x, 8, 256, 703)`.
     """
     experts = layers[0].experts
-    if not isinstance(experts, AdaptedExperts) or not experts.uses_kernels(x):
+    if not isinstance(experts, AdaptedExperts) or not keeps_output(experts) or not uses_kernel(experts.gate_up_proj, x):
         return
     num_experts, width, inner = experts.down_proj.shape
     sizes = _StepSizes(
@@ -69,18 +70,12 @@ def _adapted(layer: Layer) -> Iterator[tuple[tuple[int, ...], int]]:
 
 @lru_cache(maxsize=64)
 def _start(sizes: _StepSizes, dtype: torch.dtype, device: torch.device) -> None:
-    from dgemma_kernels.ops import ahead
-    from dgemma_kernels.ops.choices import fits
-    from dgemma_kernels.ops.grouped import calls_of_products
-
-    if fits(sizes.experts[0]) and (products := calls_of_products(_products(sizes, dtype), device)):
+    if choices.fits(sizes.experts[0]) and (products := grouped.calls_of_products(_products(sizes, dtype), device)):
         ahead.start([*products, *_other_calls(sizes, dtype)])
 
 
 def _products(sizes: _StepSizes, dtype: torch.dtype) -> list[Any]:
     """Return the products with experts' weights of both forward passes, then those of the backward pass."""
-    from dgemma_kernels.ops.grouped import ExpertProduct
-
     (num_experts, width, inner), rank = sizes.experts, sizes.rank
     empty = partial(_empty, dtype=dtype)
     gate_up, up_a, up_b = (
@@ -92,18 +87,16 @@ def _products(sizes: _StepSizes, dtype: torch.dtype) -> list[Any]:
         num_tokens = sizes.batch_size * row_len
         x, num_rows = empty(num_tokens, width), num_tokens * sizes.top_k
         narrow, order = empty(num_rows, rank), _empty(num_rows, dtype=torch.int64)
-        products.append(ExpertProduct(x, gate_up, narrow, up_b, order, gated=True))
-        products.append(ExpertProduct(empty(num_rows, inner), down, narrow, down_b))
-    products.append(ExpertProduct(x, gate_up, narrow, up_b, order))
-    products.append(ExpertProduct(x, down.mT, narrow, down_a.mT, order))
-    products.append(ExpertProduct(empty(num_rows, 2 * inner), gate_up.mT, narrow, up_a.mT))
+        products.append(grouped.ExpertProduct(x, gate_up, narrow, up_b, order, gated=True))
+        products.append(grouped.ExpertProduct(empty(num_rows, inner), down, narrow, down_b))
+    products.append(grouped.ExpertProduct(x, gate_up, narrow, up_b, order))
+    products.append(grouped.ExpertProduct(x, down.mT, narrow, down_a.mT, order))
+    products.append(grouped.ExpertProduct(empty(num_rows, 2 * inner), gate_up.mT, narrow, up_a.mT))
     return products
 
 
 def _other_calls(sizes: _StepSizes, dtype: torch.dtype) -> Iterator[partial[Any]]:
     """Yield calls of the other kernels. Arguments that are not sizes are arbitrary."""
-    from dgemma_kernels.ops import adapters, choices, grouped, residual
-
     (num_experts, width, inner), rank = sizes.experts, sizes.rank
     num_tokens = sizes.batch_size * sizes.row_len
     num_rows = num_tokens * sizes.top_k
@@ -141,8 +134,6 @@ def _other_calls(sizes: _StepSizes, dtype: torch.dtype) -> Iterator[partial[Any]
 
 
 def _calls_of_heads(sizes: _StepSizes, empty: Callable[..., Tensor]) -> Iterator[partial[Any]]:
-    from dgemma_kernels.ops.heads import norm_heads, norm_heads_gradient
-
     batch_size, num_tokens = sizes.batch_size, sizes.batch_size * sizes.row_len
     for columns, kv_columns, head_dim in sizes.heads:
         num_heads, kv_heads = columns // head_dim, kv_columns // head_dim
@@ -155,8 +146,8 @@ def _calls_of_heads(sizes: _StepSizes, empty: Callable[..., Tensor]) -> Iterator
         for outputs, _ in sizes.linear:
             if outputs[:2] == (columns, kv_columns):
                 inputs = empty(num_tokens, sum(outputs)), weight, weight, table, table
-                yield partial(norm_heads, *inputs, num_heads=num_heads, kv_heads=kv_heads, eps=1e-6)
-                yield partial(norm_heads_gradient, *inputs, firsts, seconds, eps=1e-6)
+                yield partial(heads.norm_heads, *inputs, num_heads=num_heads, kv_heads=kv_heads, eps=1e-6)
+                yield partial(heads.norm_heads_gradient, *inputs, firsts, seconds, eps=1e-6)
 
 
 def _empty(*sizes: int, dtype: torch.dtype) -> Tensor:

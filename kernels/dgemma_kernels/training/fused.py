@@ -1,63 +1,28 @@
-"""Norms and elementwise operations between matrix products, as functions that `torch.compile` can fuse.
+"""Norms and elementwise operations between matrix products, compiled by `torch.compile`: one kernel instead of many."""
 
-Training compiles them on a GPU: one kernel instead of many.
-"""
-
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache, wraps
 from importlib import import_module
-from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from dgemma_kernels.ops import residual
+
 Function = TypeVar("Function", bound=Callable[..., object])
 
-_COMPILED_ON = ("cuda",)  # device types
-# One value per process, not per thread: backward passes recompute activations in threads that torch starts.
-_fusing = False
-_package: ModuleType | None = None
+COMPILED_ON = ("cuda",)  # device types; kernels run there too
 
 
-@contextmanager
-def fusing(package: ModuleType | None = None) -> Iterator[None]:
-    """Compile `fusible` functions of tensors on a GPU within the context. The first call takes seconds.
+def runs_kernels(x: Tensor) -> bool:
+    """Return True if functions of x are compiled, and outside of a compiled layer.
 
-    package: `dgemma_kernels.ops.residual`. Its kernels replace compiled functions that are marked by
-    `fusible_with(kernels=...)`.
-
-    Example: `with fusing(): objective.reduce(objective(model, batch, seeds=seeds)).backward()`.
+    Example: `runs_kernels(torch.ones(2, device="cuda"))`.
     """
-    global _fusing, _package
-    before = _fusing, _package
-    _fusing, _package = True, package
-    # All gradient functions share one code object, and so one limit on recompilations. It is raised here.
-    # Without a GPU, nothing is compiled and the compiler is not imported.
-    on_gpu = torch.cuda.is_available()
-    try:
-        with torch._dynamo.config.patch(recompile_limit=64) if on_gpu else nullcontext():
-            yield
-    finally:
-        _fusing, _package = before
-
-
-def is_fusing() -> bool:
-    """Return True within `fusing`.
-
-    Example: `with fusing(): assert is_fusing()`.
-    """
-    return _fusing
-
-
-def compiles_on(device: torch.device) -> bool:
-    """Return True if `fusible` functions of tensors on the device are compiled now.
-
-    Example: `with fusing(): compiles_on(model.device)`.
-    """
-    return _fusing and device.type in _COMPILED_ON
+    return x.device.type in COMPILED_ON and not torch.compiler.is_compiling()
 
 
 def start_compiler() -> None:
@@ -70,19 +35,9 @@ def start_compiler() -> None:
         import_module("torch._inductor.async_compile").maybe_warm_pool()
 
 
-def fusible(function: Function) -> Function:
-    """Mark a function of (M, …) tensors, vectors and numbers, whose first argument is a tensor.
-
-    One compilation serves every number of tokens M.
-
-    Example: `norm = fusible(norm)`.
-    """
-    return fusible_with()(function)
-
-
 class Kernels(NamedTuple):
-    """The name of a function in the package that `fusing` gets. Its gradient is the function "NAME_gradient". The
-    package may have only the gradient.
+    """The name of a function in `ops.residual`. Its gradient is the function "NAME_gradient". The module may have only
+    the gradient.
 
     The gradient takes the gradients of the results, then the arguments. It returns the gradients of the `trained`
     arguments, and is used only if exactly these are needed.
@@ -92,26 +47,21 @@ class Kernels(NamedTuple):
     trained: tuple[int, ...]
 
 
-def fusible_with(*, num_joined: int = 0, kernels: Kernels | None = None) -> Callable[[Function], Function]:
-    """Return `fusible` with options.
+def fused(function: Function, *, num_joined: int = 0, kernels: Kernels | None = None) -> Function:
+    """Return the function, compiled for tensors on a GPU. Its arguments are (M, …) tensors, vectors and numbers.
 
-    num_joined: the gradients of the first `num_joined` arguments are slices of one tensor, which `joined` returns.
-    These arguments may be the products of one input with several weights. If the weights are joined too, one product
-    gives the gradient of this input. kernels: replace the compiled function on a GPU.
+    One compilation serves every number of tokens M. num_joined: the gradients of the first `num_joined` arguments are
+    slices of one tensor, which `joined` returns. These arguments may be the products of one input with several weights.
+    If the weights are joined too, one product gives the gradient of this input. kernels: replace the compiled function.
 
-    Example: `gated_gelu = fusible_with(num_joined=2)(gated_gelu)`.
+    Example: `gated_gelu = fused(plain(layers.gated_gelu), num_joined=2)`.
     """
 
-    def mark(function: Function) -> Function:
-        @wraps(function)
-        def run(*args: Any) -> object:
-            if torch.compiler.is_compiling() or not compiles_on(args[0].device):
-                return function(*args)
-            return _Fused.apply(function, num_joined, kernels, *args)
+    @wraps(function)
+    def run(*args: Any) -> object:
+        return _Fused.apply(function, num_joined, kernels, *args) if runs_kernels(args[0]) else function(*args)
 
-        return run  # type: ignore[return-value]
-
-    return mark
+    return run  # type: ignore[return-value]
 
 
 def joined(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
@@ -142,7 +92,7 @@ class _Fused(torch.autograd.Function):
         ctx.function, ctx.num_joined, ctx.kernels = function, num_joined, kernels
         ctx.others = {number: value for number, value in enumerate(args) if not isinstance(value, Tensor)}
         ctx.save_for_backward(*(value for value in args if isinstance(value, Tensor)))
-        return (_kernel(kernels, "", args) or _compiled(function, False))(*args)
+        return (_kernel(kernels, "", args) or compiled(function, dynamic=False))(*args)
 
     @staticmethod
     @once_differentiable
@@ -152,7 +102,7 @@ class _Fused(torch.autograd.Function):
         wanted = tuple(number for number, is_needed in enumerate(needed) if is_needed)
         kernels = ctx.kernels if ctx.kernels is not None and ctx.kernels.trained == wanted else None
         kernel = _kernel(kernels, "_gradient", (*grads, *args))
-        gradient = kernel or _compiled(_gradient(ctx.function, wanted, len(grads), ctx.num_joined), False)
+        gradient = kernel or compiled(_gradient(ctx.function, wanted, len(grads), ctx.num_joined), dynamic=False)
         found: Any = gradient(*grads, *args)
         of = dict(zip(wanted, found, strict=True))
         return None, None, None, *(of.get(number) for number in range(len(args)))
@@ -160,10 +110,10 @@ class _Fused(torch.autograd.Function):
 
 def _kernel(kernels: Kernels | None, suffix: str, values: Sequence[Any]) -> Callable[..., Any] | None:
     """Return the kernel for these values, or None if it does not support them, such as rows of different dtypes."""
-    if kernels is None or _package is None or not values[0].is_cuda:
+    if kernels is None:
         return None
     rows = [value for value in values if isinstance(value, Tensor) and value.shape == values[0].shape]
-    return getattr(_package, kernels.name + suffix, None) if _package.fits(*rows) else None
+    return getattr(residual, kernels.name + suffix, None) if residual.fits(*rows) else None
 
 
 @cache
@@ -195,24 +145,16 @@ def _in_one(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [part.unflatten(1, tensor.shape[1:]) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def fused(function: Function, device: torch.device) -> Function:
-    """Return the function, compiled if `device` is a GPU.
-
-    Without compilation, each operation reads and writes all values. The compiled function computes without gradients.
-    One compilation serves any size of the arguments' first dimension.
-
-    Example: `fused(softmax_of_slice, logits.device)(logits)`.
-    """
-    return _compiled(function, None) if device.type in _COMPILED_ON else function  # type: ignore[return-value]
-
-
 @cache
-def _compiled(function: Callable[..., object], dynamic: bool | None) -> Callable[..., object]:
+def compiled(function: Callable[..., Any], *, dynamic: bool | None = None) -> Callable[..., Any]:
+    """Return the compiled function, which computes without gradients. One compilation serves any number of rows.
+
+    Example: `compiled(softmax_of_slice)(logits)`.
+    """
     # Without the first option, fusion would skip the rounding between operations, which is part of the result. The
     # second one makes sums over up to 16 values part of elementwise kernels, which read memory several times faster.
-    compiled = torch.compile(
-        function, dynamic=dynamic, options={"emulate_precision_casts": True, "unroll_reductions_threshold": 17}
-    )
+    options = {"emulate_precision_casts": True, "unroll_reductions_threshold": 17}
+    fast = torch.compile(function, dynamic=dynamic, options=options)
 
     @torch.no_grad()  # with gradients, and for inputs that require them, it would be compiled again
     def run(*args: Any) -> object:
@@ -220,6 +162,6 @@ def _compiled(function: Callable[..., object], dynamic: bool | None) -> Callable
         for value, argument in zip(values, args, strict=True):
             if isinstance(value, Tensor) and value.dim() and not isinstance(argument, nn.Parameter):
                 torch._dynamo.maybe_mark_dynamic(value, 0)
-        return compiled(*values)
+        return fast(*values)
 
     return run

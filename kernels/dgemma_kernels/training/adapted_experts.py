@@ -1,0 +1,373 @@
+"""Experts with adapters in training. The backward pass computes hidden values again, and not the output.
+
+Reference: `AdaptedExperts.forward`.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from dgemma.doors import plain
+from dgemma.model.experts import Routing, combine, dispatch, group_by_expert, product_by_group
+from dgemma.model.layers import gated_gelu, wide_dtype
+from dgemma.model.quantized import Weight
+from dgemma.train.lora import AdaptedExperts
+from dgemma_kernels.ops import grouped
+from dgemma_kernels.training.adapted_linear import product_dtype, scaled_product
+from dgemma_kernels.training.experts import TiledGroups, outer_by_group, sum_choices
+from dgemma_kernels.training.fused import fused, runs_kernels
+
+FEW_OUTPUTS = 16  # a product with at most this many outputs has its own kernel
+
+
+@dataclass
+class Kept:
+    """Results of a layer's first pass that the recomputation uses. All are None until the first pass has set them."""
+
+    experts: Tensor | None = None  # (M, A): the choices
+    mixed: Tensor | None = None  # (M, D): the output of the experts
+    narrow: Tensor | None = None  # (M, A, rank): the tokens times the first matrix of their experts' adapters
+    attended: Tensor | None = None  # (M, D): the output of attention
+
+
+def keeps_output(experts: nn.Module) -> bool:
+    """Return True if a layer with these experts keeps results for its recomputation.
+
+    Quantised weights are chosen to save memory, so nothing more is kept next to them. Weights spread over processes are
+    there only during the forward.
+    """
+    if not isinstance(experts, AdaptedExperts):
+        return False
+    return type(experts.gate_up_proj) is type(experts.down_proj) is nn.Parameter
+
+
+def forward(experts: AdaptedExperts, x: Tensor, routing: Routing, kept: Kept | None = None) -> Tensor:
+    """Return the output of the experts; with `kept`, only its gradient is computed if it is known."""
+    if keeps_output(experts):
+        trained = trained_weights(experts)
+        mixed: Tensor = _KeptOutput.apply(experts, kept or Kept(), x, routing.weights, routing.experts, *trained)
+        return mixed
+    groups: Any = group_by_expert(routing.experts, experts.gate_up_proj.shape[0])
+    hidden = hidden_of(experts, x, narrow_of(experts, x, groups), groups)
+    return mix(experts, hidden, routing.weights, groups, x.dtype)
+
+
+def narrow_of(experts: AdaptedExperts, x: Tensor, groups: TiledGroups) -> Tensor:
+    """Return scale · A_e x of gate_up's adapter, for each expert e that a token chose: x (M, D) → (M, A, rank)."""
+    # For small ranks, one product of all tokens with all experts' A is faster than thin products by expert.
+    a = _all_experts(experts.gate_up_lora_a.to(x.dtype))
+    taken: Tensor = _Take.apply(scaled_product(x, a.T, experts.lora.scale), groups)
+    return taken
+
+
+def hidden_of(experts: AdaptedExperts, x: Tensor, narrow: Tensor, groups: TiledGroups) -> Tensor:
+    """Return the hidden values (R, F) of tokens x (M, D), one row per choice, grouped by expert."""
+    b = experts.gate_up_lora_b.to(x.dtype)
+    return product_of_tokens(x, experts.gate_up_proj, in_rows(narrow, groups), b, groups, gated=True)
+
+
+def mix(experts: AdaptedExperts, hidden: Tensor, weights: Tensor, groups: TiledGroups, dtype: torch.dtype) -> Tensor:
+    """Return the weighted sum (M, D) of each token's outputs, from hidden values (R, F) and weights (M, A)."""
+    scale, down_a, down_b = (
+        experts.lora.scale,
+        *(each.to(hidden.dtype) for each in (experts.down_lora_a, experts.down_lora_b)),
+    )
+    if uses_kernel(experts.down_proj, hidden):
+        adapter = thin_product(hidden, down_a, groups.ends, scale), down_b
+        rows = grouped.multiply_rows(hidden, experts.down_proj, groups.ends, *adapter, groups.tiles)
+        return combine(rows, weights, groups, dtype)
+    mixed = combine(product_by_group(hidden, experts.down_proj, groups.ends), weights, groups, dtype)
+    narrow = product_by_group(hidden, down_a, groups.ends)
+    narrow = (narrow * (in_rows(weights, groups)[:, None] * scale)).to(hidden.dtype)
+    # The other experts get zeros. So one product with the B of all experts gives the sum over a token's experts.
+    spread = _Put.apply(narrow, groups)  # (M, E · rank)
+    b = _all_experts(down_b.mT)
+    return mixed.addmm_(spread, b) if mixed.dtype == spread.dtype else mixed + spread @ b
+
+
+class _KeptOutput(torch.autograd.Function):
+    """The experts' output, whose gradient computes the hidden values again. The output itself is computed once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, module: AdaptedExperts, kept: Kept, x: Tensor, weights: Tensor, experts: Tensor, *_: Tensor
+    ) -> Tensor:
+        groups = group_by_expert(experts, module.gate_up_proj.shape[0])
+        if kept.mixed is None or kept.narrow is None:
+            kept.narrow = narrow_of(module, x, groups)
+            kept.mixed = mix(module, hidden_of(module, x, kept.narrow, groups), weights, groups, x.dtype)
+        ctx.module, ctx.dtype = module, product_dtype(x)
+        ctx.save_for_backward(x, kept.narrow, weights, *groups)
+        return kept.mixed.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, narrow, weights, *groups = ctx.saved_tensors
+        with torch.autocast(x.device.type, enabled=False):
+            of_x, of_weights, found = _gradients(ctx.module, grad, x, narrow, weights, TiledGroups(*groups), ctx.dtype)
+        trained = [(name, weight) for name, weight in ctx.module.named_parameters() if weight.requires_grad]
+        of_trained = [found[name].to(weight.dtype) for name, weight in trained]
+        return None, None, of_x.to(x.dtype), of_weights, None, *of_trained
+
+
+class _Narrow(NamedTuple):
+    """Values between A and B of the adapters, (R, rank) each, and the routing weights (R,), grouped by expert.
+
+    A name with `of_` is the gradient of what it names. `of_down` lacks the factor of the routing weights.
+    """
+
+    weights: Tensor
+    up: Tensor
+    of_down: Tensor
+    weighted_of_down: Tensor
+
+
+def _gradients(
+    experts: AdaptedExperts,
+    grad: Tensor,
+    x: Tensor,
+    narrow: Tensor,
+    weights: Tensor,
+    groups: TiledGroups,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return the gradients of x (M, D), of the routing weights (M, A) and of the parameters that require one.
+
+    grad: that of the experts' output (M, D). Hidden values are recomputed. The output is not needed: the gradient of
+    the routing weights comes from `grad` times the transposed down weights. narrow: as from `narrow_of`. dtype: that of
+    products. Each of the R rows is a choice; rows are grouped by expert.
+    """
+    x, grad = x.to(dtype), grad.to(dtype)
+    weight = {name: value.to(dtype) for name, value in experts.named_parameters(recurse=False)}
+    low, of_hidden = _down_gradient(experts, weight, grad, narrow.to(dtype), weights, groups)
+    gate_and_up = product_of_tokens(x, weight["gate_up_proj"], low.up, weight["gate_up_lora_b"], groups)  # (R, 2F)
+    hidden, of_gate_and_up, of_weights = geglu_gradient(gate_and_up, of_hidden, weights, groups.order)
+    del gate_and_up, of_hidden
+    of_x, found = _gate_up_gradient(experts, weight, of_gate_and_up, x, low.up, groups)
+    found |= _down_adapter_gradient(experts, weight, grad, hidden, low, groups)
+    if experts.gate_up_proj.requires_grad:
+        found["gate_up_proj"] = outer_by_group(of_gate_and_up, dispatch(x, groups), groups.ends)
+    if experts.down_proj.requires_grad:
+        of_outputs = dispatch(grad, groups) * low.weights[:, None]
+        found["down_proj"] = outer_by_group(of_outputs.to(dtype), hidden, groups.ends)
+    return of_x, of_weights[groups.back], found
+
+
+def _down_gradient(
+    experts: AdaptedExperts,
+    weight: dict[str, Tensor],
+    grad: Tensor,
+    narrow: Tensor,
+    weights: Tensor,
+    groups: TiledGroups,
+) -> tuple[_Narrow, Tensor]:
+    """Return narrow values, and the gradient of hidden values (R, F) without the factor of the routing weights."""
+    product = scaled_product(grad, _all_experts(weight["down_lora_b"].mT).T, experts.lora.scale)
+    of_choices = take(product, groups)  # (M, A, rank)
+    low = _Narrow(*narrow_by_row(weights, narrow.flatten(0, 1), of_choices.flatten(0, 1), groups.order))
+    down, a = weight["down_proj"].mT, weight["down_lora_a"].mT
+    return low, product_of_tokens(grad, down, low.of_down, a, groups)
+
+
+def _gate_up_gradient(
+    experts: AdaptedExperts,
+    weight: dict[str, Tensor],
+    grad: Tensor,
+    x: Tensor,
+    narrow: Tensor,
+    groups: TiledGroups,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the gradients of x (M, D) and of the adapter's A and B, from that of gate and up (R, 2F)."""
+    a, b, gate_up = weight["gate_up_lora_a"], weight["gate_up_lora_b"], weight["gate_up_proj"]
+    of_narrow, of_b = contract_and_outer(grad, narrow, b, groups, experts.lora.scale)
+    spread = put(of_narrow, groups)  # (M, E · rank)
+    if uses_kernel(gate_up, grad):
+        of_rows = grouped.multiply_rows(grad, gate_up.mT, groups.ends, of_narrow, a.mT, groups.tiles)
+        of_x = sum_choices(of_rows, groups.back)
+    else:
+        of_x = sum_choices(product_by_group(grad, gate_up.mT, groups.ends), groups.back)
+        of_x.addmm_(spread, _all_experts(a))
+    return of_x, {"gate_up_lora_a": (spread.T @ x).view_as(a), "gate_up_lora_b": of_b}
+
+
+def _down_adapter_gradient(
+    experts: AdaptedExperts,
+    weight: dict[str, Tensor],
+    grad: Tensor,
+    hidden: Tensor,
+    low: _Narrow,
+    groups: TiledGroups,
+) -> dict[str, Tensor]:
+    """Return the gradients of A and B of the adapter of `down`."""
+    a, b = weight["down_lora_a"], weight["down_lora_b"]
+    narrow, of_a = contract_and_outer(hidden, low.weighted_of_down, a.mT, groups, experts.lora.scale, low.weights)
+    return {"down_lora_a": of_a.mT, "down_lora_b": (put(narrow, groups).T @ grad).view_as(b.mT).mT}
+
+
+def _all_experts(weights: Tensor) -> Tensor:
+    """Return the rows (E · rank, D) of all experts' matrices (E, rank, D)."""
+    return weights.flatten(0, 1)
+
+
+def trained_weights(module: nn.Module) -> list[nn.Parameter]:
+    """Return the module's parameters that require gradients.
+
+    Example: `trained_weights(model.layers[0])`.
+    """
+    return [weight for weight in module.parameters() if weight.requires_grad]
+
+
+def product_of_tokens(
+    x: Tensor, weights: Weight, narrow: Tensor, b: Tensor, groups: TiledGroups, *, gated: bool = False
+) -> Tensor:
+    """Return x W_eᵀ + narrow B_eᵀ for each choice of an expert e by a token, in rows grouped by expert: (R, O).
+
+    x (M, I), weights (E, O, I), b (E, O, rank); narrow (R, rank) is grouped by expert, too. If gated, `gated_gelu`
+    makes the result (R, O / 2). On a Hopper GPU, compiled training steps use one kernel. It does not copy the tokens.
+    """
+    if uses_kernel(weights, x):
+        rows = groups.order, groups.ends, groups.tiles
+        return grouped.multiply_tokens(x.contiguous(), weights, narrow, b, *rows, gated=gated)
+    out = product_by_group(dispatch(x, groups), weights, groups.ends) + product_by_group(narrow, b, groups.ends)
+    return gated_gelu(*out.chunk(2, dim=-1)) if gated else out
+
+
+def thin_product(rows: Tensor, weights: Tensor, ends: Tensor, scale: float, by_row: Tensor | None = None) -> Tensor:
+    """Return scale · by_row · `product_by_group` for weights with few outputs, for which torch's grouped product is
+    slow."""
+    if weights.shape[1] <= FEW_OUTPUTS and uses_kernel(weights, rows):
+        return grouped.multiply_rows(rows, weights, ends, scale=scale, by_row=by_row)
+    factor = scale if by_row is None else scale * by_row[:, None]
+    return (product_by_group(rows, weights, ends) * factor).to(rows.dtype)
+
+
+def contract_and_outer(
+    rows: Tensor, narrow: Tensor, weights: Tensor, groups: TiledGroups, scale: float, by_row: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return two products of the rows: with their experts' weights, (R, rank), and with `narrow`, (E, N, rank).
+
+    The first is scale · by_row · row @ W_e, with the expert e of each row. The second is rowsᵀ @ narrow over the rows
+    of each expert; if the weights are transposed in memory, so is this product. rows (R, N) and narrow (R, rank) are
+    grouped by expert; weights (E, N, rank).
+    """
+    if uses_kernel(weights, rows) and weights.shape[-1] <= FEW_OUTPUTS:
+        return grouped.contract_and_outer(rows, narrow, weights, groups.ends, scale=scale, by_row=by_row)
+    of_narrow = thin_product(rows, weights.mT.contiguous(), groups.ends, scale, by_row)
+    if weights.is_contiguous():
+        return of_narrow, outer_by_group(rows, narrow, groups.ends)
+    return of_narrow, outer_by_group(narrow, rows, groups.ends).mT
+
+
+def uses_kernel(weights: Weight, x: Tensor) -> TypeGuard[Tensor]:
+    """Return True while autograd is off, if our kernels support the GPU, dtype and widths."""
+    return (
+        runs_kernels(x)
+        and not torch.is_grad_enabled()
+        and isinstance(weights, Tensor)
+        and x.dtype == weights.dtype in (torch.bfloat16, torch.float16)
+        and x.shape[1] % 64 == weights.shape[1] % 8 == 0
+        and torch.cuda.get_device_capability(x.device)[0] == 9  # Hopper has the shared memory for the tiles
+    )
+
+
+def geglu_gradient(wide: Tensor, pulled: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hidden values (R, F), gradients of gate and up (R, 2F), and those of the routing weights by row, (R,).
+
+    pulled: the gradient of the hidden values (R, F), before it is multiplied by the routing weights (M, A).
+    """
+    if runs_kernels(wide) and wide.dtype != torch.float64:  # the kernel computes in float32
+        return grouped.gated_gradient(wide, pulled, weights.contiguous(), order)
+    return _gated_and_grad(wide, pulled, weights, order)
+
+
+@fused
+def _gated_and_grad(wide: Tensor, pulled: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `geglu_gradient` by automatic differentiation."""
+    hidden, pull_back = torch.func.vjp(plain(gated_gelu), *wide.chunk(2, dim=-1))  # type: ignore[misc]
+    by_row, exact = weights.flatten()[order][:, None], pulled.to(wide_dtype(pulled))
+    return hidden, torch.cat(pull_back((by_row * exact).to(hidden.dtype)), -1), (hidden * exact).sum(-1)
+
+
+@fused
+def narrow_by_row(
+    weights: Tensor, narrow: Tensor, along: Tensor, order: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Reorder the inputs from the order of the choices to the order of the rows.
+
+    Return the routing weights (R,), then `narrow`, `along` and routing weights · `along`, each (R, rank).
+    """
+    by_row, along = weights.flatten()[order], along[order]
+    return by_row, narrow[order], along, (along * by_row[:, None]).to(along.dtype)
+
+
+def take(x: Tensor, groups: TiledGroups) -> Tensor:
+    """From the values of all experts, (M, E · rank), return those of the chosen experts, (M, A, rank)."""
+    return _take_choices(x.unflatten(1, (groups.ends.shape[0], -1)), groups.experts)
+
+
+def put(rows: Tensor, groups: TiledGroups) -> Tensor:
+    """Return (M, E · rank): each of the rows (R, rank) is copied to its token and the columns of its expert.
+
+    All other values are 0. The rows are grouped by expert.
+    """
+    return _put_rows(rows, groups.experts, groups.order, groups.ends.shape[0]).flatten(1)
+
+
+@fused
+def _take_choices(x: Tensor, experts: Tensor) -> Tensor:
+    return x[torch.arange(x.shape[0], device=x.device)[:, None], experts]
+
+
+@fused
+def _put_rows(rows: Tensor, experts: Tensor, order: Tensor, num_experts: int) -> Tensor:
+    zeros = rows.new_zeros(experts.shape[0], num_experts, rows.shape[1])
+    return zeros.index_put((order // experts.shape[1], experts.flatten()[order]), rows)
+
+
+class _Take(torch.autograd.Function):
+    """`take`, whose gradient is a copy without additions, because `take` reads no position twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, groups: TiledGroups) -> Tensor:
+        ctx.groups = groups
+        return take(x, groups)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return put(grad.flatten(0, 1)[ctx.groups.order], ctx.groups), None
+
+
+class _Put(torch.autograd.Function):
+    """`put`, whose gradient is `take`, in the order of the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, groups: TiledGroups) -> Tensor:
+        ctx.groups = groups
+        return put(rows, groups)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return take(grad, ctx.groups).flatten(0, 1)[ctx.groups.order], None
+
+
+def in_rows(values: Tensor, groups: TiledGroups) -> Tensor:
+    """Return the values (M, A, …) of the choices in the order of the rows, (R, …)."""
+    out: Tensor = _ByRow.apply(values.flatten(0, 1), groups.order, groups.back.flatten())
+    return out
+
+
+class _ByRow(torch.autograd.Function):
+    """x[order], whose gradient is a copy too, because `back` inverts `order`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return x[order]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad[ctx.saved_tensors[0]], None, None
