@@ -29,6 +29,7 @@ IN_FUNCTIONS = {
     # Optional or slow packages.
     "dgemma.checks": {"beartype", "beartype.door", "beartype.vale"},
     "dgemma.checkpoint.formats.gguf": {"gguf"},
+    "dgemma.checkpoint.formats.gguf_file": {"gguf"},
     "dgemma.checkpoint.tokenizer": {"transformers"},
     "dgemma.checkpoint.location": {"huggingface_hub"},
     "dgemma.cli.training": {"dgemma_kernels"},

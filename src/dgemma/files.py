@@ -37,6 +37,7 @@ from torch import Tensor
 from dgemma.printing import printable
 
 _MOST_BYTES = 1 << 26  # limit for files that are read whole; Gemma's tokenizer.json has half of that
+_MOST_LEVELS = 64  # of nested JSON
 _TEMPORARY = re.compile(r"\.dgemma-(\d+)-[0-9a-f]{16}\.new")
 
 
@@ -111,6 +112,14 @@ def parse_json(text: str, owner: str) -> dict[str, Any]:
         raise ValueError(f"{owner} is not valid JSON ({printable(str(error))}). Download or save it again.") from None
     if not isinstance(content, dict):
         raise ValueError(f"{owner} must hold a JSON object, got {type(content).__name__}. Download or save it again.")
+    level: list[Any] = [content]
+    depth = 0
+    while level:
+        depth += 1
+        lists = [value.values() if isinstance(value, dict) else value for value in level]
+        level = [item for items in lists for item in items if isinstance(item, dict | list)]
+    if depth > _MOST_LEVELS:  # later a copy, a repr or a comparison would exceed Python's stack
+        raise ValueError(f"{owner} must nest at most {_MOST_LEVELS} levels, got {depth}. Download or save it again.")
     return content
 
 
@@ -129,6 +138,10 @@ def open_tensors(path: str | Path, *, device: str = "cpu") -> Iterator[Any]:
             if unsafe is not None:
                 raise ValueError(f"{printable(str(path))} must name tensors in printable characters, got {unsafe!r}.")
             yield file
+    except ValueError as error:
+        if "UntypedStorage" in str(error):  # Ctrl-C inside a read, which torch reports in this way
+            raise KeyboardInterrupt from None
+        raise
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f"{printable(str(path))} is truncated or damaged ({printable(str(error))}). Download or save it again."

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -463,3 +464,53 @@ def test_damaged_and_foreign_gguf_files_are_refused(tmp_path):
         DiffusionGemma.from_pretrained(tmp_path / "llama.gguf")
     with pytest.raises(ValueError, match="must hold one GGUF file, got 3"):
         DiffusionGemma.from_pretrained(tmp_path)
+
+
+def patched(data, name, *, shape=None, kind=None, offset=None):
+    """Change the description of a tensor of two dimensions or one."""
+    at = data.index(struct.pack("<Q", len(name)) + name.encode()) + 8 + len(name)
+    (count,) = struct.unpack_from("<I", data, at)
+    old = struct.unpack_from(f"<{count}QIQ", data, at + 4)
+    new = (*(shape or old[:count]), old[-2] if kind is None else kind, old[-1] if offset is None else offset)
+    return data[: at + 4] + struct.pack(f"<{count}QIQ", *new) + data[at + 4 + 8 * count + 12 :]
+
+
+def with_number(data, key, value, type=4):
+    at = data.index(key.encode()) + len(key)
+    return data[:at] + struct.pack("<II", type, value) + data[at + 8 :]
+
+
+NORM, GATE = "blk.0.attn_norm.weight", "blk.0.ffn_gate.weight"
+GGUF_DAMAGES = {
+    "two tensors at one offset": (lambda d: patched(d, GATE, offset=0), "without gap or overlap"),
+    "half of the embedding": (lambda d: patched(d, "token_embd.weight", shape=(64, 64)), "without gap or overlap"),
+    "a norm as float16": (lambda d: patched(d, NORM, kind=1), "without gap or overlap"),
+    "a norm as int32": (lambda d: patched(d, NORM, kind=26), "attn_norm.weight: stored as I32, not as F32"),
+    "the router as int32": (lambda d: patched(d, "blk.0.ffn_gate_inp.weight", kind=26), "stored as I32"),
+    "an unknown type": (lambda d: patched(d, NORM, kind=999), "999 is not a valid"),
+    "a shape of 2^80": (lambda d: patched(d, GATE, shape=(2**40, 2**40)), "without gap or overlap"),
+    "bytes at the end": (lambda d: d + bytes(64), "its tensors must end"),
+    "no pairs to rotate": (lambda d: with_number(d, "attention.key_length", 0), "key_length must be at least 1"),
+    "a list of 2^40 items": (
+        lambda d: b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"a", 9, 0, 2**40),
+        "it declares 1,099,511,627,776 items",
+    ),
+    "2^40 entries": (lambda d: b"GGUF" + struct.pack("<IQQ", 3, 0, 2**40), "not a complete GGUF file"),
+    "2^40 tensors": (lambda d: b"GGUF" + struct.pack("<IQQ", 3, 2**40, 0), "not a complete GGUF file"),
+    "a number as truth value": (lambda d: with_number(d, "attention.head_count", 1, type=7), "GGUF"),
+}
+
+
+@pytest.fixture(scope="module")
+def gguf_bytes(tmp_path_factory):
+    pytest.importorskip("gguf")
+    file = tmp_path_factory.mktemp("gguf") / "whole.gguf"
+    files.gguf(file)
+    return file.read_bytes()
+
+
+@pytest.mark.parametrize(("damage", "message"), GGUF_DAMAGES.values(), ids=GGUF_DAMAGES)
+def test_a_gguf_file_that_contradicts_itself_is_refused(tmp_path, gguf_bytes, damage, message):
+    (tmp_path / "model.gguf").write_bytes(damage(gguf_bytes))
+    with pytest.raises(ValueError, match=message):
+        DiffusionGemma.from_pretrained(tmp_path / "model.gguf")

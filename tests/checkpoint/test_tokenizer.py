@@ -471,3 +471,19 @@ def test_the_error_for_a_list_of_texts_names_encode_batch():
     with pytest.raises(ValueError, match=r"Tokenizer\.encode text must be one str, got list\. Use encode_batch"):
         ByteTokenizer().encode(["a"])
     assert repr(ByteTokenizer()) == f"ByteTokenizer(vocab_size={ByteTokenizer().vocab_size})"
+
+
+def test_an_expression_that_backtracks_is_a_value_error(tmp_path):
+    tokenizer = Tokenizer.from_pretrained("dgemma/text")
+    tokenizer.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["normalizer"] = None
+    content["pre_tokenizer"] = {
+        "type": "Split",
+        "pattern": {"Regex": "(a+)+$"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="cannot split this text"):
+        Tokenizer.from_pretrained(tmp_path).encode("a" * 60 + "b")

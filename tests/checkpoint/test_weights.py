@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import signal
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -628,3 +629,33 @@ def test_shipped_checkpoints_load_in_float32_by_default():
     # They are stored in bfloat16, which most CPUs multiply slowly.
     assert DiffusionGemma.from_pretrained("dgemma/sudoku").dtype == torch.float32
     assert DiffusionGemma.from_pretrained("dgemma/sudoku", dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_ctrl_c_while_weights_are_read_is_a_keyboard_interrupt(tmp_path):
+    # torch turns an interrupt into "could not determine the shape of object type 'torch.storage.UntypedStorage'".
+    save_file({f"t{i}": torch.zeros(64, 64) for i in range(400)}, tmp_path / "x.safetensors")
+
+    def read_forever():
+        with files.open_tensors(tmp_path / "x.safetensors") as tensors:
+            while True:
+                tensors.get_tensor("t7")
+
+    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for delay in range(40):
+            signal.setitimer(signal.ITIMER_REAL, 0.001 + delay * 2e-5)
+            with pytest.raises(KeyboardInterrupt):
+                read_forever()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.mark.parametrize("depth", [100, 900, 5000])
+@pytest.mark.parametrize("field", ["vision_config", "unknown", "quantization_config", "noise"])
+def test_deeply_nested_configs_are_refused(tmp_path, depth, field):
+    DiffusionGemma(TINY, device="cpu").save_pretrained(tmp_path)
+    text = json.dumps({**json.loads((tmp_path / "config.json").read_text()), field: "HERE"})
+    (tmp_path / "config.json").write_text(text.replace('"HERE"', '{"a":' * depth + "1" + "}" * depth))
+    with pytest.raises(ValueError, match=r"must nest at most 64 levels|is not valid JSON"):
+        DiffusionGemma.from_pretrained(tmp_path)

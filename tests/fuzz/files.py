@@ -1,5 +1,7 @@
 """Damaged files of every format that dgemma reads, loaded and then used."""
 
+import json
+import math
 import os
 import pickle
 import random
@@ -10,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 import dgemma
+import quantized_files
 from dgemma import train
 from dgemma.data import sudoku
 from dgemma.data.text import TextSource, TokenFile, read_documents, scan
@@ -21,7 +25,15 @@ from dgemma.train.log import TrainLog
 from dgemma.train.parallel import Parallel
 from dgemma.view import to_html
 from fuzz.harness import Family, Silent
-from fuzz.mutate import CONTROL, damage_bytes, damage_json, damage_json_file, damage_safetensors
+from fuzz.mutate import (
+    CONTROL,
+    ODD_JSON,
+    damage_bytes,
+    damage_json,
+    damage_json_file,
+    damage_safetensors,
+    dump_json,
+)
 
 TINY = dgemma.presets.tiny().replace(
     vocab_size=384, hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_experts=2, top_k_experts=1
@@ -90,6 +102,88 @@ def attempt_checkpoint(context: Any, source: random.Random, folder: Path) -> int
         with torch.no_grad():
             model.causal_logits(prompt(1))
     return sum(path.stat().st_size for path in copy.iterdir())
+
+
+def prepare_quantized(folder: Path) -> Any:
+    formats = {
+        "int4": (quantized_files.compressed, {"format": "pack-quantized"}),
+        "int4, zero points": (quantized_files.compressed, {"format": "pack-quantized", "symmetric": False}),
+        "int8": (quantized_files.compressed, {"format": "int-quantized"}),
+        "fp8": (quantized_files.compressed, {"format": "float-quantized"}),
+        "nvfp4": (quantized_files.compressed, {"format": "nvfp4-pack-quantized"}),
+        "modelopt": (quantized_files.modelopt, {}),
+        "auto-round": (quantized_files.gptq, {}),
+        "gptq": (quantized_files.gptq, {"order": True, "method": "gptq"}),
+        "mlx": (quantized_files.mlx, {}),
+    }
+    for name, (write, options) in formats.items():
+        write(folder / name, **options)
+    return SimpleNamespace(folder=folder, formats=list(formats))
+
+
+EXPRESSIONS = ("re:(.+)+!$", "re:(.|.)*[!?]", "re:(a|b", "re:" + "(" * 2000, "re:(?:.*){9}!", "*" * 50 + "!")
+
+
+def attempt_quantized(context: Any, source: random.Random, folder: Path) -> int:
+    """Damage the config, the header, or the scales and indices of one module, and predict with what is accepted."""
+    copy = _copy(context.folder / source.choice(context.formats), folder)
+    config, tensors = copy / "config.json", copy / "model.safetensors"
+    kind = source.random()
+    if kind < 0.45:
+        published = json.loads(config.read_text())
+        name = "quantization_config" if "quantization_config" in published else "quantization"
+        odd = [*ODD_JSON, 4.0, "4", [4], {"4": 4}, *([pattern] for pattern in EXPRESSIONS)]
+        published[name] = damage_json(published[name], source, odd=odd)
+        config.write_bytes(dump_json(published))
+    elif kind < 0.75:
+        tensors.write_bytes(damage_safetensors(tensors.read_bytes(), source))
+    else:
+        stored = load_file(tensors)
+        _damage_scale(stored, source)
+        save_file(stored, tensors, metadata={"format": "pt"})
+    model = dgemma.DiffusionGemma.from_pretrained(copy)
+    with torch.no_grad():
+        logits = model.causal_logits(prompt(1) % model.config.vocab_size)
+    if kind >= 0.75 and not logits.isfinite().all():
+        raise Silent("a scale that is no number was accepted")
+    return sum(path.stat().st_size for path in copy.iterdir())
+
+
+def _damage_scale(stored: dict[str, torch.Tensor], source: random.Random) -> None:
+    roles = ("weight_scale", "weight_scale_2", "global_scale", "scales", "biases", "g_idx", "zeros", "_point")
+    name = source.choice([name for name in stored if name.endswith(roles)])
+    tensor = stored[name]
+    if source.random() < 0.5:
+        dtypes = (torch.float32, torch.float16, torch.int8, torch.int32, torch.int64, torch.uint8, torch.bool)
+        stored[name] = tensor.to(source.choice(dtypes))
+    elif tensor.is_floating_point():
+        stored[name] = tensor.float().fill_(source.choice((math.nan, math.inf, -math.inf))).to(tensor.dtype)
+    else:
+        stored[name] = torch.full_like(tensor, source.choice((0, 1, 9, -1)))
+
+
+def prepare_gguf(folder: Path) -> Any:
+    quantized_files.gguf(folder / "model.gguf")
+    return SimpleNamespace(data=(folder / "model.gguf").read_bytes())
+
+
+def attempt_gguf(context: Any, source: random.Random, folder: Path) -> int:
+    """Damage the bytes of the whole file or of its header, and predict with what is accepted."""
+    path = folder / "model.gguf"
+    data = context.data
+    if source.random() < 0.7:  # numbers of the header
+        at = source.randrange(4, 12_000)
+        number = source.choice((0, 1, 2, 7, 26, 30, 255, 2**16, 2**31, 2**40, 2**63))
+        data = data[:at] + number.to_bytes(8, "little")[: source.choice((1, 4, 8))] + data[at:][8:]
+        data = data[: len(context.data)].ljust(len(context.data), b"\0")
+    else:
+        data = damage_bytes(data, source)
+    path.write_bytes(data)
+    _odd_file(path, source)
+    model = dgemma.DiffusionGemma.from_pretrained(path)
+    with torch.no_grad():
+        model.causal_logits(prompt(1) % model.config.vocab_size)
+    return len(data)
 
 
 def prepare_config(folder: Path) -> Any:
@@ -327,6 +421,8 @@ def nothing(folder: Path) -> None:
 FAMILIES = [
     Family("checkpoint", prepare_checkpoint, attempt_checkpoint, 14),
     Family("config", prepare_config, attempt_config, 16),
+    Family("quantised checkpoint", prepare_quantized, attempt_quantized, 16),
+    Family("gguf", prepare_gguf, attempt_gguf, 12),
     Family("trajectory", prepare_trajectory, attempt_trajectory, 16),
     Family("adapters", prepare_adapters, attempt_adapters, 8),
     Family("tokens", prepare_tokens, attempt_tokens, 10),

@@ -172,3 +172,8 @@ def test_a_generation_value_that_does_not_fit_is_named():
         GenerationDefaults.from_hf({"noise": "mask"})
     with pytest.raises(ValueError, match=r"GenerationDefaults\.sampler must be a dictionary with a \"name\""):
         GenerationDefaults(sampler={"kind": "ancestral"})
+
+
+def test_a_canvas_must_fit_into_the_positions():
+    with pytest.raises(ValueError, match="canvas_length must be at most max_position_embeddings, 8192"):
+        dgemma.presets.tiny().replace(canvas_length=2**20)

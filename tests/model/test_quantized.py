@@ -209,3 +209,16 @@ def test_a_model_is_calibrated_layer_by_layer():
         # Nearest rounding ignores the inputs, so that it gives other codes.
         assert not torch.equal(weight.codes, quantize(exact[name], "int4", group_size=32).codes)
     assert "gate_up" not in vars(model.layers[0].experts)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("to", FORMATS)
+def test_nan_and_infinity_are_not_quantised(to, value):
+    weight = torch.ones(4, 64)
+    weight[2, 7] = value
+    with pytest.raises(ValueError, match="must be finite"):
+        quantize(weight, to)
+    with pytest.raises(ValueError, match=r"layers.0.experts.down_proj cannot be quantised: quantize weight must be"):
+        Quantization(experts=to).apply("layers.0.experts.down_proj", weight[None])
+    with pytest.raises(ValueError, match="must be finite"):
+        gptq(weight, torch.eye(64))

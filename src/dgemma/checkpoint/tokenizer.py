@@ -338,7 +338,8 @@ class PretrainedTokenizer(Tokenizer):
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
         _require_text(text, bos)
         text = text.encode(errors="replace").decode()  # a lone surrogate has no UTF-8 form and becomes "?"
-        ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        with _explained(f"the tokenizer in {self._folder} cannot split this text", "Check its tokenizer.json."):
+            ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=False).ids
         return [self.bos_token_id, *ids] if bos else ids
 
     def token_id(self, token: str) -> int | None:
@@ -364,7 +365,8 @@ class PretrainedTokenizer(Tokenizer):
             write_bytes(folder / _TEMPLATES[1] / template.name, read_bytes(template))
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self.backend_tokenizer.decode(ids, skip_special_tokens=False)
+        with _explained(f"the tokenizer in {self._folder} cannot decode these ids", "Check its tokenizer.json."):
+            text: str = self.backend_tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
     def _render(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:

@@ -65,6 +65,8 @@ class DenoiserConfig:
     def __post_init__(self) -> None:
         for name in _RUN_SIZES:
             _check_size(self, name)
+        most = self.max_position_embeddings
+        require_field(self.canvas_length <= most, self, "canvas_length", f"be at most max_position_embeddings, {most}")
 
 
 @dataclass(frozen=True, kw_only=True)

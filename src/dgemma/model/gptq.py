@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dgemma.diffusion.noise import Noise
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import Experts
-from dgemma.model.quantize import Quantization, choose_scale
+from dgemma.model.quantize import Quantization, choose_scale, require_finite
 from dgemma.model.quantized import IntWeight, pack_nibbles, set_weight
 from dgemma.printing import progress_bar
 
@@ -95,6 +95,7 @@ def gptq(
     shape, width = weight.shape, weight.shape[-1]
     if width % group_size:
         raise ValueError(f"gptq group_size must divide the weight's {width} columns, got {group_size}. Use 32 or 64.")
+    require_finite(weight, "gptq")
     if weight.dim() == 3 and len(weight) > _EXPERTS_AT_ONCE:
         pairs = zip(weight.split(_EXPERTS_AT_ONCE), second_moments.split(_EXPERTS_AT_ONCE), strict=True)
         parts = [

@@ -69,9 +69,12 @@ class Quantization:
         to = self.format_of(name)
         if to is None:
             return weight
-        if to != "int4":
+        try:
+            if to == "int4":
+                return quantize(weight, to, group_size=self.group_size, symmetric=self.symmetric)
             return quantize(weight, to)
-        return quantize(weight, to, group_size=self.group_size, symmetric=self.symmetric)
+        except ValueError as error:
+            raise ValueError(f"{name} cannot be quantised: {error}") from None
 
 
 @torch.no_grad()
@@ -96,6 +99,7 @@ def quantize(
         raise ValueError(
             f"quantize weight must be a float (N, K) or (E, N, K), got {weight.dtype} {tuple(weight.shape)}."
         )
+    require_finite(weight, "quantize")
     width = weight.shape[-1]
     size = {"nvfp4": NVFP4_GROUP, "int4": group_size or 64, "int8": group_size or width, "fp8": width}[to]
     if width % size or (to == "int4" and width % 2):
@@ -125,6 +129,15 @@ def quantize(
         zero_point=None if symmetric else zero.view(*weight.shape[:-1], -1),
         bits=bits,
     )
+
+
+def require_finite(weight: Tensor, owner: str) -> None:
+    """Raise if a weight has NaN or infinity: its whole group would become NaN.
+
+    Example: `require_finite(weight, "quantize")`.
+    """
+    if not bool(torch.linalg.vector_norm(weight.flatten(), torch.inf).isfinite()):
+        raise ValueError(f"{owner} weight must be finite, got NaN or infinity. Repair or load another checkpoint.")
 
 
 def requantize(values: Tensor, like: QuantizedWeight) -> QuantizedWeight:

@@ -10,17 +10,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dgemma.checkpoint.formats.entry import Contents, Entry, Stored
-from dgemma.files import open_file
+from dgemma.checkpoint.formats.gguf_file import GgufFile
+from dgemma.checks import show
 from dgemma.model.config import FULL, SLIDING
 from dgemma.model.quantized import IntWeight, Weight, pack_nibbles
 from dgemma.printing import install_command
 
 _ARCHITECTURE = "diffusion-gemma"
-_FLOATS = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
+_FLOATS = ("F32", "F16", "BF16")
+_NOT_WEIGHTS = ("I8", "I16", "I32", "I64", "F64")
 _GLOBAL_NAMES = {
     "token_embd.weight": "model.decoder.embed_tokens.weight",
     "output_norm.weight": "model.decoder.norm.weight",
@@ -78,25 +81,25 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Stored], Contents]:
 
     Example: `published, stored, contents = read_gguf(Path("diffusiongemma-Q4_K_M.gguf"))`.
     """
-    reader = _open(file)
+    opened = _open(file)
     stored, contents = {}, Contents(entries={})
-    for tensor in reader.tensors:
-        kind, shape = tensor.tensor_type.name, tuple(int(size) for size in reversed(tensor.shape))
-        stored[tensor.name] = Stored(file, shape, kind, int(tensor.n_bytes))
+    for tensor in opened.tensors:
+        stored[tensor.name] = Stored(file, tensor.shape, tensor.kind, tensor.num_bytes)
         name = _published_name(tensor.name)
-        if name is None:
-            if tensor.name != _FREQUENCIES:
-                contents.problems.append(f"unexpected {tensor.name}")
-            continue
-        decode, format = None, kind
-        if kind not in _FLOATS:
-            format, codes = _CODES.get(kind, (kind.lower(), None))
-            decode = codes or partial(_dequantize, kind=kind)
-        contents.entries[name] = Entry(tensors={"weight": tensor.name}, shape=shape, format=format, decode=decode)
-    try:
-        return _config(reader, stored), stored, contents
-    except (TypeError, OverflowError) as error:  # a text or a list where a number should be
-        raise ValueError(f"{file} has malformed metadata ({error}). Download it again.") from None
+        if name is None and tensor.name != _FREQUENCIES:
+            contents.problems.append(f"unexpected {tensor.name}")
+        elif tensor.kind != "F32" and len(tensor.shape) == 1:
+            contents.problems.append(f"unreadable {tensor.name}: stored as {tensor.kind}, not as F32")
+        elif tensor.kind in _NOT_WEIGHTS:
+            contents.problems.append(f"unreadable {tensor.name}: stored as {tensor.kind}, not as a float or as codes")
+        elif name is not None:
+            format, decode = _CODES.get(tensor.kind, (tensor.kind.lower(), partial(_dequantize, kind=tensor.kind)))
+            if tensor.kind in _FLOATS:
+                format, decode = tensor.kind, None
+            contents.entries[name] = Entry(
+                tensors={"weight": tensor.name}, shape=tensor.shape, format=format, decode=decode
+            )
+    return _config(opened, stored), stored, contents
 
 
 @contextmanager
@@ -105,26 +108,23 @@ def open_gguf(file: Path, device: str) -> Iterator[Callable[[str], Tensor]]:
 
     Example: `with open_gguf(file, "cpu") as read: read("output_norm.weight")`.
     """
-    tensors = {tensor.name: tensor for tensor in _open(file).tensors}
+    opened = _open(file)
+    tensors = {tensor.name: tensor for tensor in opened.tensors}
 
     def read(name: str) -> Tensor:
-        data = torch.from_numpy(tensors[name].data.copy()).to(device)
-        return data.view(torch.bfloat16) if tensors[name].tensor_type.name == "BF16" else data
+        data = torch.from_numpy(opened.read(tensors[name])).to(device)
+        return data.view(torch.bfloat16) if tensors[name].kind == "BF16" else data
 
     yield read
 
 
-def _open(file: Path) -> Any:
+def _open(file: Path) -> GgufFile:
     try:
-        import gguf
+        import gguf  # noqa: F401
     except ImportError:
         command = install_command("gguf")
         raise ImportError(f"GGUF files need the gguf package. Install it with: {command}.") from None
-    open_file(file).close()  # raises a clear error unless it is a regular file
-    try:
-        return gguf.GGUFReader(file)
-    except Exception as error:  # the package defines no exceptions
-        raise ValueError(f"{file} is not a complete GGUF file ({error}). Download it again.") from None
+    return GgufFile.open(file)
 
 
 def _published_name(name: str) -> str | None:
@@ -137,73 +137,77 @@ def _published_name(name: str) -> str | None:
     return None if ours is None else f"model.decoder.layers.{match[1]}.{ours}"
 
 
-def _config(reader: Any, stored: Mapping[str, Stored]) -> dict[str, Any]:
+def _config(opened: GgufFile, stored: Mapping[str, Stored]) -> dict[str, Any]:
     """Return the config.json that the metadata describes."""
+    metadata = opened.metadata
 
-    def value(key: str, default: Any = None) -> Any:
-        field = reader.get_field(key)
-        found = default if field is None else field.contents()
-        if found is None:
-            raise ValueError(f"GGUF metadata must have {key}, but it is missing. Download the file again.")
+    def value(key: str, kinds: type | tuple[type, ...], rule: str, default: Any = None) -> Any:
+        found = metadata.get(key, default)
+        if not isinstance(found, kinds) or isinstance(found, bool):
+            raise ValueError(f"GGUF {key} must be {rule}, got {show(found)}. Download the file again.")
         return found
 
-    def own(key: str, default: Any = None) -> Any:
-        return value(f"{_ARCHITECTURE}.{key}", default)
+    def size(key: str, default: int | None = None) -> int:
+        found: int = value(f"{_ARCHITECTURE}.{key}", int, "an integer", default)
+        return found
 
-    if value("general.architecture") != _ARCHITECTURE:
+    def real(key: str, default: float | None = None) -> float:
+        return float(value(f"{_ARCHITECTURE}.{key}", (int, float), "a number", default))
+
+    if metadata.get("general.architecture") != _ARCHITECTURE:
         raise ValueError(
-            f"GGUF general.architecture must be {_ARCHITECTURE!r}, got {value('general.architecture')!r}. "
+            f"GGUF general.architecture must be {_ARCHITECTURE!r}, got {show(metadata.get('general.architecture'))}. "
             "Load a DiffusionGemma file."
         )
-    if "token_embd.weight" not in stored:
-        raise ValueError("GGUF token_embd.weight must be in the file, but it is missing. Download the file again.")
-    num_layers = int(own("block_count"))
-    if num_layers > len(stored):  # a huge number would fill the memory
+    embedding = stored.get("token_embd.weight")
+    if embedding is None or len(metadata.get("tokenizer.ggml.tokens", range(embedding.shape[0]))) != embedding.shape[0]:
+        raise ValueError("GGUF token_embd.weight must have a row for every token. Download the file again.")
+    num_layers = size("block_count")
+    if not 1 <= num_layers <= len(stored):  # a huge number would fill the memory
         raise ValueError(f"GGUF block_count must fit the {len(stored)} tensors stored, got {num_layers}.")
-    sliding = [bool(flag) for flag in own("attention.sliding_window_pattern")]
-    kv_heads = own("attention.head_count_kv")
-    kv_heads = [int(heads) for heads in (kv_heads if isinstance(kv_heads, list) else [kv_heads] * num_layers)]
+    pattern = value(f"{_ARCHITECTURE}.attention.sliding_window_pattern", np.ndarray, "a list of flags")
+    sliding = [bool(flag) for flag in pattern]
+    kv_heads = value(f"{_ARCHITECTURE}.attention.head_count_kv", (int, np.ndarray), "one number per layer")
+    kv_heads = [
+        int(heads) for heads in np.broadcast_to(kv_heads, num_layers if np.ndim(kv_heads) == 0 else len(kv_heads))
+    ]
     by_kind = {
         kind: {heads for heads, flag in zip(kv_heads, sliding, strict=False) if flag == kind} for kind in (True, False)
     }
     if len(sliding) != num_layers or any(len(heads) > 1 for heads in by_kind.values()):
         raise ValueError(f"GGUF head_count_kv must have one number per type of layer, got {kv_heads} for {sliding}.")
-    full_head = int(own("attention.key_length"))
-    frequencies = [t.data for t in reader.tensors if t.name == _FREQUENCIES]
+    full_head = size("attention.key_length")
+    if full_head < 1:
+        raise ValueError(f"GGUF attention.key_length must be at least 1, got {full_head}. Download the file again.")
+    frequencies = [tensor for tensor in opened.tensors if tensor.name == _FREQUENCIES]
     # Pairs that do not rotate have a divisor of about 1e30.
-    rotating = int((frequencies[0] < 1e6).sum()) if frequencies else full_head // 2
-    rope = {
-        FULL: {
-            "rope_type": "proportional",
-            "rope_theta": float(own("rope.freq_base")),
-            "partial_rotary_factor": 2 * rotating / full_head,
-        },
-        SLIDING: {"rope_type": "default", "rope_theta": float(own("rope.freq_base_swa", 10_000.0))},
-    }
+    rotating = int((opened.read(frequencies[0]) < 1e6).sum()) if frequencies else full_head // 2
+    full_rope = {"rope_type": "proportional", "rope_theta": real("rope.freq_base")}
+    full_rope["partial_rotary_factor"] = 2 * rotating / full_head
+    sliding_rope = {"rope_type": "default", "rope_theta": real("rope.freq_base_swa", 10_000.0)}
+    tokens = {"pad_token_id": ("padding", 0), "bos_token_id": ("bos", 2), "eos_token_id": ("eos", 1)}
     text = {
-        "vocab_size": stored["token_embd.weight"].shape[0],
-        "hidden_size": int(own("embedding_length")),
-        "intermediate_size": int(own("feed_forward_length")),
+        "vocab_size": embedding.shape[0],
+        "hidden_size": size("embedding_length"),
+        "intermediate_size": size("feed_forward_length"),
         "num_hidden_layers": num_layers,
-        "num_attention_heads": int(own("attention.head_count")),
+        "num_attention_heads": size("attention.head_count"),
         "num_key_value_heads": next(iter(by_kind[True]), kv_heads[0]),
-        "head_dim": int(own("attention.key_length_swa", full_head)),
+        "head_dim": size("attention.key_length_swa", full_head),
         "num_global_key_value_heads": next(iter(by_kind[False]), kv_heads[0]),
         "global_head_dim": full_head,
-        "num_experts": int(own("expert_count")),
-        "top_k_experts": int(own("expert_used_count")),
-        "moe_intermediate_size": int(own("expert_feed_forward_length")),
-        "sliding_window": int(own("attention.sliding_window")),
+        "num_experts": size("expert_count"),
+        "top_k_experts": size("expert_used_count"),
+        "moe_intermediate_size": size("expert_feed_forward_length"),
+        "sliding_window": size("attention.sliding_window"),
         "layer_types": [SLIDING if flag else FULL for flag in sliding],
-        "max_position_embeddings": int(own("context_length")),
-        "rope_parameters": rope,
-        "rms_norm_eps": float(f"{own('attention.layer_norm_rms_epsilon'):.6g}"),
-        "final_logit_softcapping": float(own("final_logit_softcapping")),
-        "pad_token_id": int(value("tokenizer.ggml.padding_token_id", 0)),
-        "bos_token_id": int(value("tokenizer.ggml.bos_token_id", 2)),
-        "eos_token_id": int(value("tokenizer.ggml.eos_token_id", 1)),
+        "max_position_embeddings": size("context_length"),
+        "rope_parameters": {FULL: full_rope, SLIDING: sliding_rope},
+        "rms_norm_eps": float(f"{real('attention.layer_norm_rms_epsilon'):.6g}"),
+        "final_logit_softcapping": real("final_logit_softcapping"),
+        **{n: value(f"tokenizer.ggml.{key}_token_id", int, "an id", d) for n, (key, d) in tokens.items()},
     }
-    canvas = int(value("diffusion.canvas_length", 256))
+    canvas = value("diffusion.canvas_length", int, "an integer", 256)
     return {"model_type": _ARCHITECTURE.replace("-", "_"), "canvas_length": canvas, "text_config": text}
 
 
@@ -289,7 +293,7 @@ def _q6_k(tensors: dict[str, Tensor]) -> IntWeight:
     )
 
 
-_CODES: dict[str, tuple[str, Callable[[dict[str, Tensor]], IntWeight]]] = {
+_CODES: dict[str, tuple[str, Callable[[dict[str, Tensor]], Weight] | None]] = {
     "Q8_0": ("int8", _q8_0),
     "Q4_0": ("int4", _q4_0),
     "Q4_1": ("int4", _q4_1),
