@@ -5,12 +5,14 @@ import importlib
 import importlib.util
 import re
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from dgemma import sampling
+from dgemma.cli.parser import TABLES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -97,6 +99,24 @@ def test_two_commands_make_their_own_environment():
     assert 'dgemma = "dgemma.cli:main"' in (ROOT / "pyproject.toml").read_text()
     assert commands[1].endswith("-m pytest")
     assert "grep -m1 -E '^python3 -m venv .*pytest$' README.md" in (ROOT / ".ci/run").read_text()
+
+
+def test_version_and_repository_are_the_same_in_every_file():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {project['version']}\n" in citation
+    assert f"\nrepository-code: {project['urls']['Repository']}\n" in citation
+    assert f"\n## {project['version']}\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_pages_and_help_print_the_command_that_installs_an_extra_from_a_clone():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    texts = {page: page.read_text() for page in (*PAGES, TABLES)}
+    commands = [found for text in texts.values() for found in re.findall(r"pip install [^`\n]*\[[^`\n]*?\]\S", text)]
+    assert len(commands) > 5
+    for command in commands:
+        (names,) = re.findall(r'-e "\.\[([\w,]+)\]"', command)
+        assert set(names.split(",")) <= set(extras)
 
 
 def anchors(page: Path) -> set[str]:

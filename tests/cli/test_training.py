@@ -206,13 +206,6 @@ def test_a_run_keeps_its_tokens_and_refuses_changed_text(command, checkpoint, tm
     assert len(writes) == 2
 
 
-def test_each_prompt_and_answer_is_one_row(command, checkpoint, tmp_path):
-    pairs = tmp_path / "pairs.jsonl"
-    lines = [{"prompt": f"{n} + 1 =", "answer": str(n + 1)} for n in range(8)]
-    pairs.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert command("train", "-m", checkpoint, "--out", tmp_path / "run", *QUICK, pairs).code == 0
-
-
 @pytest.mark.parametrize(
     ("name", "text"),
     [("few.txt", "to be"), ("one.jsonl", '{"prompt": "to be", "answer": "or not"}')],

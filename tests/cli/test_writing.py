@@ -225,18 +225,12 @@ def test_a_page_and_an_animation_are_written_without_a_display(command, checkpoi
     assert ran.err.endswith(f"\nWrote {page}.\nWrote {gif}.\n")
 
 
-@pytest.mark.parametrize("words", [("infill", "The ___ sat."), ("edit", "The cat sat.")], ids=["infill", "edit"])
-def test_infill_and_edit_have_pages_too(command, checkpoint, tmp_path, words):
-    page = tmp_path / "run.html"
-    ran = command(words[0], "-m", checkpoint, "--steps", "2", "--html", page, words[1])
-    assert ran.err == f"Wrote {page}.\n"
-    assert page.read_text().startswith("<!")
-
-
 def test_a_text_of_several_canvases_has_a_page_for_each(command, checkpoint, tmp_path):
-    ran = command("infill", "-m", checkpoint, "--steps", "1", "--html", tmp_path / "run.html", "__" + "x" * 40 + "__.")
-    assert ran.code == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run-2.html", "run.html"]
+    page, text = tmp_path / "run.html", "__" + "x" * 40 + "__."
+    for words in (("infill", text), ("edit", "--level", "1", text)):
+        ran = command(*words, "-m", checkpoint, "--steps", "1", "--html", page)
+        assert ran.err == f"Wrote {page}.\nWrote {tmp_path / 'run-2.html'}.\n"
+        assert all(path.read_text().startswith("<!") for path in tmp_path.iterdir())
 
 
 def test_a_gif_without_matplotlib_is_refused_before_generating(command, checkpoint, tmp_path, monkeypatch):
