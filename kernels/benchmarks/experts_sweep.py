@@ -224,10 +224,8 @@ def compile_tiles(rows: set[int], format: str) -> None:
 def make_config(
     rows: int, gate_up: tuple[int, ...], down: tuple[int, ...], format: str = "bf16"
 ) -> configs.ExpertConfig:
-    fields = ("cols", "depth", "warps", "stages", "registers")
-    first, second = (configs.TileShape(**dict(zip(fields, shape, strict=False))) for shape in (gate_up, down))
     one_scale = format == "fp8" and rows >= 128
-    return configs.ExpertConfig(max_tokens=1 << 62, rows=rows, gate_up=first, down=second, one_scale=one_scale)
+    return configs.ExpertConfig(1 << 62, rows, configs.TileShape(*gate_up), configs.TileShape(*down), one_scale)
 
 
 def label(tile: configs.TileShape) -> str:

@@ -173,14 +173,6 @@ def test_weights_that_are_not_aligned_to_16_bytes_are_read_by_pointers(width, of
     assert (experts.expert_gate_up(x, weights, tiles) - want).norm() / want.norm() < LIMITS[torch.float16]
 
 
-@pytest.mark.parametrize("rows", [8, 24, 112])
-def test_tiles_of_other_than_two_blocks_are_refused(rows):
-    with pytest.raises(
-        ValueError, match=f"ExpertConfig.rows must be a power of two >= 16 or the sum of two, got {rows}"
-    ):
-        replace(configs.EXPERTS["bf16"]["default"][0], rows=rows)
-
-
 def test_a_row_does_not_depend_on_its_batch(device):
     index = draw_routing("even").to(device)
     x, gate_up, down, weights = draw(index, D, F, torch.float32, device)
@@ -261,8 +253,3 @@ def test_noncontiguous_routing_weights_are_refused(device):
     _, _, down, weights = draw(index, D, F, torch.float32, device)
     with pytest.raises(ValueError, match=r"expert_down.weights must be contiguous"):
         experts.expert_down(torch.ones(80, F, device=device), down, weights.T.contiguous().T, sort(index, 32))
-
-
-def test_a_tile_must_be_a_power_of_two():
-    with pytest.raises(ValueError, match=r"TileShape.cols must be a power of two, got 96"):
-        configs.TileShape(cols=96, depth=64, warps=4, stages=2)

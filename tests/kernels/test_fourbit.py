@@ -118,10 +118,7 @@ def test_products_match_float64(kind, routing, width, hidden, dtype, device):
 @pytest.mark.parametrize("rows", [16, 32, 64, 128])
 def test_no_product_reads_registers_that_the_next_iteration_overwrites(rows, device, monkeypatch):
     # With products of one iteration still running, results at 64 rows were infinite and differed between runs.
-    shape = configs.TileShape(cols=64, depth=64, warps=4, stages=4)
-    config = configs.ExpertConfig(
-        max_tokens=1 << 62, rows=rows, gate_up=shape, down=configs.TileShape(cols=128, depth=64, warps=4, stages=4)
-    )
+    config = configs.ExpertConfig(1 << 62, rows, configs.TileShape(64, 64, 4, 4), configs.TileShape(128, 64, 4, 4))
     monkeypatch.setitem(configs.EXPERTS["int4"], "default", (config,))
     check_products("int4/64", "one-expert-has-every-row", 1408, 704, torch.bfloat16, device)
 

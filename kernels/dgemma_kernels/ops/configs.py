@@ -6,15 +6,13 @@ from typing import Any
 import torch
 import triton
 
-from dgemma.checks import check_count, require_field
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TileShape:
     """The part of a matrix product that one program computes.
 
-    It has `cols` outputs for each row of the tile and reads `depth` inputs at a time. It runs on `warps` warps with
-    `stages` loads in flight, in at most `registers` registers per thread.
+    It has `cols` outputs for each row of the tile and reads `depth` inputs at a time; both are powers of two. It runs
+    on `warps` warps with `stages` loads in flight, in at most `registers` registers per thread.
     """
 
     cols: int
@@ -23,20 +21,14 @@ class TileShape:
     stages: int
     registers: int | None = None
 
-    def __post_init__(self) -> None:
-        for field in ("cols", "depth", "warps"):
-            value = getattr(self, field)
-            require_field(value >= 1 and not value & (value - 1), self, field, "be a power of two")
-        check_count(self, "stages")
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ExpertConfig:
     """Tiles of the experts for batches of up to `max_tokens` tokens: rows per tile, and one shape per product.
 
-    `rows` is a power of two or the sum of two powers of two. In the second case, a tile has two blocks that share the
-    weights: 96 rows are 64 + 32. With `one_scale`, float8 hidden values have one scale per row, and tensor cores add
-    all products (in at least 14 bits). If `one_launch` is not 0, int4 weights with `FourBit.float8_rows` use
+    `rows` is a power of two >= 16 or the sum of two. In the second case, a tile has two blocks that share the weights:
+    96 rows are 64 + 32. With `one_scale`, float8 hidden values have one scale per row, and tensor cores add all
+    products (in at least 14 bits). If `one_launch` is not 0, int4 weights with `FourBit.float8_rows` use
     `experts.hopper`, with that many rows per tile. With `persistent`, plain and float8 weights whose sizes allow it use
     `experts.hopper_many`, and only other weights use `gate_up` and `down`.
     """
@@ -49,16 +41,13 @@ class ExpertConfig:
     one_launch: int = 0
     persistent: bool = False
 
-    def __post_init__(self) -> None:
-        fits = self.rows >= 16 and self.rows % 16 == 0 and self.rows.bit_count() <= 2
-        require_field(fits, self, "rows", "be a power of two >= 16 or the sum of two")
-
 
 @dataclass(frozen=True, kw_only=True)
 class DenseConfig:
     """Tiles of the dense MLP for batches of `min_tokens` to `max_tokens` tokens.
 
-    `programs` programs, each alone on a multiprocessor, work through tiles of `rows` tokens.
+    `programs` programs, each alone on a multiprocessor, work through tiles of `rows` tokens. Rows, columns and depth
+    are powers of two >= 16.
     """
 
     min_tokens: int
@@ -71,224 +60,95 @@ class DenseConfig:
     warps: int
     stages: int
 
-    def __post_init__(self) -> None:
-        for field in ("rows", "gate_up_cols", "down_cols", "depth", "warps"):
-            value, least = getattr(self, field), 1 if field == "warps" else 16  # tensor cores need 16
-            require_field(value >= least and not value & (value - 1), self, field, f"be a power of two >= {least}")
-        rule = f"be at most max_tokens = {self.max_tokens}"
-        require_field(self.min_tokens <= self.max_tokens, self, "min_tokens", rule)
-        check_count(self, "programs")
-        check_count(self, "stages")
-
-
-def _same_tiles(rows: dict[int, int], **settings: Any) -> tuple[ExpertConfig, ...]:
-    """Return a config for each `max_tokens: rows` in `rows`. All other settings are the same."""
-    return tuple(ExpertConfig(max_tokens=most, rows=count, **settings) for most, count in rows.items())
-
 
 _ANY = 1 << 62
 # Triton versions with which kernels in Gluon ran on a GPU. This language changes with every version.
 GLUON_RAN_WITH = ("3.6.",)
 TORCH_OF_GLUON = "2.11.*"  # comes with this version of Triton
 
+
+def _table(*rows: tuple[Any, ...], **settings: Any) -> tuple[ExpertConfig, ...]:
+    """Return a config for each row: the most tokens, rows of a tile, and the values of both shapes."""
+    return tuple(
+        ExpertConfig(most, size, TileShape(*up), TileShape(*down), **settings) for most, size, up, down in rows
+    )
+
+
+# Columns of these tables: up to this many tokens; rows of a tile; gate_up and down, each as columns, depth, warps and
+# stages. The default tiles fit the 99 KiB of shared memory per block on consumer Ampere and Ada.
+# A plane of four-bit weights has 128 rows, in gate_up 64 of gate and 64 of up, and is 64 deep.
+_FOUR_BIT = {
+    "default": _table((512, 32, (64, 64, 4, 3), (128, 64, 4, 3)), (_ANY, 64, (64, 64, 4, 3), (128, 64, 4, 3))),
+    "NVIDIA H200": (
+        *_table((64, 16, (64, 128, 4, 4), (128, 64, 4, 4))),
+        *_table(  # one launch is faster than two up to 1,024 tokens, and as fast at 1,536
+            (320, 32, (64, 128, 4, 3, 128), (128, 64, 4, 4)),
+            (1152, 64, (64, 64, 4, 4), (128, 64, 4, 4)),
+            one_launch=32,
+        ),
+        *_table((1536, 64, (64, 64, 4, 4), (128, 64, 4, 4)), (_ANY, 128, (64, 64, 4, 3), (128, 64, 4, 3))),
+    ),
+}
 # By storage format of the weights (`formats.format_of`), then by GPU. Plain weights of 4 bytes have no row: they run
 # the default tiles of "bf16" with half the depth.
 EXPERTS: dict[str, dict[str, tuple[ExpertConfig, ...]]] = {
     "bf16": {
-        # Fits the 99 KiB of shared memory per block on consumer Ampere and Ada.
-        "default": _same_tiles(
-            {512: 32, _ANY: 64},
-            gate_up=TileShape(cols=64, depth=64, warps=4, stages=3),
-            down=TileShape(cols=64, depth=64, warps=4, stages=3),
-        ),
+        "default": _table((512, 32, (64, 64, 4, 3), (64, 64, 4, 3)), (_ANY, 64, (64, 64, 4, 3), (64, 64, 4, 3))),
         "NVIDIA H200": (
-            ExpertConfig(
-                max_tokens=64,
-                rows=16,
-                gate_up=TileShape(cols=64, depth=128, warps=4, stages=4),
-                down=TileShape(cols=64, depth=64, warps=4, stages=3),
+            *_table(
+                (64, 16, (64, 128, 4, 4), (64, 64, 4, 3)),
+                (320, 32, (64, 128, 4, 5), (64, 64, 4, 3)),
+                (768, 64, (64, 64, 4, 8), (128, 64, 8, 3)),
+                (1152, 80, (64, 64, 4, 4), (128, 64, 8, 4)),
             ),
-            ExpertConfig(
-                max_tokens=320,
-                rows=32,
-                gate_up=TileShape(cols=64, depth=128, warps=4, stages=5),
-                down=TileShape(cols=64, depth=64, warps=4, stages=3),
-            ),
-            ExpertConfig(
-                max_tokens=768,
-                rows=64,
-                gate_up=TileShape(cols=64, depth=64, warps=4, stages=8),
-                down=TileShape(cols=128, depth=64, warps=8, stages=3),
-            ),
-            ExpertConfig(
-                max_tokens=1152,
-                rows=80,
-                gate_up=TileShape(cols=64, depth=64, warps=4, stages=4),
-                down=TileShape(cols=128, depth=64, warps=8, stages=4),
-            ),
-            # An expert with 128 or 256 rows on average often has a few more. So the tiles have room for them.
-            *_same_tiles(
-                {2560: 160, _ANY: 288},
-                gate_up=TileShape(cols=64, depth=64, warps=8, stages=3),
-                down=TileShape(cols=128, depth=64, warps=8, stages=3),
+            *_table(  # an expert with 128 or 256 rows on average often has a few more, so the tiles have room for them
+                (2560, 160, (64, 64, 8, 3), (128, 64, 8, 3)),
+                (_ANY, 288, (64, 64, 8, 3), (128, 64, 8, 3)),
                 persistent=True,
             ),
-            ExpertConfig(  # for versions of Triton in which `experts.hopper_many` does not run
-                max_tokens=_ANY,
-                rows=144,
-                gate_up=TileShape(cols=64, depth=64, warps=4, stages=3),
-                down=TileShape(cols=128, depth=64, warps=8, stages=3),
-            ),
+            # For versions of Triton in which `experts.hopper_many` does not run.
+            *_table((_ANY, 144, (64, 64, 4, 3), (128, 64, 8, 3))),
         ),
     },
     # Hidden values have one scale per row and gate_up tile. The depth of a down tile divides the columns of a gate_up
     # tile; the published hidden width of 704 is 11 times 64. With one scale per row the sums need half the registers.
     "fp8": {
-        "default": _same_tiles(
-            {512: 32, _ANY: 64},
-            gate_up=TileShape(cols=64, depth=128, warps=4, stages=3),
-            down=TileShape(cols=64, depth=64, warps=4, stages=3),
-        ),
+        "default": _table((512, 32, (64, 128, 4, 3), (64, 64, 4, 3)), (_ANY, 64, (64, 128, 4, 3), (64, 64, 4, 3))),
         "NVIDIA H200": (
-            # One token: the few programs of down are all resident, and each has its whole depth in flight.
-            ExpertConfig(
-                max_tokens=1,
-                rows=16,
-                gate_up=TileShape(cols=64, depth=256, warps=4, stages=4),
-                down=TileShape(cols=64, depth=64, warps=4, stages=10),
+            *_table(
+                (1, 16, (64, 256, 4, 4), (64, 64, 4, 10)),  # all programs of down are resident, with their whole depth
+                (64, 16, (64, 256, 4, 4), (64, 64, 4, 5)),
+                (320, 32, (64, 128, 4, 5), (128, 64, 4, 5)),
+                (768, 64, (64, 128, 4, 4), (128, 64, 4, 4)),
+                (1152, 80, (64, 128, 4, 4), (128, 64, 4, 4)),
+                (1536, 64, (64, 128, 4, 4), (128, 64, 4, 5)),
             ),
-            ExpertConfig(
-                max_tokens=64,
-                rows=16,
-                gate_up=TileShape(cols=64, depth=256, warps=4, stages=4),
-                down=TileShape(cols=64, depth=64, warps=4, stages=5),
-            ),
-            ExpertConfig(
-                max_tokens=320,
-                rows=32,
-                gate_up=TileShape(cols=64, depth=128, warps=4, stages=5),
-                down=TileShape(cols=128, depth=64, warps=4, stages=5),
-            ),
-            *_same_tiles(
-                {768: 64, 1152: 80},
-                gate_up=TileShape(cols=64, depth=128, warps=4, stages=4),
-                down=TileShape(cols=128, depth=64, warps=4, stages=4),
-            ),
-            ExpertConfig(
-                max_tokens=1536,
-                rows=64,
-                gate_up=TileShape(cols=64, depth=128, warps=4, stages=4),
-                down=TileShape(cols=128, depth=64, warps=4, stages=5),
-            ),
-            *_same_tiles(
-                {2560: 160, _ANY: 288},
-                gate_up=TileShape(cols=64, depth=128, warps=8, stages=3),
-                down=TileShape(cols=128, depth=128, warps=8, stages=3),
+            *_table(
+                (2560, 160, (64, 128, 8, 3), (128, 128, 8, 3)),
+                (_ANY, 288, (64, 128, 8, 3), (128, 128, 8, 3)),
                 one_scale=True,
                 persistent=True,
             ),
-            ExpertConfig(
-                max_tokens=_ANY,
-                rows=144,
-                gate_up=TileShape(cols=64, depth=128, warps=4, stages=3),
-                down=TileShape(cols=128, depth=128, warps=4, stages=3),
-                one_scale=True,
-            ),
+            *_table((_ANY, 144, (64, 128, 4, 3), (128, 128, 4, 3)), one_scale=True),
         ),
     },
     # A block of packed weights has 128 rows and is 128 deep. In gate_up, 64 of its rows are gate and 64 are up.
     "packed": {
-        "default": (
-            ExpertConfig(
-                max_tokens=512,
-                rows=32,
-                gate_up=TileShape(cols=64, depth=128, warps=4, stages=3),
-                down=TileShape(cols=128, depth=128, warps=4, stages=3),
-            ),
-            ExpertConfig(
-                max_tokens=_ANY,
-                rows=64,
-                gate_up=TileShape(cols=64, depth=128, warps=8, stages=2),
-                down=TileShape(cols=128, depth=128, warps=8, stages=2),
-            ),
-        ),
-        "NVIDIA H200": (
-            *_same_tiles(
-                {64: 16, 320: 32},
-                gate_up=TileShape(cols=64, depth=128, warps=4, stages=4),
-                down=TileShape(cols=128, depth=128, warps=4, stages=3),
-            ),
-            ExpertConfig(
-                max_tokens=1536,
-                rows=64,
-                gate_up=TileShape(cols=64, depth=128, warps=4, stages=3),
-                down=TileShape(cols=128, depth=128, warps=8, stages=3),
-            ),
-            ExpertConfig(
-                max_tokens=_ANY,
-                rows=128,
-                gate_up=TileShape(cols=64, depth=128, warps=8, stages=3),
-                down=TileShape(cols=128, depth=128, warps=8, stages=3),
-            ),
+        "default": _table((512, 32, (64, 128, 4, 3), (128, 128, 4, 3)), (_ANY, 64, (64, 128, 8, 2), (128, 128, 8, 2))),
+        "NVIDIA H200": _table(
+            (64, 16, (64, 128, 4, 4), (128, 128, 4, 3)),
+            (320, 32, (64, 128, 4, 4), (128, 128, 4, 3)),
+            (1536, 64, (64, 128, 4, 3), (128, 128, 8, 3)),
+            (_ANY, 128, (64, 128, 8, 3), (128, 128, 8, 3)),
         ),
     },
+    "int4": _FOUR_BIT,
+    "nvfp4": _FOUR_BIT,
 }
-
-# A plane of four-bit weights has 128 rows, in gate_up 64 of gate and 64 of up, and is 64 deep.
-_FOUR_BIT = {
-    "default": _same_tiles(
-        {512: 32, _ANY: 64},
-        gate_up=TileShape(cols=64, depth=64, warps=4, stages=3),
-        down=TileShape(cols=128, depth=64, warps=4, stages=3),
-    ),
-    "NVIDIA H200": (
-        ExpertConfig(
-            max_tokens=64,
-            rows=16,
-            gate_up=TileShape(cols=64, depth=128, warps=4, stages=4),
-            down=TileShape(cols=128, depth=64, warps=4, stages=4),
-        ),
-        ExpertConfig(
-            max_tokens=320,
-            rows=32,
-            gate_up=TileShape(cols=64, depth=128, warps=4, stages=3, registers=128),
-            down=TileShape(cols=128, depth=64, warps=4, stages=4),
-            one_launch=32,
-        ),
-        ExpertConfig(
-            max_tokens=1152,
-            rows=64,
-            gate_up=TileShape(cols=64, depth=64, warps=4, stages=4),
-            down=TileShape(cols=128, depth=64, warps=4, stages=4),
-            one_launch=32,  # faster than two launches up to 1,024 tokens, as fast at 1,536
-        ),
-        ExpertConfig(
-            max_tokens=1536,
-            rows=64,
-            gate_up=TileShape(cols=64, depth=64, warps=4, stages=4),
-            down=TileShape(cols=128, depth=64, warps=4, stages=4),
-        ),
-        ExpertConfig(
-            max_tokens=_ANY,
-            rows=128,
-            gate_up=TileShape(cols=64, depth=64, warps=4, stages=3),
-            down=TileShape(cols=128, depth=64, warps=4, stages=3),
-        ),
-    ),
-}
-EXPERTS |= {"int4": _FOUR_BIT, "nvfp4": _FOUR_BIT}
 
 # Uses nearly all shared memory of a multiprocessor, so that no program of another kernel runs there.
 _DENSE_H200 = DenseConfig(
-    min_tokens=65,
-    max_tokens=256,
-    programs=33,
-    rows=256,
-    gate_up_cols=64,
-    down_cols=128,
-    depth=64,
-    warps=8,
-    stages=4,
+    min_tokens=65, max_tokens=256, programs=33, rows=256, gate_up_cols=64, down_cols=128, depth=64, warps=8, stages=4
 )
 _ALL = 132  # one program per multiprocessor, for many tokens with `one_order`; without it, library products are used
 # Per 256 tokens, the published model has 33 tiles of gate and up, and 22 of down. At 256 and 512 tokens, each program
