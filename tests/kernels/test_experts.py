@@ -232,9 +232,13 @@ def test_tiles_of_other_tokens_are_refused(device):
     index = draw_routing("even").to(device)
     x, gate_up, down, weights = draw(index, D, F, torch.float32, device)
     tiles = sort(index[:5].contiguous(), 32)
-    with pytest.raises(ValueError, match=r"expert_gate_up.tiles must have 2 pairs for each of the 40 tokens of x"):
+    with pytest.raises(
+        ValueError, match=r"expert_gate_up.tiles must have the 6 experts of the weights and 40 rows, got 6 and 5"
+    ):
         experts.expert_gate_up(x, gate_up, tiles)
-    with pytest.raises(ValueError, match=r"expert_down hidden and weights must have the 10 pairs"):
+    with pytest.raises(
+        ValueError, match=r"expert_down.tiles must have the 6 experts of the weights and 80 rows, got 6 and 10"
+    ):
         experts.expert_down(torch.ones(80, F, device=device), down, weights, tiles)
 
 
@@ -242,9 +246,9 @@ def test_weights_of_other_experts_than_the_tiles_are_refused(device):
     index = draw_routing("even").to(device)
     x, gate_up, down, weights = draw(index, D, F, torch.float32, device)
     tiles = sort(index, 32)
-    with pytest.raises(ValueError, match=r"expert_gate_up.tiles must have the 4 experts of the weights, got 6"):
+    with pytest.raises(ValueError, match=r"expert_gate_up.tiles must have the 4 experts of the weights and .*, got 6"):
         experts.expert_gate_up(x, gate_up[:4], tiles)
-    with pytest.raises(ValueError, match=r"expert_down.tiles must have the 12 experts of the weights, got 6"):
+    with pytest.raises(ValueError, match=r"expert_down.tiles must have the 12 experts of the weights and .*, got 6"):
         experts.expert_down(torch.ones(80, F, device=device), torch.cat((down, down)), weights, tiles)
 
 

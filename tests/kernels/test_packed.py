@@ -338,7 +338,7 @@ def test_rows_and_weights_of_different_widths_are_refused(device):
         experts.expert_gate_up(x.half(), gate_up, sort(index))
     with pytest.raises(ValueError, match=r"rows must be \(M, K\) and weights \(E, N, K\), got \(40, 71\) and"):
         experts.expert_gate_up(x[:, 1:].contiguous(), gate_up, sort(index))
-    with pytest.raises(ValueError, match=r"must have the 4 experts of the weights, got 6"):
+    with pytest.raises(ValueError, match=r"must have the 4 experts of the weights and 40 rows, got 6"):
         experts.expert_gate_up(x, replace(gate_up, shape=torch.Size((4, 2 * F, D))), sort(index))
 
 

@@ -38,15 +38,13 @@ from dgemma_kernels.ops.configs import (
     tensor_descriptors,
 )
 from dgemma_kernels.ops.experts.tiles import (
+    Operands,
     Sizes,
-    Values,
+    decoded_down_tile,
+    decoded_gate_up_tile,
     down_tile,
-    four_bit_down_tile,
-    four_bit_gate_up_tile,
     gate_up_tile,
     load_tile,
-    packed_down_tile,
-    packed_gate_up_tile,
     request_gate_up,
 )
 from dgemma_kernels.ops.norms import round_rows
@@ -374,9 +372,9 @@ def _expert_gate_up_kernel(
     DESCRIBED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    SIZE: tl.constexpr = Sizes(WIDTH, HIDDEN, ROWS, COLS, DEPTH)
+    SIZE: tl.constexpr = Sizes(WIDTH, HIDDEN, NUM_ACTIVE, ROWS, COLS, DEPTH, None, GROUPS, ONE_SCALE, DESCRIBED, "")
     proj = Weights(gate_up_proj, proj_scale, zero, bias, row_scale, starts, places, outliers)
-    inputs, hidden = Values(x, x_scale), Values(out, out_scale)
+    operands = Operands(x, x_scale, proj, None, pairs, out, out_scale)
     COL_BLOCKS: tl.constexpr = triton.cdiv(HIDDEN, COLS)
     col = tl.program_id(0) % COL_BLOCKS * COLS
     number = tl.program_id(0) // COL_BLOCKS
@@ -385,14 +383,12 @@ def _expert_gate_up_kernel(
     wait_for_launches_before(DEPENDENT)
     tile = load_tile(tiles, number, None)
     while tile.num_rows > 0:
-        if GROUPS is not None:
-            four_bit_gate_up_tile(inputs, proj, hidden, pairs, tile, col, SIZE, NUM_ACTIVE, GROUPS)
-        elif places is not None:
-            packed_gate_up_tile(inputs, proj, hidden, pairs, tile, col, SIZE, NUM_ACTIVE, DESCRIBED)
+        if GROUPS is not None or places is not None:
+            decoded_gate_up_tile(operands, tile, col, SIZE)
         elif MORE > 0 and tile.num_rows > ROWS:  # at 1,024 tokens half of the experts need only one block
-            gate_up_tile(inputs, proj, hidden, pairs, tile, col, SIZE, MORE, NUM_ACTIVE, ONE_SCALE, DESCRIBED)
+            gate_up_tile(operands, tile, col, SIZE, MORE)
         else:
-            gate_up_tile(inputs, proj, hidden, pairs, tile, col, SIZE, 0, NUM_ACTIVE, ONE_SCALE, DESCRIBED)
+            gate_up_tile(operands, tile, col, SIZE, 0)
         tl.debug_barrier()  # all threads store before one thread counts the tile
         tl.atomic_add(finished + number, 1, sem="release")
         number += grid_tiles
@@ -433,9 +429,9 @@ def _expert_down_kernel(
     DESCRIBED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    SIZE: tl.constexpr = Sizes(WIDTH, HIDDEN, ROWS, COLS, DEPTH)
+    SIZE: tl.constexpr = Sizes(WIDTH, HIDDEN, None, ROWS, COLS, DEPTH, BLOCK, GROUPS, ONE_SCALE, DESCRIBED, KEEP)
     proj = Weights(down_proj, proj_scale, zero, bias, row_scale, starts, places, outliers)
-    inputs = Values(hidden, hidden_scale)
+    operands = Operands(hidden, hidden_scale, proj, weights, pairs, out, None)
     COL_BLOCKS: tl.constexpr = triton.cdiv(WIDTH, COLS)
     col = tl.program_id(0) % COL_BLOCKS * COLS
     number = tl.program_id(0) // COL_BLOCKS
@@ -448,14 +444,12 @@ def _expert_down_kernel(
         if OVERLAP:
             while tl.atomic_add(finished + number, 0, sem="acquire") < gate_up_blocks:
                 pass
-        if GROUPS is not None:
-            four_bit_down_tile(inputs, proj, weights, pairs, out, tile, col, SIZE, GROUPS, KEEP)
-        elif places is not None:
-            packed_down_tile(inputs, proj, weights, pairs, out, tile, col, SIZE, DESCRIBED, KEEP)
+        if GROUPS is not None or places is not None:
+            decoded_down_tile(operands, tile, col, SIZE)
         elif MORE > 0 and tile.num_rows > ROWS:
-            down_tile(inputs, proj, weights, pairs, out, tile, col, SIZE, MORE, BLOCK, ONE_SCALE, DESCRIBED, KEEP)
+            down_tile(operands, tile, col, SIZE, MORE)
         else:
-            down_tile(inputs, proj, weights, pairs, out, tile, col, SIZE, 0, BLOCK, ONE_SCALE, DESCRIBED, KEEP)
+            down_tile(operands, tile, col, SIZE, 0)
         number += grid_tiles
         tile = load_tile(tiles, number, max_tiles)
     if OVERLAP and DEPENDENT:
@@ -463,38 +457,37 @@ def _expert_down_kernel(
 
 
 def _check_gate_up(x: Tensor | Quantized, gate_up_proj: ExpertWeights, tiles: ExpertTiles) -> None:
-    _check("expert_gate_up", x, gate_up_proj, gate_up_proj.shape[1] // 2 * 2, tiles)
-    num_pairs = tiles.pairs.numel()
-    if x.shape[0] * tiles.num_active != num_pairs:
-        raise ValueError(
-            f"expert_gate_up.tiles must have {tiles.num_active} pairs for each of the {x.shape[0]} tokens of x, "
-            f"got {num_pairs} pairs."
-        )
+    _check("expert_gate_up", x, gate_up_proj, tiles, tiles.pairs.numel() // tiles.num_active, gated=True)
     if isinstance(x, Quantized) and x.block is not None:
         raise ValueError(f"expert_gate_up.x must have one scale per row, got one per {x.block} columns.")
 
 
 def _check_down(hidden: Tensor | Quantized, down_proj: ExpertWeights, weights: Tensor, tiles: ExpertTiles) -> None:
-    _check("expert_down", hidden, down_proj, down_proj.shape[1], tiles)
     num_pairs = tiles.pairs.numel()
-    if weights.numel() != num_pairs or hidden.shape[0] != num_pairs:
+    _check("expert_down", hidden, down_proj, tiles, num_pairs, gated=False)
+    if weights.numel() != num_pairs or not weights.is_contiguous():
         raise ValueError(
-            f"expert_down hidden and weights must have the {num_pairs} pairs of the tiles, got {tuple(hidden.shape)} "
-            f"and {tuple(weights.shape)}."
+            f"expert_down.weights must be contiguous, with {num_pairs} pairs, got {tuple(weights.shape)} with strides "
+            f"{weights.stride()}. Call .contiguous() on them first."
         )
-    if not weights.is_contiguous():
-        raise ValueError("expert_down.weights must be contiguous. Call .contiguous() on them first.")
 
 
-def _check(owner: str, x: Tensor | Quantized, weights: ExpertWeights, out_width: int, tiles: ExpertTiles) -> None:
+def _check(
+    owner: str, x: Tensor | Quantized, weights: ExpertWeights, tiles: ExpertTiles, num_rows: int, *, gated: bool
+) -> None:
+    """Raise ValueError for operands that do not belong together. The tiles are of `num_rows` rows."""
     (rows, row_scale), shape = values_and_scale(x), tuple(weights.shape)
-    if rows.ndim != 2 or len(shape) != 3 or shape[1:] != (out_width, rows.shape[-1]):
+    if rows.ndim != 2 or len(shape) != 3 or shape[2] != rows.shape[1] or (gated and shape[1] % 2):
         raise ValueError(f"{owner} rows must be (M, K) and weights (E, N, K), got {tuple(rows.shape)} and {shape}.")
-    stored = stored_tensors(weights)
+    if shape[0] != tiles.num_experts or rows.shape[0] != num_rows:
+        raise ValueError(
+            f"{owner}.tiles must have the {shape[0]} experts of the weights and {rows.shape[0]} rows, got "
+            f"{tiles.num_experts} and {num_rows}. Route and sort with the router of the same layer."
+        )
     if isinstance(weights, (Packed, FourBit)):
         dtype, scale = weights.dtype, None
-        if weights.gated != (owner == "expert_gate_up"):
-            raise ValueError(f"{owner} weights must be encoded with gated={not weights.gated}.")
+        if weights.gated != gated:
+            raise ValueError(f"{owner} weights must be encoded with gated={gated}.")
         if tiles.rows_per_tile.bit_count() > 1:
             raise ValueError(
                 f"{owner}.tiles.rows_per_tile must be a power of two for these weights, got {tiles.rows_per_tile}."
@@ -502,14 +495,9 @@ def _check(owner: str, x: Tensor | Quantized, weights: ExpertWeights, out_width:
     else:
         values, scale = values_and_scale(weights)
         dtype = values.dtype
-    if rows.dtype != dtype or not all(tensor.is_contiguous() for tensor in (rows, *stored)):
+    if rows.dtype != dtype or not all(tensor.is_contiguous() for tensor in (rows, *stored_tensors(weights))):
         raise ValueError(f"{owner} must get contiguous tensors of one dtype, got {rows.dtype} and {dtype}.")
     if rows.dtype.itemsize == 1 and (row_scale is None or scale is None or scale.ndim != 2):
         raise ValueError(
             f"{owner} must get scales for its {rows.dtype} rows, and weights with one scale per output. Call quantize."
-        )
-    if shape[0] != tiles.num_experts:
-        raise ValueError(
-            f"{owner}.tiles must have the {shape[0]} experts of the weights, got {tiles.num_experts}. "
-            "Route and sort with the router of the same layer."
         )
