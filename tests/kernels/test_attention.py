@@ -229,17 +229,19 @@ def test_canvases_of_any_batch_fill_an_h200_in_one_round():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"window": 4}, "window must be"),
-        ({"canvas_len": 1}, "canvas_len must be"),
-        ({"causal": True, "window": 4, "canvas_len": 1, "keep": 5}, "keep must be"),
+        ({"window": 4}, "causal True for a canvas or a window, got Mask"),
+        ({"causal": True, "window": 0}, "window must be >= 1"),
+        ({"canvas_len": 1}, "causal True for a canvas or a window, got Mask"),
+        ({"causal": True, "window": 4, "canvas_len": 1, "keep": 5}, "keep 0 to the window"),
         ({"length": torch.zeros(1)}, "length must be"),
-        ({"keys": torch.zeros(1, 2, 8, 24)}, "keys and values must"),
+        ({"keys": torch.zeros(1, 2, 8, 24)}, "keys and values"),
         ({"queries": torch.zeros(1, 2, 3, 16)}, "multiple of key heads"),
         ({"queries": torch.zeros(1, 2, 2, 16, dtype=torch.float64)}, "dtype"),
         ({"queries": torch.zeros(1, 9, 2, 16)}, "capacity"),
     ],
     ids=[
         "window-without-causal",
+        "empty-window",
         "canvas-without-causal",
         "keeps-more-than-the-window",
         "float-length",

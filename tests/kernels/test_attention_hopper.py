@@ -28,6 +28,7 @@ from attention_cases import (
 from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.attention import AttentionTile, attention, choose_kernel
 from dgemma_kernels.ops.attention import kernel as module
+from dgemma_kernels.ops.attention.parts import Inputs, Mask, Parts
 from gluon_interpreter import Hazard, load
 from kernel_inputs import error
 
@@ -149,9 +150,8 @@ def interpret(case: tuple[Tensor, ...], *, kernel: Any = None, num_splits: int =
     queries = case[0]
     partial = torch.empty((num_splits, *queries.shape), dtype=queries.dtype)
     log_weight = torch.empty((num_splits, *queries.shape[:3]), dtype=torch.float32)
-    modes = {"causal": False, "window": 0, "canvas_len": 0, "keep": 0, "part": 0} | mode
-    position = modes.pop("position", case[3])
-    (kernel or interpreted()).attend(*case, position, partial, log_weight, None, *modes.values())
+    inputs, part = Inputs(*case, mode.pop("position", case[3])), mode.pop("part", 0)
+    (kernel or interpreted()).attend(inputs, Parts(partial, log_weight), Mask(**mode), part)
     if num_splits == 1:
         return partial[0]
     weight = (log_weight.double() - log_weight.amax(0)).exp2().unsqueeze(-1)  # (splits, B, T, N, 1)

@@ -14,6 +14,7 @@ import attention_cases
 from attention_cases import FULL, HANGS, LIMITS, TAKEN, UNSEEN, exact, native, pretend_hopper
 from dgemma_kernels.ops.attention import attention
 from dgemma_kernels.ops.attention import kernel as module
+from dgemma_kernels.ops.attention.parts import Inputs, Mask, Parts
 from gluon_interpreter import Hazard, load
 from kernel_inputs import error
 
@@ -43,7 +44,8 @@ def interpret(
     queries = case[0]
     partial = torch.full((num_splits, *queries.shape), torch.nan, dtype=queries.dtype)
     log_weight = torch.full((num_splits, *queries.shape[:3]), torch.nan)
-    (kernel or interpreted()).attend(*case, partial, log_weight, None, causal, canvas_len)
+    inputs, mask = Inputs(*case, case[3]), Mask(causal=causal, canvas_len=canvas_len)
+    (kernel or interpreted()).attend(inputs, Parts(partial, log_weight), mask)
     if num_splits == 1:
         return partial[0]
     weight = (log_weight.double() - log_weight.amax(0)).exp2().unsqueeze(-1)  # (splits, B, T, N, 1)

@@ -10,7 +10,6 @@ when both warpgroups have read it.
 """
 
 import triton
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -31,72 +30,35 @@ from dgemma_kernels.ops.attention.hopper_common import (
     add_softmax,
     clear_slots,
     copy_chunk,
-    describe_blocks,
-    describe_slots,
+    launch_arguments,
     mask_scores,
     store_log_weight,
     store_unit,
 )
-from dgemma_kernels.ops.attention.parts import float8_unit, part_of_keys
-from dgemma_kernels.ops.configs import dependent_launch
+from dgemma_kernels.ops.attention.parts import Inputs, Mask, Parts, part_of_keys
 from dgemma_kernels.ops.hopper import async_load, async_store, make_barriers
 
 TILE = (128, 64, 256)  # of a program: query rows, slots per iteration, value columns
 
 
-def attend(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    length: Tensor,
-    position: Tensor,
-    partial: Tensor,
-    log_weight: Tensor,
-    scale: Tensor | None,
-    causal: bool,
-    window: int,
-    canvas_len: int,
-    keep: int,
-    part: int,
-) -> None:
-    """Write attention over each part of the keys to `partial` (splits, B, T, N, H) and `log_weight` (splits, B, T, N).
+def attend(inputs: Inputs, parts: Parts, mask: Mask, part: int) -> None:
+    """Write attention over each part of the keys to `parts`. `part` is that of `kernel.attention`, 0 for equal parts.
 
-    With one split `partial` is the whole result, and the float32 `log_weight` is not written. With `scale` (B·T,),
-    `partial` is float8 in units of `float8_unit`, and that unit is written to `scale`. The other arguments are those of
-    `attention`; `window` 0 means none. `kernel.choose_kernel` must allow this kernel for them. Tensor descriptors
-    contain the tensors' addresses and are passed by value. So a captured graph is valid only while the tensors stay in
-    place.
+    `kernel.choose_kernel` must allow this kernel for these arguments.
 
-    Example: `attend(queries, keys, values, length, length, out.unsqueeze(0), out, None, False, 0, 0, 0, 0)`.
+    Example: `attend(Inputs(queries, keys, values, length, length), Parts(out.unsqueeze(0), out), Mask(), 0)`.
     """
-    batch, num_tokens, num_heads, head_dim = queries.shape
-    kv_heads, group = keys.shape[1], num_heads // keys.shape[1]
-    row_tiles = triton.cdiv(num_tokens * group, TILE[0])
-    _attention_hopper_kernel[(row_tiles * (head_dim // TILE[2]), partial.shape[0], batch * kv_heads)](
-        describe_blocks(queries.flatten(0, 1), ROWS.value // group, group),
-        describe_slots(keys),
-        describe_slots(values),
-        describe_blocks(partial, 1, 1, ROWS.value // group, group),
-        length,
-        position,
-        log_weight,
-        log_weight if scale is None else scale,
-        num_tokens,
-        batch * num_tokens * num_heads,
-        *(stride // head_dim for cache in (keys, values) for stride in cache.stride()[:2]),
-        KV_HEADS=kv_heads,
-        GROUP=group,
+    batch, num_tokens, num_heads, head_dim = inputs.queries.shape
+    kv_heads = inputs.keys.shape[1]
+    row_tiles = triton.cdiv(num_tokens * num_heads // kv_heads, TILE[0])
+    _attention_hopper_kernel[(row_tiles * (head_dim // TILE[2]), parts.partial.shape[0], batch * kv_heads)](
+        **launch_arguments(inputs, parts, mask),
+        position_ptr=inputs.position,
         HEAD_DIM=head_dim,
         BUFFERS=512 // head_dim,  # tiles of keys and of values that fit shared memory
-        CAUSAL=causal,
-        WINDOW=window,
-        CANVAS=canvas_len,
-        KEEP=keep,
-        SPLIT=partial.shape[0] > 1,
+        WINDOW=mask.window,
+        KEEP=mask.keep,
         PART=part,
-        UNIT=0.0 if scale is None else float8_unit(head_dim),
-        num_warps=4,
-        **dependent_launch(queries.device),
     )
 
 
@@ -143,14 +105,13 @@ def _attention_hopper_kernel(
     fence_async_shared()
     wait_for_launches_before(DEPENDENT)
 
+    MASK: gl.constexpr = Mask(CAUSAL, WINDOW, CANVAS, KEEP)
     row_tile, _, batch, _ = _place(KV_HEADS, K_CHUNKS)
     prefix_len = gl.load(length_ptr + batch).to(gl.int32)
     origin = prefix_len * 0
     if PART > 0:
         origin = gl.load(position_ptr + batch).to(gl.int32) - prefix_len
-    begin, end = part_of_keys(
-        row_tile, prefix_len, origin, num_tokens, 2 * ROWS, GROUP, KEYS, CAUSAL, WINDOW, CANVAS, KEEP, SPLIT, PART
-    )
+    begin, end = part_of_keys(row_tile, prefix_len, origin, num_tokens, 2 * ROWS, GROUP, KEYS, MASK, SPLIT, PART)
     num_tiles = gl.maximum(gl.cdiv(end - begin, KEYS), 1)  # an empty part loads one tile and masks all of it
 
     descs = (query_desc, key_desc, value_desc)
@@ -158,18 +119,15 @@ def _attention_hopper_kernel(
     outs = (out_desc, log_weight_ptr, scale_ptr, num_query_heads)
     smem = (q_smem, k_smem, v_smem)
     barriers = (q_full, k_full, k_free, v_full, v_free, v_clean)
-    clear_begin, clear_end = clear_slots(
-        row_tile, prefix_len, num_tokens, end, 2 * ROWS, GROUP, CAUSAL, WINDOW, CANVAS, KEEP
-    )
+    clear_begin, clear_end = clear_slots(row_tile, prefix_len, num_tokens, end, 2 * ROWS, GROUP, MASK)
     span = (prefix_len, num_tokens, begin, end, num_tiles, clear_begin, clear_end)
-    MODE: gl.constexpr = (CAUSAL, WINDOW, CANVAS, KEEP)
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     gl.warp_specialize(
         [
             (_copy, (descs, strides, smem, barriers, span, KV_HEADS)),
-            (_attend, (outs, smem, barriers, span, FIRST, KV_HEADS, SPLIT, UNIT, MODE)),
-            (_attend, (outs, smem, barriers, span, SECOND, KV_HEADS, SPLIT, UNIT, MODE)),
+            (_attend, (outs, smem, barriers, span, FIRST, KV_HEADS, SPLIT, UNIT, MASK)),
+            (_attend, (outs, smem, barriers, span, SECOND, KV_HEADS, SPLIT, UNIT, MASK)),
         ],
         [4, 4],
         [240, 240],  # registers per thread, which leaves 24 for the copying warps
@@ -234,7 +192,7 @@ def _attend(
     KV_HEADS: gl.constexpr,
     SPLIT: gl.constexpr,
     UNIT: gl.constexpr,
-    MODE: gl.constexpr,
+    MASK: gl.constexpr,
 ) -> None:
     """Compute 64 rows over all keys of this part, as one of the two consumers."""
     out_desc = outs[0]
@@ -262,7 +220,7 @@ def _attend(
     s = _scores(smem, barriers, 0, WG, True)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(k_free.index(K_CHUNKS - 1))
-    weight, decay, top, total = add_softmax(mask_scores(s, 0, token, span, MODE), top, total)
+    weight, decay, top, total = add_softmax(mask_scores(s, 0, token, span, MASK), top, total)
     p = gl.convert_layout(weight.to(dtype), WEIGHTS)
     for j in range(1, num_tiles):
         s = _scores(smem, barriers, j, WG, False)
@@ -274,7 +232,7 @@ def _attend(
         acc1 = warpgroup_mma(p, v_smem.index(at + 1), acc1, is_async=True)
         s = warpgroup_mma_wait(2, deps=(s,))
         mbarrier.arrive(k_free.index(j % BUFFERS * K_CHUNKS + K_CHUNKS - 1))
-        weight, decay, top, total = add_softmax(mask_scores(s, j, token, span, MODE), top, total)
+        weight, decay, top, total = add_softmax(mask_scores(s, j, token, span, MASK), top, total)
         next_p = gl.convert_layout(weight.to(dtype), WEIGHTS)
         # This barrier is always complete; only its branch matters. The assembler moves the next wait to right after the
         # previous branch. Without this branch, the wait would come before the softmax.

@@ -1,12 +1,15 @@
 """Gluon code that the Hopper kernels of attention use: descriptors, copies, masks, softmax, and scales."""
 
+from typing import Any
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from dgemma_kernels.ops.attention.parts import seen_slots
+from dgemma_kernels.ops.attention.parts import Inputs, Mask, Parts, float8_unit, seen_slots
+from dgemma_kernels.ops.configs import dependent_launch
 from dgemma_kernels.ops.hopper import async_load
 
 ROWS = gl.constexpr(64)  # per warpgroup
@@ -18,6 +21,36 @@ BYTES = gl.constexpr(2 * 64 * 128)  # per copy of queries, keys or values
 NUMBERS = [
     "num_tokens", "num_query_heads", "key_batch_slots", "key_head_slots", "value_batch_slots", "value_head_slots"
 ]  # fmt: skip
+
+
+def launch_arguments(inputs: Inputs, parts: Parts, mask: Mask, key_columns: int = CHUNK.value) -> dict[str, Any]:
+    """Return the arguments that `hopper` and `hopper_shared` have in common.
+
+    Tensor descriptors contain the tensors' addresses and are passed by value. So a captured graph is valid only while
+    the tensors stay in place.
+    """
+    queries, keys, values, length, _ = inputs
+    batch, num_tokens, num_heads, head_dim = queries.shape
+    kv_heads, group = keys.shape[1], num_heads // keys.shape[1]
+    strides = [stride // head_dim for cache in (keys, values) for stride in cache.stride()[:2]]
+    return {
+        "query_desc": describe_blocks(queries.flatten(0, 1), ROWS.value // group, group),
+        "key_desc": describe_slots(keys, key_columns),
+        "value_desc": describe_slots(values),
+        "out_desc": describe_blocks(parts.partial, 1, 1, ROWS.value // group, group),
+        "length_ptr": length,
+        "log_weight_ptr": parts.log_weight,
+        "scale_ptr": parts.log_weight if parts.scale is None else parts.scale,
+        **dict(zip(NUMBERS, (num_tokens, batch * num_tokens * num_heads, *strides), strict=True)),
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "CAUSAL": mask.causal,
+        "CANVAS": mask.canvas_len,
+        "SPLIT": parts.partial.shape[0] > 1,
+        "UNIT": 0.0 if parts.scale is None else float8_unit(head_dim),
+        "num_warps": 4,
+        **dependent_launch(queries.device),
+    }
 
 
 def describe_slots(cache: Tensor, columns: int = CHUNK.value) -> TensorDescriptor:
@@ -50,44 +83,37 @@ def clear_slots(
     end: gl.tensor,
     ROWS: gl.constexpr,
     GROUP: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr,
-    CANVAS: gl.constexpr,
-    KEEP: gl.constexpr,
+    MASK: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor]:
     """Return bounds of the slots before `end` that all rows of a tile see."""
     clear_begin = end * 0 - 1073741824  # without a window, no slot is too early
     clear_end = end
-    if CAUSAL:
+    if MASK.causal:
         last_token = gl.minimum((row_tile * ROWS + ROWS - 1) // GROUP, num_tokens - 1)
-        first_seen, _ = seen_slots(last_token, num_tokens, WINDOW, CANVAS, KEEP)
-        _, last_seen = seen_slots(row_tile * ROWS // GROUP, num_tokens, WINDOW, CANVAS, KEEP)
+        first_seen, _ = seen_slots(last_token, num_tokens, MASK)
+        _, last_seen = seen_slots(row_tile * ROWS // GROUP, num_tokens, MASK)
         clear_end = gl.minimum(end, prefix_len + last_seen + 1)
-        if WINDOW > 0:
+        if MASK.window > 0:
             clear_begin = prefix_len + first_seen
-            if CANVAS > 0:  # the last token before the canvas may see less than the canvas does
-                before = gl.minimum(last_token, num_tokens - CANVAS - 1)
-                clear_begin = gl.maximum(clear_begin, prefix_len + before - WINDOW + 1)
+            if MASK.canvas_len > 0:  # the last token before the canvas may see less than the canvas does
+                before = gl.minimum(last_token, num_tokens - MASK.canvas_len - 1)
+                clear_begin = gl.maximum(clear_begin, prefix_len + before - MASK.window + 1)
     return clear_begin, clear_end
 
 
 @gluon.jit
-def mask_scores(s: gl.tensor, j: gl.tensor, token: gl.tensor, span: gl.tuple, MODE: gl.constexpr) -> gl.tensor:
+def mask_scores(s: gl.tensor, j: gl.tensor, token: gl.tensor, span: gl.tuple, MASK: gl.constexpr) -> gl.tensor:
     """Return the scores of tile j, -inf where a row does not see the key."""
     prefix_len, num_tokens, begin, end, _, clear_begin, clear_end = span
-    CAUSAL: gl.constexpr = MODE[0]
-    WINDOW: gl.constexpr = MODE[1]
-    CANVAS: gl.constexpr = MODE[2]
-    KEEP: gl.constexpr = MODE[3]
     at = begin + j * KEYS
     if at < clear_begin or at + KEYS > clear_end:  # true for few tiles; a mask costs a third of a softmax
         slot = at + gl.arange(0, KEYS, gl.SliceLayout(0, s.type.layout))
         slot = gl.expand_dims(slot, 0)
         seen = slot < end
-        if CAUSAL:
-            first_seen, last_seen = seen_slots(token, num_tokens, WINDOW, CANVAS, KEEP)
+        if MASK.causal:
+            first_seen, last_seen = seen_slots(token, num_tokens, MASK)
             seen = seen & (slot <= prefix_len + gl.expand_dims(last_seen, 1))
-            if WINDOW > 0:
+            if MASK.window > 0:
                 seen = seen & (slot >= prefix_len + gl.expand_dims(first_seen, 1))
         s = gl.where(seen, s, float("-inf"))
     return s

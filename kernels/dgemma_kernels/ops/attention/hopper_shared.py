@@ -12,7 +12,6 @@ when the other warpgroup may read them.
 """
 
 import triton
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -33,14 +32,12 @@ from dgemma_kernels.ops.attention.hopper_common import (
     add_softmax,
     clear_slots,
     copy_chunk,
-    describe_blocks,
-    describe_slots,
+    launch_arguments,
     mask_scores,
     store_log_weight,
     store_unit,
 )
-from dgemma_kernels.ops.attention.parts import float8_unit, part_of_keys
-from dgemma_kernels.ops.configs import dependent_launch
+from dgemma_kernels.ops.attention.parts import Inputs, Mask, Parts, part_of_keys
 from dgemma_kernels.ops.hopper import async_load, async_store, make_barriers
 
 TILE = (64, 64, 512)  # of a program: query rows, slots per iteration, value columns
@@ -50,44 +47,18 @@ _HALF = gl.constexpr(256)  # columns
 _PAIRS = gl.constexpr(64)
 
 
-def attend(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    length: Tensor,
-    partial: Tensor,
-    log_weight: Tensor,
-    scale: Tensor | None,
-    causal: bool,
-    canvas_len: int,
-) -> None:
+def attend(inputs: Inputs, parts: Parts, mask: Mask) -> None:
     """Write attention over each part of the keys, as `hopper.attend` does without a window and without fixed parts.
 
     Keys must equal values in columns [64, 256) and [320, 512).
 
-    Example: `attend(queries, keys, values, length, out.unsqueeze(0), out, None, True, 0)`.
+    Example: `attend(Inputs(queries, keys, values, length, length), Parts(out.unsqueeze(0), out), Mask(causal=True))`.
     """
-    batch, num_tokens, num_heads, head_dim = queries.shape
-    kv_heads, group = keys.shape[1], num_heads // keys.shape[1]
-    _attention_hopper_shared_kernel[(triton.cdiv(num_tokens * group, TILE[0]), partial.shape[0], batch * kv_heads)](
-        describe_blocks(queries.flatten(0, 1), ROWS.value // group, group),
-        describe_slots(keys, _PAIRS.value),
-        describe_slots(values),
-        describe_blocks(partial, 1, 1, ROWS.value // group, group),
-        length,
-        log_weight,
-        log_weight if scale is None else scale,
-        num_tokens,
-        batch * num_tokens * num_heads,
-        *(stride // head_dim for cache in (keys, values) for stride in cache.stride()[:2]),
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        CAUSAL=causal,
-        CANVAS=canvas_len,
-        SPLIT=partial.shape[0] > 1,
-        UNIT=0.0 if scale is None else float8_unit(head_dim),
-        num_warps=4,
-        **dependent_launch(queries.device),
+    batch, num_tokens, num_heads, _ = inputs.queries.shape
+    kv_heads = inputs.keys.shape[1]
+    row_tiles = triton.cdiv(num_tokens * num_heads // kv_heads, TILE[0])
+    _attention_hopper_shared_kernel[(row_tiles, parts.partial.shape[0], batch * kv_heads)](
+        **launch_arguments(inputs, parts, mask, _PAIRS.value)
     )
 
 
@@ -132,9 +103,8 @@ def _attention_hopper_shared_kernel(
 
     row_tile, batch, _ = _place(KV_HEADS)
     prefix_len = gl.load(length_ptr + batch).to(gl.int32)
-    begin, end = part_of_keys(
-        row_tile, prefix_len, prefix_len * 0, num_tokens, ROWS, GROUP, KEYS, CAUSAL, 0, CANVAS, 0, SPLIT, 0
-    )
+    MASK: gl.constexpr = Mask(CAUSAL, 0, CANVAS, 0)
+    begin, end = part_of_keys(row_tile, prefix_len, prefix_len * 0, num_tokens, ROWS, GROUP, KEYS, MASK, SPLIT, 0)
     # Tiles come in pairs. The second tile of the last pair may be empty; then it is masked.
     num_pairs = gl.maximum(gl.cdiv(end - begin, 2 * KEYS), 1)
 
@@ -143,16 +113,15 @@ def _attention_hopper_shared_kernel(
     outs = (out_desc, log_weight_ptr, scale_ptr, num_query_heads)
     smem = (q_smem, k_smem, v_smem, top_smem, total_smem)
     barriers = (q_full, k_full, v_full, free, ready, joined)
-    clear_begin, clear_end = clear_slots(row_tile, prefix_len, num_tokens, end, ROWS, GROUP, CAUSAL, 0, CANVAS, 0)
+    clear_begin, clear_end = clear_slots(row_tile, prefix_len, num_tokens, end, ROWS, GROUP, MASK)
     span = (prefix_len, num_tokens, begin, end, num_pairs, clear_begin, clear_end)
-    MODE: gl.constexpr = (CAUSAL, 0, CANVAS, 0)
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     gl.warp_specialize(
         [
             (_copy, (descs, strides, smem, barriers, span, KV_HEADS)),
-            (_attend, (outs, smem, barriers, span, FIRST, KV_HEADS, SPLIT, UNIT, MODE)),
-            (_attend, (outs, smem, barriers, span, SECOND, KV_HEADS, SPLIT, UNIT, MODE)),
+            (_attend, (outs, smem, barriers, span, FIRST, KV_HEADS, SPLIT, UNIT, MASK)),
+            (_attend, (outs, smem, barriers, span, SECOND, KV_HEADS, SPLIT, UNIT, MASK)),
         ],
         [4, 4],
         [240, 240],  # registers per thread, which leaves 24 for the copying warps
@@ -210,7 +179,7 @@ def _attend(
     KV_HEADS: gl.constexpr,
     SPLIT: gl.constexpr,
     UNIT: gl.constexpr,
-    MODE: gl.constexpr,
+    MASK: gl.constexpr,
 ) -> None:
     """Compute 64 rows by 256 value columns, and the scores of every second tile, as one of the two consumers."""
     out_desc = outs[0]
@@ -237,7 +206,7 @@ def _attend(
         s = _first_scores(smem, barriers, first, WG)
         s = _last_scores(s, smem, barriers, first, WG)
         s = warpgroup_mma_wait(0, deps=(s,))
-        p, decay, top, total = _weights(s, top, total, token, smem, barriers, span, first, WG, MODE)
+        p, decay, top, total = _weights(s, top, total, token, smem, barriers, span, first, WG, MASK)
         acc = _add_own(acc, p, decay, smem, barriers, WG)
         first += 1
     for i in range(first, num_pairs):
@@ -249,7 +218,7 @@ def _attend(
         acc = warpgroup_mma_wait(4, deps=(acc,))
         mbarrier.arrive(free.index(2 - WG))
         s = warpgroup_mma_wait(0, deps=(s,))
-        p, decay, top, total = _weights(s, top, total, token, smem, barriers, span, i, WG, MODE)
+        p, decay, top, total = _weights(s, top, total, token, smem, barriers, span, i, WG, MASK)
         acc = _add_own(acc, p, decay, smem, barriers, WG)
     if WG == 0:  # the last tile has no successor
         acc, top, total = _add_other(acc, top, total, smem, barriers, num_pairs - 1, WG)
@@ -346,7 +315,7 @@ def _weights(
     span: gl.tuple,
     i: gl.tensor,
     WG: gl.constexpr,
-    MODE: gl.constexpr,
+    MASK: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
     """Store the weights and the maximum of pair i for the other warpgroup.
 
@@ -356,7 +325,7 @@ def _weights(
     _, _, _, _, ready, _ = barriers
     _, _, begin, end, _, _, _ = span
     j = 2 * i + WG
-    weight, decay, top, total = add_softmax(mask_scores(s, j, token, span, MODE), top, total)
+    weight, decay, top, total = add_softmax(mask_scores(s, j, token, span, MASK), top, total)
     if begin + (j + 1) * KEYS > end:
         # Slots beyond the end may be NaN, and 0 · NaN is NaN.
         B: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from dgemma_kernels.formats.float8 import Quantized, values_and_scale
 from dgemma_kernels.ops.attention.parts import (
+    Inputs,
+    Mask,
+    Parts,
     choose_num_splits,
     combine_parts,
     count_fixed_parts,
@@ -107,7 +110,10 @@ def attention(
 
     Example: `attention(queries, cache.keys, cache.values, cache.length)`.
     """
-    check_arguments(queries, keys, values, length, causal=causal, window=window, canvas_len=canvas_len, keep=keep)
+    if window is not None and window < 1:
+        raise ValueError(f"attention window must be >= 1, got {window}. Use None for no window.")
+    mask = Mask(causal, window or 0, canvas_len, keep)
+    check_arguments(queries, keys, values, length, mask)
     batch, num_tokens, num_heads, head_dim = queries.shape
     kv_heads, capacity = keys.shape[1], keys.shape[2]
     num_rows = num_tokens * num_heads // kv_heads
@@ -145,15 +151,14 @@ def attention(
         partial = torch.empty((num_splits, *queries.shape), dtype=queries.dtype, device=queries.device)
         log_weight = torch.empty((num_splits, *queries.shape[:3]), dtype=torch.float32, device=queries.device)
         part_scale = None
-    first = length if position is None else position
-    outputs = (partial, log_weight, part_scale)
-    arguments = (queries, keys, values, length, first, *outputs, causal, window or 0, canvas_len, keep, part)
+    inputs = Inputs(queries, keys, values, length, length if position is None else position)
+    parts = Parts(partial, log_weight, part_scale)
     if shared:
-        _hopper_shared().attend(queries, keys, values, length, *outputs, causal, canvas_len)
+        _hopper_shared().attend(inputs, parts, mask)
     elif hopper:
-        _hopper().attend(*arguments)
+        _hopper().attend(inputs, parts, mask, part)
     else:
-        _attend(*arguments, tile)
+        _attend(inputs, parts, mask, part, tile)
     if num_splits > 1:
         combine_parts(partial, log_weight, out, scale, in_order=part > 0)
     if scale is None:
@@ -236,24 +241,10 @@ def _hopper_shared() -> ModuleType:
     return hopper_shared
 
 
-def _attend(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    length: Tensor,
-    position: Tensor,
-    partial: Tensor,
-    log_weight: Tensor,
-    scale: Tensor | None,
-    causal: bool,
-    window: int,
-    canvas_len: int,
-    keep: int,
-    part: int,
-    tile: AttentionTile,
-) -> None:
+def _attend(inputs: Inputs, parts: Parts, mask: Mask, part: int, tile: AttentionTile) -> None:
+    queries, keys, values, length, position = inputs
     batch, num_tokens, num_heads, head_dim = queries.shape
-    kv_heads, num_splits, value_dim = keys.shape[1], partial.shape[0], tile.value_dim or head_dim
+    kv_heads, num_splits, value_dim = keys.shape[1], parts.partial.shape[0], tile.value_dim or head_dim
     group = num_heads // kv_heads
     row_tiles = triton.cdiv(num_tokens * group, tile.rows)
     if tile.tma:
@@ -264,9 +255,7 @@ def _attend(
         values,
         length,
         position,
-        partial,
-        log_weight,
-        scale,
+        *parts,
         num_tokens,
         num_tokens * batch * num_heads,
         *keys.stride()[:2],
@@ -277,10 +266,10 @@ def _attend(
         VALUE_DIM=value_dim,
         ROWS=tile.rows,
         KEYS=tile.keys,
-        CAUSAL=causal,
-        WINDOW=window,
-        CANVAS=canvas_len,
-        KEEP=keep,
+        CAUSAL=mask.causal,
+        WINDOW=mask.window,
+        CANVAS=mask.canvas_len,
+        KEEP=mask.keep,
         SPLIT=num_splits > 1,
         PART=part,
         UNIT=float8_unit(head_dim),
@@ -336,9 +325,8 @@ def _attention_kernel(
     origin = prefix_len * 0
     if PART > 0:
         origin = tl.load(position_ptr + batch).to(tl.int32) - prefix_len
-    begin, end = part_of_keys(
-        row_tile, prefix_len, origin, num_tokens, ROWS, GROUP, KEYS, CAUSAL, WINDOW, CANVAS, KEEP, SPLIT, PART
-    )
+    MASK: tl.constexpr = Mask(CAUSAL, WINDOW, CANVAS, KEEP)
+    begin, end = part_of_keys(row_tile, prefix_len, origin, num_tokens, ROWS, GROUP, KEYS, MASK, SPLIT, PART)
     column = tl.arange(0, HEAD_DIM)
     value_column = value_part * VALUE_DIM + tl.arange(0, VALUE_DIM)
     query = tl.load(query_ptr + query_head[:, None] * HEAD_DIM + column[None, :], mask=row_valid[:, None], other=0.0)
@@ -363,7 +351,7 @@ def _attention_kernel(
             key = tl.load(key_ptr + offset[None, :] + column[:, None], mask=slot_valid[None, :], other=0.0)
         score = tl.dot(query, key, input_precision="ieee")
         if CAUSAL:
-            first_seen, last_seen = seen_slots(token, num_tokens, WINDOW, CANVAS, KEEP)
+            first_seen, last_seen = seen_slots(token, num_tokens, MASK)
             seen = slot[None, :] <= prefix_len + last_seen[:, None]
             if WINDOW > 0:
                 seen = seen & (slot[None, :] >= prefix_len + first_seen[:, None])
@@ -406,61 +394,40 @@ def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def check_arguments(
-    queries: Tensor | Quantized,
-    keys: Tensor,
-    values: Tensor,
-    length: Tensor,
-    *,
-    causal: bool,
-    window: int | None,
-    canvas_len: int,
-    keep: int,
-) -> None:
+def check_arguments(queries: Tensor | Quantized, keys: Tensor, values: Tensor, length: Tensor, mask: Mask) -> None:
     """Raise ValueError for arguments of `attention` with wrong shapes, strides or dtypes."""
     rows, _ = values_and_scale(queries)
-    if rows.dim() != 4 or not rows.is_contiguous():
+    if rows.dim() != 4 or keys.dim() != 4 or keys.shape != values.shape:
         raise ValueError(
-            f"attention queries must be contiguous (B, T, N, H), got shape {tuple(rows.shape)} with strides "
-            f"{rows.stride()}. Call .contiguous()."
+            f"attention queries must be (B, T, N, H), keys and values (B, K, capacity, H), got {tuple(rows.shape)}, "
+            f"{tuple(keys.shape)} and {tuple(values.shape)}."
         )
-    batch, num_tokens, num_heads, head_dim = queries.shape
-    if keys.dim() != 4 or keys.shape != values.shape or keys.shape[0] != batch or keys.shape[3] != head_dim:
+    (batch, num_tokens, num_heads, head_dim), (caches, kv_heads, capacity, width) = queries.shape, keys.shape
+    power_of_two = head_dim >= 16 and not head_dim & (head_dim - 1)
+    if (caches, width) != (batch, head_dim) or num_heads % kv_heads or not power_of_two:
         raise ValueError(
-            f"attention keys and values must both be (B, K, capacity, H) with the queries' B and H, got "
-            f"{tuple(keys.shape)} and {tuple(values.shape)} for queries {tuple(queries.shape)}."
+            f"attention keys must have the queries' B and H, query heads a multiple of key heads, and H a power of two "
+            f">= 16, got {tuple(keys.shape)} for queries {tuple(queries.shape)}."
         )
-    if keys.stride()[2:] != (head_dim, 1) or values.stride()[2:] != (head_dim, 1):
+    if not rows.is_contiguous() or {keys.stride()[2:], values.stride()[2:]} != {(head_dim, 1)}:
         raise ValueError(
-            "attention keys and values must be contiguous in their last two dimensions. Call .contiguous()."
+            "attention queries must be contiguous, keys and values in their last two dimensions. Call .contiguous()."
         )
-    if num_heads % keys.shape[1] or head_dim < 16 or head_dim & (head_dim - 1):
-        raise ValueError(
-            f"attention query heads must be a multiple of key heads and head_dim a power of two >= 16, got "
-            f"{num_heads} query heads, {keys.shape[1]} key heads, head_dim {head_dim}."
-        )
-    if queries.dtype not in (torch.bfloat16, torch.float16, torch.float32) or {keys.dtype, values.dtype} != {
-        queries.dtype
-    }:
-        raise ValueError(
-            f"attention queries, keys and values must share one dtype of bfloat16, float16, float32, got "
-            f"{queries.dtype}, {keys.dtype}, {values.dtype}."
-        )
+    dtypes = (queries.dtype, keys.dtype, values.dtype)
+    if dtypes[0] not in (torch.bfloat16, torch.float16, torch.float32) or len({*dtypes}) > 1:
+        raise ValueError(f"attention tensors must share one dtype of bfloat16, float16, float32, got {dtypes}.")
     if length.shape != (batch,) or length.dtype not in (torch.int32, torch.int64) or length.device != rows.device:
         raise ValueError(
             f"attention length must be (B,) int32 or int64 on the queries' device, got {tuple(length.shape)} "
             f"{length.dtype} on {length.device}."
         )
-    if num_tokens < 1 or num_tokens > keys.shape[2]:
+    if not 1 <= num_tokens <= capacity:
         raise ValueError(
-            f"attention new tokens must be 1 to the capacity {keys.shape[2]}, got {num_tokens}. Grow the buffers."
+            f"attention new tokens must be 1 to the capacity {capacity}, got {num_tokens}. Grow the cache."
         )
-    if window is not None and (not causal or window < 1):
-        raise ValueError(f"attention window must be >= 1 with causal=True, got {window} with causal={causal}.")
-    if not 0 <= canvas_len <= num_tokens or (canvas_len and not causal):
+    keeps_too_much = mask.window > 0 and not 0 <= mask.keep <= mask.window
+    if keeps_too_much or not 0 <= mask.canvas_len <= num_tokens or (any(mask[1:3]) and not mask.causal):
         raise ValueError(
-            f"attention canvas_len must be 0 to {num_tokens} tokens with causal=True, got {canvas_len} with "
-            f"causal={causal}."
+            f"attention canvas_len must be 0 to {num_tokens}, keep 0 to the window, and causal True for a canvas or a "
+            f"window, got {mask}."
         )
-    if window is not None and not 0 <= keep <= window:
-        raise ValueError(f"attention keep must be 0 to the window of {window}, got {keep}.")

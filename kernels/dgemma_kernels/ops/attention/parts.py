@@ -6,6 +6,7 @@ the same bits. Fixed parts also begin at fixed positions, so that a token's resu
 """
 
 import math
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -20,6 +21,39 @@ _FEW_PARTS = 8
 _ROWS = 4  # rows per program, one per warp, if there are few parts
 _ONE_WARP = 16  # up to this many parts, one warp adds 32 columns and exchanges nothing with other warps
 _COMBINE_ELEMENTS = 8192  # float32 values of partial results in the registers of a program that adds many parts
+
+
+class Inputs(NamedTuple):
+    """What attention reads: queries (B, T, N, H), keys and values (B, K, capacity, H), and (B,) each of length and
+    position. `kernel.attention` describes them.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    length: Tensor
+    position: Tensor
+
+
+class Mask(NamedTuple):
+    """The slots that a token sees, as `kernel.attention` describes them. `window` 0 means none."""
+
+    causal: bool = False
+    window: int = 0
+    canvas_len: int = 0
+    keep: int = 0
+
+
+class Parts(NamedTuple):
+    """Where a kernel writes attention over each part of the keys: (splits, B, T, N, H) and (splits, B, T, N) float32.
+
+    With one split `partial` is the whole result, and `log_weight` is not written. With `scale` (B·T,), `partial` is
+    float8 in units of `float8_unit`, and that unit is written to `scale`.
+    """
+
+    partial: Tensor
+    log_weight: Tensor
+    scale: Tensor | None = None
 
 
 def choose_num_splits(programs: int, num_multiprocessors: int, most: int) -> int:
@@ -52,14 +86,13 @@ def count_fixed_parts(part: int, capacity: int, span: int | None) -> int:
 
 
 @triton.jit
-def seen_slots(
-    token: tl.tensor, num_tokens: tl.tensor, WINDOW: tl.constexpr, CANVAS: tl.constexpr, KEEP: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
+def seen_slots(token: tl.tensor, num_tokens: tl.tensor, MASK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Return the first and the last slot that a token after the prefix sees, counted from the prefix's end."""
-    first = token - WINDOW + 1
+    CANVAS: tl.constexpr = MASK.canvas_len
+    first = token - MASK.window + 1
     last = token
     if CANVAS > 0:
-        first = tl.where(token < num_tokens - CANVAS, first, num_tokens - CANVAS - KEEP)
+        first = tl.where(token < num_tokens - CANVAS, first, num_tokens - CANVAS - MASK.keep)
         last = tl.where(token < num_tokens - CANVAS, last, num_tokens - 1)
     return first, last
 
@@ -73,10 +106,7 @@ def part_of_keys(
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CANVAS: tl.constexpr,
-    KEEP: tl.constexpr,
+    MASK: tl.constexpr,
     SPLIT: tl.constexpr,
     PART: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -87,19 +117,19 @@ def part_of_keys(
     """
     end = prefix_len + num_tokens
     begin = 0
-    if CAUSAL:
+    if MASK.causal:
         first_token = row_tile * ROWS // GROUP
         last_token = tl.minimum((row_tile * ROWS + ROWS - 1) // GROUP, num_tokens - 1)
-        tile_first, _ = seen_slots(first_token, num_tokens, WINDOW, CANVAS, KEEP)
-        _, tile_last = seen_slots(last_token, num_tokens, WINDOW, CANVAS, KEEP)
+        tile_first, _ = seen_slots(first_token, num_tokens, MASK)
+        _, tile_last = seen_slots(last_token, num_tokens, MASK)
         end = prefix_len + tile_last + 1
-        if WINDOW > 0:
+        if MASK.window > 0:
             begin = tl.maximum(prefix_len + tile_first, 0)
             if PART == 0:
                 begin = begin // KEYS * KEYS
     if PART > 0:
         number = tl.program_id(1)
-        if WINDOW > 0:
+        if MASK.window > 0:
             first = ((begin + origin) // PART + number) * PART
             following = first + PART
         else:
