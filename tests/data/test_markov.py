@@ -8,8 +8,9 @@ import torch
 
 import dgemma
 from dgemma.data.markov import MarkovChain, MarkovSource, gap_by_level
+from dgemma.diffusion import nelbo
 from dgemma.diffusion.schedule import Linear, OneMinusCosine
-from dgemma.train import evaluate, nelbo
+from dgemma.train import evaluate
 
 SMALL = MarkovChain.random(num_states=4, num_successors=3, seed=2)
 

@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
+from dgemma.diffusion import nelbo
 from dgemma.diffusion.schedule import Loop
 from dgemma.intervals import half_width
-from dgemma.train import TrainBatch, evaluate, nelbo
+from dgemma.train import TrainBatch, evaluate
 from exact_networks import ExactModel, Network, random_joint
 from toy import SEQUENCES, hybrid_noise, likelihood, mask_noise, uniform_noise
 

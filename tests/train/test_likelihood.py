@@ -10,10 +10,10 @@ import torch.nn.functional as F
 
 import dgemma
 from dgemma.data.markov import MarkovChain, MarkovSource
+from dgemma.diffusion import nelbo
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, UniformNoise
 from dgemma.diffusion.schedule import ClippedLinear, OneMinusCosine
 from dgemma.intervals import half_width
-from dgemma.train import nelbo
 from dgemma.train.batch import TrainBatch
 from dgemma.train.estimates import mean_of_rows
 from dgemma.train.likelihood import evaluate

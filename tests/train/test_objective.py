@@ -11,8 +11,9 @@ from torch import Tensor
 
 import dgemma
 from dgemma import DiffusionGemma, HybridNoise, MaskNoise, UniformNoise
+from dgemma.diffusion import nelbo
 from dgemma.diffusion.schedule import ClippedLinear, OneMinusCosine
-from dgemma.train import Bound, CrossEntropy, LeaveOneOut, Loss, TrainBatch, nelbo, one_pass
+from dgemma.train import Bound, CrossEntropy, LeaveOneOut, Loss, TrainBatch, one_pass
 from dgemma.train.objective import Objective
 
 VOCAB, CANVAS_LEN, EOS, MASK = 40, 6, 1, 4

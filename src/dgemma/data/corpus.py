@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.checks import require
 from dgemma.data.documents import read_documents
 from dgemma.data.token_file import TokenFile
 from dgemma.data.vocabulary import train_tokenizer
@@ -35,11 +36,9 @@ def prepare_corpus(folder: str | Path, vocab_size: int) -> Corpus:
     else:
         texts = (document.text for document in read_documents(folder / "train.txt", separator=SEPARATOR))
         tokenizer = train_tokenizer(texts, vocab_size, tokenizer_folder)
-    if tokenizer.vocab_size != vocab_size:
-        raise ValueError(
-            f"prepare_corpus vocab_size must be {tokenizer.vocab_size}, as in {tokenizer_folder}, got {vocab_size}. "
-            f"Delete that folder and {folder / 'tokens'} to make them again."
-        )
+    rule = f"be {tokenizer.vocab_size}, as in {tokenizer_folder}"
+    fix = f"Delete that folder and {folder / 'tokens'} to make them again."
+    require(tokenizer.vocab_size == vocab_size, "prepare_corpus vocab_size", rule, vocab_size, fix)
     return Corpus(
         tokenizer=tokenizer,
         **{part: _tokenise(folder, part, tokenizer) for part in ("train", "validation", "test")},

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgemma.diffusion import draws
+from dgemma.checks import require, require_field
+from dgemma.diffusion import draws, nelbo
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.schedule import Linear
 from dgemma.model.diffusion import DiffusionGemma
-from dgemma.train import nelbo
 from dgemma.train.batch import TrainBatch
 from dgemma.train.estimates import Curve, mean_of_rows
 
@@ -31,16 +31,12 @@ class MarkovChain:
     move: Tensor  # (V, V) float64, from row to column
 
     def __post_init__(self) -> None:
-        num_states = self.first.shape[0]
-        if self.move.shape != (num_states, num_states):
-            raise ValueError(
-                f"MarkovChain.move must be {(num_states, num_states)} for {num_states} states, "
-                f"got {tuple(self.move.shape)}."
-            )
+        is_square = self.move.shape == 2 * self.first.shape
+        require_field(is_square, self, "move", f"be square, for {self.num_states} states")
         for name in ("first", "move"):
             table = getattr(self, name).double()
-            if table.min() < 0 or not torch.allclose(table.sum(-1), torch.ones(()).double(), atol=1e-9):
-                raise ValueError(f"MarkovChain.{name} must hold probabilities that sum to 1. Normalise its rows.")
+            sums_to_one = torch.allclose(table.sum(-1), torch.ones(()).double(), atol=1e-9)
+            require_field(sums_to_one and table.min() >= 0, self, name, "hold probabilities that sum to 1")
             object.__setattr__(self, name, table)
 
     @classmethod
@@ -49,8 +45,8 @@ class MarkovChain:
 
         Example: `MarkovChain.random(num_states=32, num_successors=4, seed=1)`.
         """
-        if not 1 <= num_successors <= num_states:
-            raise ValueError(f"MarkovChain num_successors must be from 1 to {num_states}, got {num_successors}.")
+        fits = 1 <= num_successors <= num_states
+        require(fits, "MarkovChain num_successors", f"be from 1 to {num_states}", num_successors)
         state = torch.arange(num_states)
         seeds, zero = torch.full_like(state, seed), torch.zeros_like(state)
         order = draws.uniform(seeds, zero, state, num_states, "successor")  # (V, V)
@@ -102,11 +98,8 @@ class MarkovChain:
 
         Example: `nelbo.integrand(noise, chain.leave_one_out(z, noise, t).log(), x, z, t, parametrisation="loo")`.
         """
-        if noise.vocab_size < self.num_states:
-            raise ValueError(
-                f"MarkovChain.leave_one_out noise must cover the chain's {self.num_states} states, got {noise!r}. "
-                f"Make it with a vocab_size of at least {self.num_states}."
-            )
+        covers = noise.vocab_size >= self.num_states
+        require(covers, "MarkovChain.leave_one_out noise", f"cover the chain's {self.num_states} states", noise)
         alpha, states = 1 - noise_level.double(), torch.arange(self.num_states, device=z.device)
         of_noise = noise.marginal(alpha.new_zeros(len(z), noise.vocab_size), alpha).gather(1, z)  # (B, L)
         clean = noise.clean_share(noise_level.double())
@@ -190,16 +183,11 @@ def gap_by_level(
 
     Example: `gap_by_level(model, source(0, range(512)).tokens, noise, source.chain, parametrisation="loo").nats`.
     """
-    if not isinstance(noise.schedule, Linear):
-        raise ValueError(
-            f"gap_by_level noise must have a Linear schedule, got {noise.schedule!r}. The bound does not depend on the "
-            "schedule: use Linear()."
-        )
+    fix = "The bound does not depend on the schedule."
+    is_linear = isinstance(noise.schedule, Linear)
+    require(is_linear, "gap_by_level noise", "have a Linear schedule", noise.schedule, fix)
     for name, value in (("num_bins", num_bins), ("samples_per_bin", samples_per_bin)):
-        if value < 1:
-            raise ValueError(
-                f"gap_by_level {name} must be at least 1, got {value}. Use the defaults, 10 bins and 3 samples per bin."
-            )
+        require(value >= 1, f"gap_by_level {name}", "be at least 1", value)
     tokens, num_samples = tokens.to(model.device), num_bins * samples_per_bin
     rows, x, gaps = torch.arange(len(tokens), device=tokens.device), tokens[:, 1:], []
     for sample in range(num_samples):

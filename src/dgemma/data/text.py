@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dgemma.checks import check_count, check_types, require, show, typed
+from dgemma.checks import check_count, check_types, require, require_field, typed
 from dgemma.data.documents import Document, read_documents
 from dgemma.data.token_file import TokenFile
 from dgemma.diffusion import draws
@@ -55,14 +55,10 @@ class TextSource:
     def __post_init__(self) -> None:
         check_types(self)
         for name, least in (("canvas_len", 1), ("num_canvases", 2), ("batch_size", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"TextSource.{name} must be at least {least}, got {getattr(self, name)}.")
+            check_count(self, name, least=least)
         num_prompts = int((self.file.prompt_len > 1).sum())  # more than begin-of-text
-        if num_prompts:
-            raise ValueError(
-                f"TextSource.file must hold running text, got {num_prompts} of {self.file.num_documents} documents "
-                "with a prompt, which would be trained on. Use PromptSource."
-            )
+        rule = "hold running text, without prompts, which would be trained on"
+        require(not num_prompts, "TextSource.file", rule, f"{num_prompts} prompts", "Use PromptSource.")
 
     @property
     def stride(self) -> int:
@@ -192,11 +188,8 @@ class PromptSource:
         check_types(self)
         check_count(self, "batch_size")
         longest = int(self.file.prompt_len.max())
-        if self.max_len <= longest:
-            raise ValueError(
-                f"PromptSource.max_len must exceed the longest prompt, {longest} tokens, got {self.max_len}. Raise it, "
-                "or leave such prompts out."
-            )
+        rule, fix = f"exceed the longest prompt, {longest} tokens", "Raise it, or leave such prompts out."
+        require_field(self.max_len > longest, self, "max_len", rule, fix)
 
     @typed
     def __call__(self, step: int, rows: range) -> TrainBatch:
@@ -209,14 +202,11 @@ class PromptSource:
 
 def _check_rows(source: TextSource | PromptSource, step: int, rows: range) -> None:
     """Refuse rows beyond the batch: they belong to the next step and would be seen twice."""
-    require(0 <= step < 2**31, f"{type(source).__name__} step", "be in [0, 2**31)", step)
-    if not isinstance(rows, range) or rows.start < 0 or rows.step != 1 or not len(rows):
-        raise ValueError(f"{type(source).__name__} rows must be a range of rows of the batch, got {show(rows)}.")
-    if rows.stop > source.batch_size:
-        raise ValueError(
-            f"{type(source).__name__}.batch_size must equal TrainConfig.batch_size, got {source.batch_size} but row "
-            f"{rows.stop - 1} was requested. Give both the same value."
-        )
+    owner, is_range = type(source).__name__, rows.start >= 0 and rows.step == 1 and len(rows) > 0
+    require(0 <= step < 2**31, f"{owner} step", "be in [0, 2**31)", step)
+    require(is_range, f"{owner} rows", "be a range of rows of the batch", rows)
+    rule = f"equal TrainConfig.batch_size, with row {rows.stop - 1} requested"
+    require_field(rows.stop <= source.batch_size, source, "batch_size", rule)
 
 
 @typed
@@ -228,8 +218,7 @@ def scan(file: TokenFile, *, row_len: int, context: int, documents: Sequence[int
 
     Example: `evaluate(model, scan(file, row_len=512, context=512), noise, num_bytes=file.num_bytes)`.
     """
-    if row_len < 1 or context < 1:
-        raise ValueError(f"scan row_len and context must be at least 1, got {row_len} and {context}.")
+    require(row_len >= 1 and context >= 1, "scan row_len and context", "be at least 1", (row_len, context))
     pieces, prompt_len, cut, text = [], [], [], []
     numbers = range(file.num_documents) if documents is None else documents
     require(all(0 <= n < file.num_documents for n in numbers), "scan documents", "be numbers of documents", documents)
@@ -241,8 +230,7 @@ def scan(file: TokenFile, *, row_len: int, context: int, documents: Sequence[int
             prompt_len.append(start - first)
             cut.append(start + row_len < len(tokens))
             text.append(number)
-    if not pieces:
-        raise ValueError("scan documents must name at least one, got none. Omit the argument for all.")
+    require(bool(pieces), "scan documents", "name at least one", documents, "Omit the argument for all.")
     return replace(_stack(pieces, prompt_len, cut, file.eos_token_id), text=torch.tensor(text))
 
 

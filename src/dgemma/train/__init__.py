@@ -7,7 +7,6 @@
 | `one_pass.py` | predicts all canvases of a row in one pass |
 | `together.py` | predicts them in the same pass as the text |
 | `head.py` | the tied head and its losses, one slice of tokens at a time |
-| `nelbo.py` | the exact bounds of the three noise processes |
 | `losses.py` | the losses of a canvas: `CrossEntropy`, `LeaveOneOut`, `Bound`, and the base class of your own |
 | `objective.py` | the objective as a value: `Objective` |
 | `recipes.py` | the objectives of public recipes and papers; models prepared for training, balanced routers |

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from dgemma.checks import in_range, require, require_field
+from dgemma.checks import in_range, require, require_field, require_tensor
 from dgemma.diffusion import draws
 
 _DEPTH = 2  # steps that the feed prepares ahead
@@ -40,40 +40,25 @@ class TrainBatch:
 
     def __post_init__(self) -> None:
         tokens = self.tokens
-        is_tokens = isinstance(tokens, Tensor) and tokens.dtype == torch.int64 and tokens.dim() == 2 and len(tokens) > 0
-        is_tokens = is_tokens and tokens.layout is torch.strided
-        require_field(is_tokens, self, "tokens", "be int64 ids of shape (B, T) with B >= 1")
-        batch_size, num_tokens = self.tokens.shape
-        shapes = {
-            "prompt_len": (batch_size,),
-            "length": (batch_size,),
-            "truncated": (batch_size,),
-            "text": (batch_size,),
-            "frozen": (batch_size, num_tokens),
-            "documents": (batch_size, num_tokens),
-            "fill": (batch_size, num_tokens),
-        }
-        for name, shape in shapes.items():
-            value = getattr(self, name)
+        fix = "Give one value per row or per token."
+        require_tensor(tokens, "TrainBatch.tokens", "be ids (B, T)", shape=(None, None), dtypes=(torch.int64,))
+        require_field(len(tokens) > 0, self, "tokens", "have at least one row")
+        for name in ("prompt_len", "length", "truncated", "text", "frozen", "documents", "fill"):
+            shape = tokens.shape if name in ("frozen", "documents", "fill") else tokens.shape[:1]
             dtype = torch.bool if name in ("truncated", "frozen", "fill") else torch.int64
-            is_absent = value is None and name not in ("prompt_len", "length")
-            is_kind = isinstance(value, Tensor) and value.dtype == dtype and value.layout is torch.strided
-            if not is_absent and (not is_kind or value.device != tokens.device):
-                require_field(False, self, name, f"be a tensor of {dtype} on {tokens.device}")
-            if value is not None and tuple(value.shape) != shape:
-                raise ValueError(
-                    f"TrainBatch.{name} must have shape {shape}, got {tuple(value.shape)}. Give one value per "
-                    f"{'row' if len(shape) == 1 else 'token'} of tokens {tuple(self.tokens.shape)}."
-                )
+            value, rule = getattr(self, name), f"be {dtype} of shape {tuple(shape)} on {tokens.device}"
+            if value is not None or name in ("prompt_len", "length"):
+                require_tensor(value, f"TrainBatch.{name}", rule, shape=shape, dtypes=(dtype,), fix=fix)
+                require_field(value.device == tokens.device, self, name, rule)
         # `replace(batch, length=...)` passes the spans of the old batch. So on a CPU, spans are always computed again.
         if self.spans is None or (type(self.length) is Tensor and self.length.device.type == "cpu"):
             spans = tuple(zip(self.prompt_len.tolist(), self.length.tolist(), strict=True))
             object.__setattr__(self, "spans", spans)
         assert self.spans is not None
         for row, (prompt_len, length) in enumerate(self.spans):
-            if not 0 <= prompt_len <= length <= num_tokens:
+            if not 0 <= prompt_len <= length <= tokens.shape[1]:
                 raise ValueError(
-                    f"TrainBatch must satisfy 0 <= prompt_len <= length <= {num_tokens} tokens, got prompt_len "
+                    f"TrainBatch must satisfy 0 <= prompt_len <= length <= {tokens.shape[1]} tokens, got prompt_len "
                     f"{prompt_len} and length {length} in row {row}. Pad the tokens, or cut the lengths."
                 )
 
@@ -182,11 +167,8 @@ def feed(
             part_rows = range(start, min(start + micro_batch_size, rows.stop))
             batch = source(step, part_rows)
             require(isinstance(batch, TrainBatch), "train source", "return a TrainBatch", batch)
-            if batch.batch_size != len(part_rows):
-                raise ValueError(
-                    f"train source must return one row for each of rows {part_rows.start}..{part_rows.stop - 1}, got "
-                    f"{batch.batch_size}. Return a batch of len(rows) rows."
-                )
+            rule = f"return one row for each of rows {part_rows.start}..{part_rows.stop - 1}"
+            require(batch.batch_size == len(part_rows), "train source", rule, batch.batch_size)
             check_ids(batch, vocab_size, "train")
             parts.append(_pin(MicroBatch(batch, row_seeds(seed, step, part_rows)), device))
         return StepInput(parts, sum(int(part.batch.length.sum()) for part in parts))
@@ -207,7 +189,5 @@ def _pin(part: MicroBatch, device: torch.device) -> MicroBatch:
     """Move a part into page-locked memory, from which copies to the GPU are asynchronous."""
     if device.type != "cuda":
         return part
-    names = [field.name for field in fields(part.batch)]
-    on_host = [name for name in names if isinstance(t := getattr(part.batch, name), Tensor) and not t.is_cuda]
-    changes: dict[str, Any] = {name: getattr(part.batch, name).pin_memory() for name in on_host}
-    return MicroBatch(replace(part.batch, **changes), part.seeds.pin_memory())
+    batch = part.batch.map(lambda tensor: tensor if tensor.is_cuda else tensor.pin_memory())
+    return MicroBatch(batch, part.seeds.pin_memory())

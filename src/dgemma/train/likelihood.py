@@ -8,23 +8,22 @@ At a low level few canvases have any noise, and these have most of the cost. Pla
 that skew the estimate. So canvases with noise are drawn more often, with lower weights that keep the mean unchanged.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgemma.checks import as_int, require, typed
-from dgemma.diffusion import draws
+from dgemma.checks import require, typed
+from dgemma.diffusion import draws, nelbo
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.schedule import LEAST_NOISE, Linear
 from dgemma.model.config import ModelConfig
 from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.printing import progress_bar
 from dgemma.run.defaults import warn_of_noise
-from dgemma.train import nelbo
 from dgemma.train.batch import BatchSource, TrainBatch, check_ids, row_seeds
 from dgemma.train.canvases import Canvases, cut_canvases
 from dgemma.train.estimates import Likelihood, RowSums
@@ -84,22 +83,23 @@ def evaluate(
     Example: `print(evaluate(model, tokens, MaskNoise(512, mask_token_id=4), num_samples=16))`.
     """
     check_denoiser("evaluate", model)
-    number = as_int(seed)
-    require(number is None or -(2**63) <= number < 2**63, "evaluate seed", "fit into 64 bits", seed)
+    _check_noise(model, noise)
     source, num_rows = _as_source(source, num_rows)
     canvas_len = model.config.canvas_length if canvas_len is None else canvas_len
-    counts = {
-        "num_rows": num_rows,
-        "num_samples": num_samples,
-        "batch_size": batch_size,
-        "canvas_len": canvas_len,
-        "num_level_bins": num_level_bins,
-        "num_bytes": 1 if num_bytes is None else num_bytes,
-    }
-    _check(model, noise, counts, levels=levels, lowest_level=lowest_level, confidence=confidence)
     fill_token = _end_of_text(model) if fill_token is None else fill_token
-    in_vocabulary = 0 <= fill_token < model.config.vocab_size
-    require(in_vocabulary, "evaluate fill_token", f"be in [0, {model.config.vocab_size})", fill_token)
+    vocab_size = model.config.vocab_size
+    for name, value, rule, fits in (
+        ("num_rows", num_rows, "be >= 1", num_rows >= 1),
+        ("num_samples", num_samples, f"be from 1 to {_MOST_SAMPLES:,}", 1 <= num_samples <= _MOST_SAMPLES),
+        ("batch_size", batch_size, "be >= 1", batch_size >= 1),
+        ("canvas_len", canvas_len, "be >= 1", canvas_len >= 1),
+        ("num_level_bins", num_level_bins, "be >= 1", num_level_bins >= 1),
+        ("num_bytes", num_bytes, "be >= 1", num_bytes is None or num_bytes >= 1),
+        ("lowest_level", lowest_level, "be in (0, 1)", 0 < lowest_level < 1),
+        ("confidence", confidence, "be in (0, 1)", 0 < confidence < 1),
+        ("fill_token", fill_token, f"be in [0, {vocab_size})", 0 <= fill_token < vocab_size),
+    ):
+        require(fits, f"evaluate {name}", rule, value)
     estimator = _Estimator(
         model=model,
         noise=replace(noise, schedule=Linear()),  # the integral is over the noise level
@@ -141,11 +141,10 @@ class _Estimator:
         """Return the sums of these rows; seeds (B,) are the only randomness."""
         canvases = cut_canvases(batch, canvas_len=self.canvas_len, fill_token=self.fill_token)
         canvases.check_positions(self.model.config.max_position_embeddings)
-        if bool((canvases.scored & self.noise.masked(canvases.x)).any()):
-            raise ValueError(
-                f"evaluate source must not have the mask token among its scored tokens, got {self.noise.mask_token}. "
-                "The bound of a mask is infinite. Remove it, or freeze it."
-            )
+        has_mask = bool((canvases.scored & self.noise.masked(canvases.x)).any())
+        fix = "The bound of a mask is infinite. Remove it, or freeze it."
+        rule = "not have the mask token among its scored tokens"
+        require(not has_mask, "evaluate source", rule, self.noise.mask_token, fix)
         # As in `generate`, the prediction for self-conditioning gives the mask token no probability.
         self_cond = SelfCond(self.noise.proposable(None, seeds.device)) if self.self_cond else None
         text = read_canvases(self.model, canvases, self_cond)
@@ -274,52 +273,25 @@ def _propose_events(replaced: Tensor, u_event: Tensor, u_some: Tensor, least: fl
 
 def _as_source(source: BatchSource | TrainBatch | Tensor, num_rows: int | None) -> tuple[BatchSource, int]:
     if isinstance(source, Tensor):
-        if source.dim() != 2 or source.shape[1] < 2:
-            raise ValueError(
-                f"evaluate source must be tokens (B, T) with T >= 2, got {tuple(source.shape)}. The first is read, the "
-                "rest are scored."
-            )
+        is_text = source.dim() == 2 and source.shape[1] >= 2
+        fix = "The first token is read, the rest are scored."
+        require(is_text, "evaluate source", "be tokens (B, T) with T >= 2", source, fix)
         length = torch.full((len(source),), source.shape[1])
         source = TrainBatch(tokens=source, prompt_len=torch.ones_like(length), length=length)
     if isinstance(source, TrainBatch):
         batch = source
         num_rows = batch.batch_size if num_rows is None else min(num_rows, batch.batch_size)
         return lambda step, rows: batch.select(slice(rows.start, rows.stop)), num_rows
-    if num_rows is None:
-        raise ValueError("evaluate num_rows must be a number for a source that is a function, got None. Set it.")
-    return source, num_rows
+    require(num_rows is not None, "evaluate num_rows", "be a number for a source that is a function", None)
+    return source, cast(int, num_rows)
 
 
-def _check(
-    model: Denoiser,
-    noise: Noise,
-    counts: Mapping[str, int],
-    *,
-    levels: str,
-    lowest_level: float,
-    confidence: float,
-) -> None:
-    if noise.vocab_size != model.config.vocab_size:
-        raise ValueError(
-            f"evaluate noise must cover the model's {model.config.vocab_size} tokens, got {noise!r}. "
-            "Make the noise with config.vocab_size."
-        )
+def _check_noise(model: Denoiser, noise: Noise) -> None:
+    covers = noise.vocab_size == model.config.vocab_size
+    require(covers, "evaluate noise", f"cover the model's {model.config.vocab_size} tokens", noise)
     nelbo.check_process(noise)
     warn_of_noise(model, noise)
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"evaluate {name} must be >= 1, got {value}. Use 1 or more.")
-    fits = counts["num_samples"] <= _MOST_SAMPLES
-    require(fits, "evaluate num_samples", f"be at most {_MOST_SAMPLES:,}", counts["num_samples"], "Evaluate more rows.")
-    if levels not in ("stratified", "independent"):
-        raise ValueError(f"evaluate levels must be 'stratified' or 'independent', got {levels!r}. Use one of them.")
-    if not 0 < lowest_level < 1:
-        raise ValueError(f"evaluate lowest_level must be in (0, 1), got {lowest_level}. Use 1e-4.")
-    if not 0 < confidence < 1:
-        raise ValueError(f"evaluate confidence must be in (0, 1), got {confidence}. Use 0.95.")
     reached = 1 - noise.schedule.alpha(torch.ones((), dtype=torch.float64)).item()
-    if reached < LEAST_NOISE:
-        raise ValueError(
-            f"evaluate noise must have a schedule that ends at noise level 1, got {reached:.3g} from "
-            f"{noise.schedule!r}. Use Linear(), because the bound does not depend on the schedule."
-        )
+    fix = "Use Linear(), because the bound does not depend on the schedule."
+    ends = reached >= LEAST_NOISE
+    require(ends, "evaluate noise", "have a schedule that ends at noise level 1", noise.schedule, fix)

@@ -1,6 +1,5 @@
 """The record of a run: each step's numbers, the router load, the log file `log.jsonl`, and the result."""
 
-import csv
 import json
 import math
 import os
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dgemma.checks import short_repr
-from dgemma.files import new_file, open_file, write_text, writing
+from dgemma.files import open_file, write_text, writing
 from dgemma.model.experts import Router, Routing
 from dgemma.train.batch import MicroBatch
 from dgemma.train.parallel import Parallel
@@ -111,22 +110,6 @@ class TrainLog:
         """
         lines = [line for line in self.lines() if name in line]
         return [line["step"] for line in lines], [line[name] for line in lines]
-
-    def to_csv(self, path: str | Path) -> None:
-        """Write the numbers as CSV, one row per step, without the router load per expert.
-
-        Example: `result.log.to_csv("run.csv")`.
-        """
-        rows: dict[int, dict[str, Any]] = {}  # by step, because an evaluation is a separate line
-        for line in self.lines():
-            rows.setdefault(line["step"], {}).update(
-                {k: v for k, v in line.items() if isinstance(v, int | float | str)}
-            )
-        names = list(dict.fromkeys(name for row in rows.values() for name in row))
-        with new_file(path) as new, new.open("w", newline="") as file:
-            writer = csv.DictWriter(file, names)
-            writer.writeheader()
-            writer.writerows(rows.values())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,11 +39,6 @@ def adamw(
 
     Example: `adamw(dict(model.named_parameters()), lr=1.5e-4, betas=(0.95, 0.99), weight_decay=1e-4)`.
     """
-    named = all(isinstance(parameter, nn.Parameter) for parameter in parameters.values())
-    require(bool(parameters) and named, "adamw parameters", "map names to parameters, at least one", parameters)
-    for name, value in (("lr", lr), ("weight_decay", weight_decay)):
-        require(0 <= value < math.inf, f"adamw {name}", "be finite and >= 0", value)
-    require(all(0 <= beta < 1 for beta in betas), "adamw betas", "be in [0, 1)", betas)
     matrices = [p for p in parameters.values() if p.dim() >= 2]
     scales = [p for p in parameters.values() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": scales, "weight_decay": 0.0}]

@@ -1,7 +1,7 @@
 """Solving Sudokus with a model: the puzzle is the prompt, and its clues may be frozen on the canvas."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -49,8 +49,8 @@ class CompletedPuzzles:
         Example: `complete(model, test.puzzles).scores(test.solutions)["exact"]`.
         """
         solutions = torch.as_tensor(solutions).to(self.grids)
-        if solutions.shape != self.grids.shape:
-            raise ValueError(f"scores solutions must be {tuple(self.grids.shape)}, got {tuple(solutions.shape)}.")
+        same_shape = solutions.shape == self.grids.shape
+        require(same_shape, "scores solutions", f"have shape {tuple(self.grids.shape)}", solutions)
         right = self.grids == solutions
         clue = self.puzzles > 0
         return {
@@ -79,13 +79,11 @@ def is_solution(puzzles: Tensor, grids: Tensor) -> Tensor:
 
 
 @typed
-def sudoku_noise(kind: str) -> Noise:
+def sudoku_noise(kind: Literal["mask", "uniform"]) -> Noise:
     """Return the "mask" or "uniform" noise over Sudoku's vocabulary.
 
     Example: `sudoku_noise("mask").mask_token` is 4.
     """
-    if kind not in ("mask", "uniform"):
-        raise ValueError(f"sudoku_noise kind must be 'mask' or 'uniform', got {kind!r}.")
     return MaskNoise(VOCAB_SIZE, mask_token_id=MASK_TOKEN) if kind == "mask" else UniformNoise(VOCAB_SIZE)
 
 
@@ -101,21 +99,14 @@ def complete(
     Example: `complete(model, "53..7..." + "." * 73, sampler=EntropyBound(bound=0.1, greedy=True)).grids`.
     """
     first = puzzles[0] if isinstance(puzzles, list | tuple) and puzzles else puzzles
-    puzzles = torch.as_tensor(parse(puzzles) if isinstance(first, str) else puzzles).to(model.device)
-    if puzzles.dim() != 2 or puzzles.shape[1] != NUM_CELLS or not len(puzzles):
-        raise ValueError(
-            f"complete puzzles must be (B, 81) digits of at least one puzzle, got shape {tuple(puzzles.shape)}. "
-            "See `parse`."
-        )
-    if puzzles.is_floating_point() or not bool(((puzzles >= 0) & (puzzles <= 9)).all()):
-        found = f"{puzzles.dtype} from {puzzles.min():g} to {puzzles.max():g}"
-        raise ValueError(f"complete puzzles must hold whole digits, 1 to 9 and 0 for a blank, got {found}.")
-    config, puzzles = model.config, puzzles.long()
-    if (config.vocab_size, config.canvas_length) != (VOCAB_SIZE, NUM_CELLS):
-        raise ValueError(
-            f"complete model must be a Sudoku solver, with {VOCAB_SIZE} tokens and canvas {NUM_CELLS}, got "
-            f"{config.vocab_size} and {config.canvas_length}. Load dgemma/sudoku, or train one on `SudokuSource`."
-        )
+    digits = read_digits("complete puzzles", parse(puzzles) if isinstance(first, str) else puzzles)
+    puzzles, config = digits.to(model.device), model.config
+    has_rows = puzzles.dim() == 2 and len(puzzles) > 0
+    require(has_rows, "complete puzzles", "be (B, 81) digits of at least one puzzle", puzzles, "See `parse`.")
+    sizes, fix = (config.vocab_size, config.canvas_length), "Load dgemma/sudoku, or train one on `SudokuSource`."
+    is_solver = sizes == (VOCAB_SIZE, NUM_CELLS)
+    rule = f"be a Sudoku solver, with {VOCAB_SIZE} tokens and canvas {NUM_CELLS}"
+    require(is_solver, "complete model", rule, sizes, fix)
     if keep_clues:
         options |= {"canvas": canvas_tokens(puzzles), "frozen": puzzles > 0}
     generation = generate(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dgemma.checks import in_range, require, typed
+from dgemma.checks import check_probability, check_size, in_range, require, require_field, typed
 from dgemma.data.sudoku.puzzles import Puzzles
 from dgemma.data.sudoku.symmetry import NUM_UNIFORMS, equivalents
 from dgemma.diffusion import draws
@@ -54,8 +54,6 @@ def read_digits(name: str, digits: Any) -> Tensor:
 @typed
 def canvas_digits(tokens: Tensor) -> Tensor:
     """Return the digits 1 to 9 of canvas tokens (B, 81), 0 for any other token."""
-    is_ids = not tokens.is_floating_point() and not tokens.is_complex() and tokens.dtype != torch.bool
-    require(is_ids, "canvas_digits tokens", "be integer ids", tokens)
     digits = tokens - _FIRST_DIGIT
     return torch.where((digits >= 1) & (digits <= 9), digits, 0)
 
@@ -91,12 +89,10 @@ class SudokuSource:
 
     def __post_init__(self) -> None:
         low, high = self.givens
-        if not 17 <= low <= high <= NUM_CELLS:
-            raise ValueError(f"SudokuSource.givens must be (lowest, highest) within 17 to 81, got {self.givens}.")
-        if self.skew <= 0:
-            raise ValueError(f"SudokuSource.skew must be > 0, got {self.skew}. Use 1 for a uniform number of clues.")
-        if not 0 <= self.frozen_share <= 1:
-            raise ValueError(f"SudokuSource.frozen_share must be a probability, got {self.frozen_share}.")
+        in_order = 17 <= low <= high <= NUM_CELLS
+        require_field(in_order, self, "givens", "be (lowest, highest) within 17 to 81")
+        check_size(self, "skew", above=0, fix="Use 1 for a uniform number of clues.")
+        check_probability(self, "frozen_share")
 
     def __call__(self, step: int, rows: range) -> TrainBatch:
         sample = self.sample(step, rows)

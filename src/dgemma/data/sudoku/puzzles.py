@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dgemma.checks import require, typed
-from dgemma.data.sudoku.solver import ANY_DIGIT, Digits, candidates, search
+from dgemma.data.sudoku.solver import ANY_DIGIT, Digits, candidates, read_board, search
 from dgemma.data.sudoku.symmetry import class_keys
 from dgemma.files import read_text, write_text
 
@@ -46,8 +46,7 @@ class Puzzles:
 
     def band(self, name: str) -> "Puzzles":
         """Return the puzzles of one difficulty: "easy" (40 clues or more), "medium" (30 to 39), "hard" (below 30)."""
-        if name not in BANDS:
-            raise ValueError(f"Puzzles.band must be one of {', '.join(BANDS)}, got {name!r}.")
+        require(name in BANDS, "Puzzles.band", f"be one of {', '.join(BANDS)}", name)
         low, high = BANDS[name]
         return self[(self.givens >= low) & (self.givens <= high)]
 
@@ -99,13 +98,8 @@ def generate_puzzles(
     Example: `generate_puzzles(1000, givens=(30, 45), split="test")`.
     """
     low, high = givens if isinstance(givens, tuple) else (givens, givens)
-    if not 23 <= low <= high <= 81:
-        raise ValueError(
-            f"generate_puzzles givens must lie within 23 to 81, lowest first, got {givens}. With fewer clues random "
-            f"removal finds hardly any puzzle."
-        )
-    if split not in SPLITS:
-        raise ValueError(f"generate_puzzles split must be one of {', '.join(SPLITS)}, got {split!r}.")
+    fix = "With fewer clues random removal finds hardly any puzzle."
+    require(23 <= low <= high <= 81, "generate_puzzles givens", "lie within 23 to 81, lowest first", givens, fix)
     require(1 <= count < 1 << 31, "generate_puzzles count", "be in [1, 2**31)", count)
     require(seed >= 0, "generate_puzzles seed", "be at least 0", seed)
     require(1 <= workers <= 1024, "generate_puzzles workers", "be from 1 to 1024", workers)
@@ -206,17 +200,6 @@ def parse(text: str | list[str] | tuple[str, ...]) -> Digits:
     return (np.frombuffer(joined, dtype=np.uint8) - ord("0")).astype(np.int8).reshape(-1, 81)
 
 
-def _read_board(name: str, digits: Any) -> NDArray[Any]:
-    """Return digits 0 to 9 of any form (N, 81) as an array."""
-    try:
-        read = np.asarray(digits)
-    except (TypeError, ValueError, RuntimeError):
-        read = np.empty(0)
-    fits = read.ndim == 2 and read.shape[1] == 81 and read.dtype.kind in "iu"
-    require(bool(fits and read.min(initial=0) >= 0 and read.max(initial=0) <= 9), name, "be (N, 81) digits", digits)
-    return read
-
-
 def to_text(digits: NDArray[Any]) -> list[str]:
     """Return 81 characters per puzzle of digits (N, 81), 0 for a blank."""
-    return ["".join(map(str, row)) for row in _read_board("to_text digits", digits).tolist()]
+    return ["".join(map(str, row)) for row in read_board("to_text digits", digits).tolist()]

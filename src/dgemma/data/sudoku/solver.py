@@ -5,6 +5,7 @@ possible. The N puzzles lie along the last axis, so that every operation reads c
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,18 +35,23 @@ def solve(puzzles: Any, *, limit: int = 2) -> Solutions:
     Example: `solve(parse("53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79")).counts`
     is `[1]`.
     """
-    if isinstance(puzzles, Tensor):
-        require(has_values(puzzles), "solve puzzles", "be (N, 81) digits", puzzles, "See `parse`.")
-    digits = np.asarray(puzzles.tolist() if isinstance(puzzles, Tensor) else puzzles)
-    if digits.dtype.kind not in "iu":
-        require(False, "solve puzzles", "be (N, 81) digits", puzzles, "See `parse`.")
     require(limit >= 1, "solve limit", "be at least 1", limit)
-    if digits.ndim != 2 or digits.shape[1] != 81 or digits.min(initial=0) < 0 or digits.max(initial=0) > 9:
-        raise ValueError(
-            f"solve puzzles must be (N, 81) digits, 1 to 9 and 0 for a blank, got shape {digits.shape} from "
-            f"{digits.min(initial=0)} to {digits.max(initial=0)}. See `parse`."
-        )
-    return search(candidates(digits), limit=limit)
+    return search(candidates(read_board("solve puzzles", puzzles)), limit=limit)
+
+
+def read_board(name: str, digits: Any) -> NDArray[Any]:
+    """Return digits 0 to 9, in a tensor, array or list of shape (N, 81), as an array.
+
+    Example: `read_board("solve puzzles", puzzles)`.
+    """
+    read = np.empty(0)
+    if not isinstance(digits, Tensor) or has_values(digits):
+        with suppress(TypeError, ValueError, RuntimeError):
+            read = np.asarray(digits.tolist() if isinstance(digits, Tensor) else digits)
+    fits = read.ndim == 2 and read.shape[1] == 81 and read.dtype.kind in "iu"
+    is_board = bool(fits and read.min(initial=0) >= 0 and read.max(initial=0) <= 9)
+    require(is_board, name, "be (N, 81) digits, 1 to 9 and 0 for a blank", digits, "See `parse`.")
+    return read
 
 
 def candidates(digits: NDArray[Any]) -> NDArray[np.uint16]:

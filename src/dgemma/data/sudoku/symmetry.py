@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dgemma.checks import require
+
 NUM_UNIFORMS = 34  # uniforms per random transformation
 
 
@@ -22,11 +24,8 @@ def equivalents(digits: Tensor, u: Tensor) -> Tensor:
 
     Example: `puzzle, solution = equivalents(torch.stack([puzzle, solution], 1), torch.rand(1, 34)).unbind(1)`.
     """
-    if u.shape != (digits.shape[0], NUM_UNIFORMS):
-        raise ValueError(
-            f"equivalents u must be ({digits.shape[0]}, {NUM_UNIFORMS}), one row of uniforms per puzzle, "
-            f"got {tuple(u.shape)}."
-        )
+    fits = u.shape == (digits.shape[0], NUM_UNIFORMS)
+    require(fits, "equivalents u", f"have shape ({digits.shape[0]}, {NUM_UNIFORMS})", u)
     source, labels = _read_moves(u)
     rest = digits.shape[1:-1]
     spread = (-1, *[1] * len(rest))

@@ -13,7 +13,7 @@ is tight for an exact network that predicts a token from the other positions of 
 schedule from α = 1 to 0.
 """
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ def integrand(
     Example: `nelbo.integrand(noise, model.denoise(z, cache).logits, x, z, level).sum(-1)` estimates the bound on
     -log p(x), if the time of `level` is uniform.
     """
-    _check(noise, logits, parametrisation)
+    _check(noise, logits)
     logits = _without_mask(noise, logits if logits.dtype == torch.float64 else logits.float())
     if weights is None:
         weights = exact_weights(noise, x, z, noise_level)
@@ -76,24 +76,6 @@ def exact_weights(noise: Noise, x: Tensor, z: Tensor, noise_level: Tensor) -> Te
     return speed * _hazard(noise, z, level) / (1 + odds * (z == x).double())
 
 
-def integrand_by_count(noise: Noise, logits: Tensor, x: Tensor, z: Tensor) -> Tensor:
-    """Return LLaDA's estimator of the mask NELBO (arXiv:2502.09992): (B, C), nats.
-
-    z has l of its C positions masked by `mask_exactly`, with l uniform on 1..C. The estimator is C/l times the
-    cross-entropy of the masked positions. Summed over positions, it has the same expected value as `integrand`, but no
-    factor 1/t, which can be very large.
-
-    Example: `nelbo.integrand_by_count(noise, logits, x, nelbo.mask_exactly(noise, x, num_masked, u)).sum(-1)`.
-    """
-    _check(noise, logits, "mean")
-    if noise.kind != "mask":
-        raise ValueError(f"integrand_by_count noise must be MaskNoise, got {noise!r}. Use integrand.")
-    masked = noise.masked(z)
-    logits = _without_mask(noise, logits if logits.dtype == torch.float64 else logits.float())
-    cost = torch.where(masked, _cross_entropy(logits, x), 0.0)
-    return cost * (x.shape[1] / masked.sum(-1, keepdim=True).clamp(min=1))
-
-
 def reconstruction(
     noise: Noise,
     logits: Tensor,
@@ -109,24 +91,13 @@ def reconstruction(
 
     Example: the integral of `integrand` from level 1e-3 to 1, plus this at 1e-3, bounds -log p(x) for any network.
     """
-    _check(noise, logits, parametrisation)
+    _check(noise, logits)
     logits = _without_mask(noise, logits if logits.dtype == torch.float64 else logits.float())
     if noise.kind == "mask":
         return torch.where(noise.masked(z), _cross_entropy(logits, x), 0.0)
     if parametrisation == "loo":
         logits = noise.to_mean(logits, z, _per_position(noise_level).expand(x.shape))
     return _cross_entropy(logits, x)
-
-
-def mask_exactly(noise: Noise, tokens: Tensor, num_masked: Tensor, u: Tensor) -> Tensor:
-    """Return tokens (B, C) with masks at the `num_masked` (B,) positions of each row whose u (B, C) is smallest.
-
-    Example: `nelbo.mask_exactly(noise, tokens, torch.tensor([3]), torch.rand(1, 8))` masks three of eight.
-    """
-    if noise.mask_token is None:
-        raise ValueError(f"mask_exactly noise must have a mask token, got {noise!r}. Use MaskNoise.")
-    rank = u.argsort(-1).argsort(-1)
-    return torch.where(rank < num_masked[:, None], noise.mask_token, tokens)
 
 
 def _jump_divergence(noise: Noise, logits: Tensor, x: Tensor, z: Tensor, level: Tensor) -> Tensor:
@@ -190,14 +161,12 @@ def check_process(noise: Noise) -> None:
     if type(noise) not in (MaskNoise, UniformNoise, HybridNoise):
         raise ValueError(
             "nelbo noise must be MaskNoise, UniformNoise or HybridNoise itself, whose bounds are known, got "
-            f"{noise!r}. Train with decoder_loss 'cross_entropy', or use the causal likelihood."
+            f"{noise!r}. Train with CrossEntropy, or use the causal likelihood."
         )
 
 
-def _check(noise: Noise, logits: Tensor, parametrisation: str) -> None:
+def _check(noise: Noise, logits: Tensor) -> None:
     check_process(noise)
-    if parametrisation not in get_args(Parametrisation):
-        raise ValueError(f"nelbo parametrisation must be 'mean' or 'loo', got {parametrisation!r}. Use one of them.")
     if logits.shape[-1] != noise.vocab_size:
         raise ValueError(
             f"nelbo logits must cover the noise's {noise.vocab_size} tokens, got {logits.shape[-1]}. "
