@@ -182,11 +182,7 @@ def test_the_gap_by_level_adds_up_to_the_gap(kind):
 @pytest.mark.parametrize(
     ("schedule", "options", "message"),
     [
-        (
-            OneMinusCosine(),
-            {},
-            r"gap_by_level noise must have a Linear schedule, got OneMinus.* use Linear\(\)",
-        ),
+        (OneMinusCosine(), {}, "gap_by_level noise must have a Linear schedule, got OneMinus"),
         (Linear(), {"samples_per_bin": 0}, "gap_by_level samples_per_bin must be at least 1, got 0"),
         (Linear(), {"num_bins": 0}, "gap_by_level num_bins must be at least 1, got 0"),
     ],
@@ -234,7 +230,7 @@ def test_positions_of_a_masked_text_differ_only_with_a_first_token():
 
 def test_tables_that_are_not_a_chain_are_refused():
     half = torch.tensor([0.5, 0.5])
-    with pytest.raises(ValueError, match=r"MarkovChain\.move must be \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"MarkovChain\.move must be square, for 2 states"):
         MarkovChain(first=half, move=torch.eye(3))
     with pytest.raises(ValueError, match=r"MarkovChain\.move must hold probabilities"):
         MarkovChain(first=half, move=torch.ones(2, 2))

@@ -329,7 +329,7 @@ def test_a_scan_scores_every_token_once_with_its_context(letters):
 
 def test_prompts_are_not_running_text_and_a_scan_of_no_documents_is_empty(tmp_path):
     file = TokenFile.write([Document("4", "2+2="), Document("free")], ByteTokenizer(), tmp_path)
-    with pytest.raises(ValueError, match=r"running text, got 1 of 2 documents with a prompt.* Use PromptSource"):
+    with pytest.raises(ValueError, match=r"running text, without prompts, .*got '1 prompts'. Use PromptSource"):
         source_of(file)
     with pytest.raises(ValueError, match="scan documents must name at least one"):
         scan(file, row_len=8, context=8, documents=[])
@@ -384,7 +384,7 @@ def test_a_source_refuses_rows_beyond_its_batch(tmp_path):
     file = TokenFile.write([Document("some running text " * 40)], ByteTokenizer(), tmp_path / "t")
     source = TextSource(file=file, canvas_len=8, num_canvases=2, batch_size=4)
     source(0, range(4))
-    with pytest.raises(ValueError, match=r"batch_size must equal TrainConfig\.batch_size, got 4 but row 7"):
+    with pytest.raises(ValueError, match=r"batch_size must equal TrainConfig\.batch_size, with row 7 requested, got 4"):
         source(0, range(8))
 
 

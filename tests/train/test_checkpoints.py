@@ -255,5 +255,5 @@ def test_a_thread_may_lock_twice_and_another_thread_may_not(tmp_path):
 def test_a_resumed_run_names_a_setting_that_is_absent_in_one_of_the_two():
     config = dataclasses.asdict(TrainConfig(steps=1, batch_size=1))
     now, then = {"config": config, "model": {"a": 1, "b": None}}, {"config": config, "model": {"a": 1}}
-    with pytest.raises(ValueError, match="train model b must stay as in the run in runs, absent, got None"):
+    with pytest.raises(ValueError, match="train model b must stay 'absent', as in the run in runs, got None"):
         refuse_changes(now, then, Path("runs"))

@@ -1,6 +1,7 @@
 """Impossible settings are refused; the description of a run differs between runs and agrees between processes."""
 
 import functools
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 
 from dgemma.data.markov import MarkovChain, MarkovSource
 from dgemma.data.sudoku import SudokuSource, generate_puzzles
-from dgemma.diffusion.noise import HybridNoise, MaskNoise
+from dgemma.diffusion.noise import HybridNoise
 from dgemma.train.checkpoints import describe, describe_optimizer
 from dgemma.train.config import TrainConfig
 from dgemma.train.losses import Bound
@@ -25,14 +26,14 @@ from dgemma.train.objective import Objective
         ({"steps": 2.5}, "TrainConfig.steps must be int or None, got 2.5"),
         ({"micro_batch_size": 0}, "micro_batch_size"),
         ({"batch_size": 10**9}, "batch_size must be at most 1048576, got 1000000000"),
-        ({"lr": 1e300}, r"lr must be at most 1e\+30, got 1e\+300"),
+        ({"lr": 1e300}, r"lr must be from 0 to 1e\+30, got 1e\+300"),
         ({"clip": 0.0}, "clip"),
         ({"ema_decay": 1.0}, "ema_decay"),
         ({"precision": "fp8"}, "precision must be 'mixed' or 'weights'"),
         ({"betas": (0.9,)}, "betas"),
         ({"keep_last": 0}, "keep_last"),
-        ({"steps": None}, "either steps or minutes, got steps=None and minutes=None"),
-        ({"minutes": 3}, "either steps or minutes, got steps=5 and minutes=3"),
+        ({"steps": None}, "steps must be None exactly if minutes is set, got None"),
+        ({"minutes": 3}, "steps must be None exactly if minutes is set, got 5"),
         *(
             ({"steps": None, "minutes": minutes}, "TrainConfig.minutes must be above 0 and at most")
             for minutes in (0, -1, math.nan, math.inf, 1e307)
@@ -100,8 +101,9 @@ def values() -> list[object]:
 def test_different_values_have_different_descriptions_and_equal_values_the_same():
     first, second = ([describe(Holder(value)) for value in values()] for _ in range(2))
     assert first == second
-    assert len(set(first)) == len(first)
-    assert all(len(line) < 1100 and " at 0x" not in line for line in first)
+    lines = list(map(json.dumps, first))
+    assert len(set(lines)) == len(lines)
+    assert all(len(line) < 1100 and " at 0x" not in line for line in lines)
 
 
 def test_the_order_of_a_set_does_not_matter():
@@ -115,7 +117,7 @@ def test_the_order_of_a_set_does_not_matter():
 
 
 def test_a_text_that_looks_like_an_address_is_described_in_full():
-    assert describe("seen at 0x1") == "'seen at 0x1'"
+    assert describe("seen at 0x1") == "seen at 0x1"
 
 
 def test_a_change_of_one_element_changes_the_description_of_a_long_list():
@@ -123,7 +125,6 @@ def test_a_change_of_one_element_changes_the_description_of_a_long_list():
         changed = [*data]
         changed[4000] = other
         assert describe(data) != describe(changed)
-        assert describe(data).startswith(repr(data)[:60])
 
 
 def test_a_change_of_one_element_changes_the_description_of_an_array():
@@ -150,15 +151,17 @@ def test_functions_and_objects_without_a_repr_are_described_by_name_alone():
     assert describe(functools.partial(one, seed=3)) != describe(functools.partial(one, seed=4))
 
 
-@pytest.mark.parametrize(
-    "objective",
-    [
-        Objective(noise=MaskNoise(512, mask_token_id=4), canvas_len=8, allowed=(5, 6)),
-        Objective(noise=HybridNoise(512, mask_token_id=4), canvas_len=8, loss=Bound()),
-    ],
-)
-def test_an_objective_is_described_by_its_repr_as_in_earlier_versions(objective):
-    assert describe(objective) == repr(objective)
+def test_an_objective_is_described_by_its_fields_and_its_loss():
+    objective = Objective(noise=HybridNoise(512, mask_token_id=4), canvas_len=8, loss=Bound(max_weight=2.0))
+    described = describe(objective)
+    assert described["noise"]["uniform_share"] == objective.noise.uniform_share
+    assert described["loss"] == {
+        "class": "Bound",
+        "parametrisation": "mean",
+        "weights": "exact",
+        "max_weight": 2.0,
+        "propose_mask": False,
+    }
 
 
 def test_sources_are_described_by_their_settings_and_data():
@@ -168,15 +171,15 @@ def test_sources_are_described_by_their_settings_and_data():
         *(SudokuSource(pool=pool, seed=seed) for pool in pools for seed in (0, 1)),
         *(MarkovSource(chain=chain, length=length) for chain in chains for length in (5, 6)),
     ]
-    lines = [describe(source) for source in sources]
-    assert len(set(lines)) == 8
-    assert lines[0].startswith("SudokuSource(pool=Puzzles(puzzles=int8 (2, 81) crc32 ")
+    described = [describe(source) for source in sources]
+    assert len(set(map(json.dumps, described))) == 8
+    assert described[0]["pool"]["puzzles"].startswith("int8 (2, 81) crc32 ")
 
 
 def test_an_optimizer_is_described_by_the_settings_that_change_its_update():
     weight = torch.nn.Parameter(torch.zeros(2))
     adam, sgd = functools.partial(torch.optim.AdamW, [weight]), functools.partial(torch.optim.SGD, [weight])
-    lines = [describe_optimizer(o) for o in (adam(lr=0.1), adam(lr=0.2), adam(lr=0.1, eps=1e-6), sgd(lr=0.1))]
-    assert len(set(lines)) == 4
-    assert describe_optimizer(adam(lr=0.1, foreach=True)) == lines[0]
+    described = [describe_optimizer(o) for o in (adam(lr=0.1), adam(lr=0.2), adam(lr=0.1, eps=1e-6), sgd(lr=0.1))]
+    assert len(set(map(json.dumps, described))) == 4
+    assert describe_optimizer(adam(lr=0.1, foreach=True)) == described[0]
     assert describe_optimizer(adam(lr=torch.tensor(0.5), foreach=False)) == describe_optimizer(adam(lr=0.5))

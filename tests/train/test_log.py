@@ -1,6 +1,5 @@
 """The log file survives kills and resumes, and reads back as columns and CSV; the router load is counted."""
 
-import csv
 import math
 
 import pytest
@@ -37,15 +36,6 @@ def test_an_incomplete_last_line_is_ignored(log):
     log.cut(1)
     log.append([{"step": 2, "loss": 5.0}])
     assert log.column("loss") == ([1, 2], [2.0, 5.0])
-
-
-def test_csv_has_one_row_per_step_and_one_column_per_number(log, tmp_path):
-    log.to_csv(tmp_path / "log.csv")
-    with (tmp_path / "log.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["loss"] for row in rows] == ["2.0", "1.0"]
-    assert [row["evaluation/accuracy"] for row in rows] == ["", "0.75"]
-    assert "router" not in rows[0]
 
 
 def test_router_load_shows_a_router_that_always_chooses_the_same_two_of_four():

@@ -4,6 +4,7 @@ Each checkpoint has a description of its run, which a resumed run must match.
 """
 
 import functools
+import json
 import math
 import os
 import shutil
@@ -11,7 +12,7 @@ import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dgemma.checks import as_number, show
+from dgemma.checks import as_number, require, show
 from dgemma.files import clear_temporaries, flush, open_file, read_json, write_json, writing
 from dgemma.printing import printable
 from dgemma.train.config import TrainConfig
@@ -37,7 +38,8 @@ _CHUNK = 1 << 24  # bytes read at a time
 # Settings that may differ when a run is resumed, because they change no computed number.
 _FREE_FIELDS = {"log_every", "checkpoint_every", "evaluate_every", "keep_last", "progress"}
 _FREE_SWITCHES = {"foreach", "fused", "capturable", "differentiable"}  # of optimizers
-_LONGEST = 1000  # characters of a description
+_LONGEST = 1000  # characters or elements in a description
+_ABSENT = "absent"
 _OTHER_MODEL = "Continue the run with the model and the settings that it began with, or choose another folder."
 
 
@@ -229,7 +231,7 @@ def describe_run(
 ) -> dict[str, Any]:
     """Return the description that is saved with every checkpoint; `frozen` identifies the untrained weights."""
     return {
-        "config": asdict(config),
+        "config": {name: value for name, value in describe(config).items() if name not in _FREE_FIELDS},
         "objective": describe(objective),
         "source": describe(source),
         "adapters": describe(adapters),
@@ -242,85 +244,65 @@ def describe_run(
 def refuse_changes(now: Mapping[str, Any], then: Mapping[str, Any], folder: Path) -> None:
     """Raise ValueError if `now`, the description of a resumed run, differs from `then`, with which the run began.
 
-    The message names the first difference. Some settings, such as `log_every`, may differ.
+    The message names the first difference.
     """
+    before, after, field = {name: then.get(name, _ABSENT) for name in now}, now, "train"
+    while isinstance(before, Mapping) and isinstance(after, Mapping) and before != after:
+        name = next(key for key in {**before, **after} if before.get(key, _ABSENT) != after.get(key, _ABSENT))
+        before, after, field = before.get(name, _ABSENT), after.get(name, _ABSENT), f"{field} {name}"
     fix = "Choose another folder, or pass allow_changes=True (--allow-changes)."
-    config = then.get("config")
-    if not isinstance(config, dict):
-        raise ValueError(f"The run in {folder} must have a configuration, got {show(config)}. {fix}")
-    for item in fields(TrainConfig):
-        before, after = config.get(item.name), now["config"][item.name]
-        before = tuple(before) if isinstance(before, list) else before
-        if item.name not in _FREE_FIELDS and before != after:
-            raise ValueError(
-                f"TrainConfig.{item.name} must stay {before!r}, as in the run in {folder}, got {after!r}. {fix}"
-            )
-    for name, after in now.items():
-        before, field = then.get(name), name
-        if name == "config" or before == after:
-            continue
-        while isinstance(before, Mapping) and isinstance(after, Mapping):  # name only the first difference
-            differs = (key for key in {**before, **after} if before.get(key, "absent") != after.get(key, "absent"))
-            key = next(differs)
-            before, after, field = before.get(key, "absent"), after.get(key, "absent"), f"{field} {key}"
-        raise ValueError(f"train {field} must stay as in the run in {folder}, {before}, got {after}. {fix}")
+    require(before == after, field, f"stay {show(before)}, as in the run in {folder}", after, fix)
 
 
-def describe(value: object) -> str:
-    """Return a line that identifies a value, the same in every process.
+def describe(value: object) -> Any:
+    """Return JSON that identifies a value, the same in every process.
 
-    An object may offer the line itself as `fingerprint`. Otherwise a dataclass is identified by its fields, a
-    collection by its elements, and a partial function by its arguments. A dense tensor or array is identified by dtype,
-    shape and checksum. Functions, classes, and objects whose repr shows an address are identified by qualified name
-    alone. Everything else is identified by its repr.
+    An object may identify itself by a text, `fingerprint`. Otherwise a dataclass is identified by its fields, a
+    collection by its elements, and a partial function by its arguments. A tensor or array is identified by dtype, shape
+    and checksum. Functions, classes, and objects whose repr shows an address are identified by qualified name alone.
+    Everything else is identified by its repr. Long texts and lists are replaced by a checksum.
 
     Example: `describe(SudokuSource(pool=pool))` holds its settings and the checksum of its puzzles.
     """
-    if value is None or isinstance(value, str | bytes | int | float):  # first, because lists of such values can be long
-        return _shorten(repr(value))
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str):
+        return value if len(value) <= _LONGEST else _digest(f"text of {len(value)} characters", value.encode())
     fingerprint = getattr(value, "fingerprint", None)
     if isinstance(fingerprint, str):
         return fingerprint
     if is_dataclass(value) and not isinstance(value, type):
-        items = (f"{f.name}={describe(getattr(value, f.name))}" for f in fields(value) if f.repr)
-        return f"{type(value).__qualname__}({', '.join(items)})"
-    if isinstance(value, Tensor) and not value.dim():
-        return describe(value.item())
+        own = {field.name: describe(getattr(value, field.name)) for field in fields(value) if field.repr}
+        return {"class": type(value).__qualname__, **own}
     if isinstance(value, Tensor) and value.layout is torch.strided:
-        data = value.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy()
-        return f"{value.dtype} {tuple(value.shape)} crc32 {zlib.crc32(data.data):08x}"
+        bits = value.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy()
+        return value.item() if not value.dim() else _digest(f"{value.dtype} {tuple(value.shape)}", bits.data)
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-        return f"{value.dtype} {value.shape} crc32 {zlib.crc32(data.data):08x}"
-    if isinstance(value, list):
-        return _shorten(f"[{', '.join(map(describe, value))}]")
-    if isinstance(value, tuple):
-        return _shorten(f"({', '.join(map(describe, value))}{',' if len(value) == 1 else ''})")
+        return _digest(f"{value.dtype} {value.shape}", np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+    if isinstance(value, list | tuple):
+        items = [describe(item) for item in value]
+        return items if len(items) <= _LONGEST else _digest(f"{len(items)} elements", json.dumps(items).encode())
     if isinstance(value, set | frozenset):
-        return _shorten(f"{{{', '.join(sorted(map(describe, value)))}}}")
+        return describe(sorted(json.dumps(describe(item)) for item in value))
     if isinstance(value, Mapping):
-        return _shorten(f"{{{', '.join(f'{describe(key)}: {describe(item)}' for key, item in value.items())}}}")
+        return {str(key): describe(item) for key, item in value.items()}
     if isinstance(value, functools.partial):
-        arguments = [describe(value.func), *map(describe, value.args)]
-        arguments += [f"{name}={describe(item)}" for name, item in value.keywords.items()]
-        return _shorten(f"functools.partial({', '.join(arguments)})")
+        return {"partial": describe(value.func), "arguments": describe(value.args), **describe(value.keywords)}
     text = repr(value)
-    return _shorten(getattr(value, "__qualname__", type(value).__qualname__ if " at 0x" in text else text))
+    return describe(getattr(value, "__qualname__", type(value).__qualname__ if " at 0x" in text else text))
 
 
-def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
+def _digest(kind: str, data: Any) -> str:
+    return f"{kind} crc32 {zlib.crc32(data):08x}"
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the class and the settings of the groups. Call it before the first step changes their learning rates.
 
     Example: `describe_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))`.
     """
-    groups = (
-        {name: value for name, value in group.items() if name not in _FREE_SWITCHES | {"params"}}
+    groups = [
+        {name: describe(value) for name, value in group.items() if name not in _FREE_SWITCHES | {"params"}}
         for group in optimizer.param_groups
-    )
-    return f"{type(optimizer).__qualname__}({', '.join(describe(group) for group in groups)})"
-
-
-def _shorten(text: str) -> str:
-    if len(text) <= _LONGEST:
-        return text
-    return f"{text[:60]} … of {len(text)} characters, crc32 {zlib.crc32(text.encode()):08x}"
+    ]
+    return {"class": type(optimizer).__qualname__, **{f"group {n}": group for n, group in enumerate(groups)}}

@@ -113,7 +113,7 @@ class _Run:
     ) -> None:
         check_weights(model, config)
         # Before `Updater` prepares the model, only the main process is sure to have the weights.
-        frozen = fingerprint(frozen_tensors(model)) if parallel.is_main else ""
+        frozen = {"weights": fingerprint(frozen_tensors(model))} if parallel.is_main else {}
         self.updater = Updater(model, objective, config, parallel, optimizer)
         self.model, self.device = self.updater.model, self.updater.device
         self.objective, self.source, self.config = objective, source, config
@@ -125,7 +125,7 @@ class _Run:
             adapters=adapters_of(model),
             optimizer=self.updater.optimizer,
             model=model.config.to_hf(),
-            frozen=int(parallel.sum(torch.tensor(frozen))),
+            frozen=parallel.collect(frozen)["weights"],
         )
         self.checkpoints = Checkpoints(folder=out, keep_last=config.keep_last, parallel=parallel)
         self.log = TrainLog(out / "log.jsonl")
