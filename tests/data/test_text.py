@@ -14,6 +14,7 @@ from dgemma.data import documents
 from dgemma.data.text import Document, PromptSource, TextSource, TokenFile, permute, read_documents, scan
 from dgemma.data.vocabulary import train_tokenizer
 from dgemma.train.objective import Objective
+from dgemma.train.one_pass import run_text_and_canvases
 
 BOS, EOS = 2, 1
 
@@ -288,13 +289,11 @@ def test_packed_rows_cost_what_their_documents_cost_alone(tmp_path):
         row = next(r for r in made if r.prompt_len == 1 and r.length == 33 and r.tokens[0, :2].tolist() == [BOS, 225])
         rows.append(row)
     # The first document is eight letters and an end: two canvases. The rest of the row is the other's.
-    first, second = (objective._cut(row, torch.zeros(1, dtype=torch.int64)) for row in rows)
-    assert first.x[0, :2].tolist() == second.x[0, :2].tolist()
-    assert first.x[0, 2:].tolist() != second.x[0, 2:].tolist()
-    hidden = []
-    for cut in (first, second):
-        noised = objective._noise(cut, torch.zeros(1, dtype=torch.int64))
-        hidden.append(objective._run(model, cut, noised)[1])
+    drawn = [objective.draw(row, torch.zeros(1, dtype=torch.int64)) for row in rows]
+    first, second = (each.canvases.x for each in drawn)
+    assert first[0, :2].tolist() == second[0, :2].tolist()
+    assert first[0, 2:].tolist() != second[0, 2:].tolist()
+    hidden = [run_text_and_canvases(model, *each).canvases for each in drawn]
     torch.testing.assert_close(hidden[0][:, :2], hidden[1][:, :2], rtol=0, atol=1e-12)
 
 
