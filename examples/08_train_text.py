@@ -43,9 +43,9 @@ import dgemma
 from dgemma.data.corpus import SEPARATOR, prepare_corpus
 from dgemma.data.text import TextSource, TokenFile, read_documents, scan
 from dgemma.diffusion.schedule import Linear, PlainCosine
+from dgemma.sampling.named import describe_noise
 from dgemma.train import Objective, TrainConfig, balanced_routers, evaluate, muon, soften_attention, train
 from dgemma.train.log import TrainStep
-from dgemma.values import describe_noise
 
 NUMBERS = {  # defaults with and without a GPU
     "steps": (4000, 10, "training steps"),

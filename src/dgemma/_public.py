@@ -49,6 +49,7 @@ from dgemma.sampling import (
     TokenEditing,
     Unchanged,
 )
+from dgemma.sampling.named import describe_noise, describe_sampler
 from dgemma.study.observe import Observation, Pass, observe
 from dgemma.study.sweep import Sweep, SweepRow, sweep
 from dgemma.tasks.autoregressive import generate_causal
@@ -56,7 +57,6 @@ from dgemma.tasks.guidance import Guided
 from dgemma.tasks.infill import Infilling, edit, infill
 from dgemma.tasks.slots import FilledTemplate, Slot, calibrate, decide_many, slots
 from dgemma.tasks.wrapped import TokenCache, wrap
-from dgemma.values import describe_noise, describe_sampler
 
 __all__ = [
     "Ancestral",

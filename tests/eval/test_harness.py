@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dgemma
-from dgemma.values import describe_noise
+from dgemma.sampling.named import describe_noise
 
 pytestmark = pytest.mark.slow  # importing the harness takes seconds
 

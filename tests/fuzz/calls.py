@@ -18,8 +18,8 @@ from dgemma import schedule, train
 from dgemma.data import sudoku
 from dgemma.data.text import PromptSource, TextSource, TokenFile, read_documents, scan
 from dgemma.run.changes import apply_changes
+from dgemma.sampling.named import describe_noise, describe_sampler
 from dgemma.train.log import TrainLog
-from dgemma.values import describe_noise, describe_sampler
 from dgemma.view import Board, LiveView, to_html
 from fuzz.files import TINY, _steady_source, prompt, tiny_model
 from fuzz.harness import Family

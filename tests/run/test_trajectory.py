@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 
 import dgemma
 from dgemma import files, values
-from dgemma.diffusion.automaton import IndexGroups
 from dgemma.run import archive
 from dgemma.run.step import step
 from dgemma.run.trajectory import Trajectory
@@ -266,15 +265,6 @@ def test_a_class_of_the_library_is_found_by_its_name_after_it_has_moved(model, p
     plan = values.rebuild_value(json.loads(earlier), tensors)
     assert (plan.noise, plan.knobs) == (out.trajectory.plan.noise, out.trajectory.plan.knobs)
     assert torch.equal(plan.seeds, out.trajectory.plan.seeds)
-
-
-def test_a_class_of_the_library_is_found_by_its_earlier_name():
-    groups = IndexGroups.build(torch.tensor([1, 0, 1]), 2)
-    tensors: dict[str, torch.Tensor] = {}
-    written = json.dumps(values.describe_value(groups, tensors))
-    rebuilt = values.rebuild_value(json.loads(written.replace(":IndexGroups", ":Groups")), tensors)
-    assert type(rebuilt) is IndexGroups
-    assert [part.tolist() for part in rebuilt] == [[1, 0, 2], [0, 1, 3], [1, 0]]
 
 
 @pytest.mark.parametrize("process", PROCESSES)

@@ -26,7 +26,7 @@ from dgemma.model.quantize import FORMATS
 from dgemma.run.defaults import default_sampler, warn_of_noise
 from dgemma.run.options import CanvasOptions, select
 from dgemma.sampling import Sampler
-from dgemma.values import SAMPLERS, rebuild_noise, rebuild_sampler
+from dgemma.sampling.named import SAMPLERS, rebuild_noise, rebuild_sampler
 
 _SMALL_MODEL = 100_000_000  # weights
 _MOSTLY_IDLE = 0.7  # of a core

@@ -30,7 +30,7 @@ from dgemma.model.quantize import Quantization
 from dgemma.run.arguments import check_memory
 from dgemma.run.defaults import learnt_noise
 from dgemma.run.generate import generate
-from dgemma.values import join_settings
+from dgemma.sampling.named import join_settings
 
 _CONFIG_FILES = ("config.json", "*.index.json")
 _MOST_ROWS = 128  # rows of calibration text

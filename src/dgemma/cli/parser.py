@@ -124,7 +124,7 @@ def _wrap(text: str, width: int, margin: str = "") -> list[str]:
 def import_quickly(module: str) -> Any:
     """Import a module, and torch with it, with settings that must be made before torch is imported.
 
-    Example: `import_quickly("dgemma.values").parse_sampler("threshold")`.
+    Example: `import_quickly("dgemma.sampling.named").parse_sampler("threshold")`.
     """
     if "torch" in sys.modules:
         return importlib.import_module(module)
@@ -188,7 +188,7 @@ def sampler(text: str) -> "Sampler":
     Example: `sampler("threshold:tau=0.8,greedy=True")`.
     """
     try:
-        return import_quickly("dgemma.values").parse_sampler(text)
+        return import_quickly("dgemma.sampling.named").parse_sampler(text)
     except ValueError as error:
         _refuse(str(error))
 
@@ -196,7 +196,7 @@ def sampler(text: str) -> "Sampler":
 def describe_samplers() -> str:
     """Return a list of the samplers, for the end of a help page."""
     lines = ["samplers, the noise they work with, and their fields:"]
-    for name, kind in import_quickly("dgemma.values").SAMPLERS.items():
+    for name, kind in import_quickly("dgemma.sampling.named").SAMPLERS.items():
         summary = (kind.__doc__ or "").strip().splitlines()[0]
         lines += [f"  {name} ({', '.join(sorted(kind.valid_for))})", f"      {summary}"]
         defaults = [field.name + ("" if field.default is MISSING else f"={field.default}") for field in fields(kind)]

@@ -31,11 +31,12 @@ from dgemma.run.defaults import learnt_noise
 from dgemma.run.many import generate_many
 from dgemma.run.plan import read_plan
 from dgemma.sampling.base import Sampler
+from dgemma.sampling.named import parse_sampler
 from dgemma.train.batch import TrainBatch, row_seeds
 from dgemma.train.canvases import cut_canvases
 from dgemma.train.likelihood import evaluate
 from dgemma.train.one_pass import read_canvases
-from dgemma.values import label, parse_sampler
+from dgemma.values import label
 
 try:
     from lm_eval.api.model import TemplateLM

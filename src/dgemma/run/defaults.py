@@ -7,7 +7,7 @@ from dgemma.diffusion.noise import Noise
 from dgemma.model.denoiser import Denoiser
 from dgemma.sampling.base import Sampler
 from dgemma.sampling.entropy_bound import EntropyBound
-from dgemma.values import describe_noise, rebuild_noise, rebuild_sampler
+from dgemma.sampling.named import describe_noise, rebuild_noise, rebuild_sampler
 
 logger = logging.getLogger("dgemma")
 

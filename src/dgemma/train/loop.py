@@ -27,6 +27,7 @@ from dgemma.model.diffusion import DiffusionGemma, require_experts
 from dgemma.model.identity import fingerprint
 from dgemma.model.quantized import frozen_tensors
 from dgemma.printing import progress_bar
+from dgemma.sampling.named import describe_noise
 from dgemma.train.batch import BatchSource, feed
 from dgemma.train.checkpoints import Checkpoints, describe_run, lock_folder, refuse_changes
 from dgemma.train.config import TrainConfig
@@ -36,7 +37,6 @@ from dgemma.train.objective import Measure
 from dgemma.train.optimizer import OptimizerFactory
 from dgemma.train.parallel import Parallel
 from dgemma.train.update import Updater, check_weights, ready_to_train
-from dgemma.values import describe_noise
 
 logger = logging.getLogger("dgemma")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dgemma
-from dgemma.values import SAMPLERS, rebuild_sampler
+from dgemma.sampling.named import SAMPLERS, rebuild_sampler
 from every_sampler import SAMPLERS as EVERY
 
 GIBBS = dgemma.LeaveOneOutGibbs(corrections=1, num_positions=3, choice_temperature=0.5)
