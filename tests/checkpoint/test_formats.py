@@ -18,6 +18,8 @@ from dgemma.checkpoint.formats.gguf import _CODES as gguf_codes
 from dgemma.checkpoint.names import published_name
 from dgemma.checkpoint.plan import make_plan
 from dgemma.checkpoint.quantizing import quantize_checkpoint
+from dgemma.checkpoint.tokenizer import ByteTokenizer
+from dgemma.cli.main import main
 from dgemma.model.quantize import Quantization
 from dgemma.model.quantized import QuantizedWeight, quantized_weights
 
@@ -514,3 +516,14 @@ def test_a_gguf_file_that_contradicts_itself_is_refused(tmp_path, gguf_bytes, da
     (tmp_path / "model.gguf").write_bytes(damage(gguf_bytes))
     with pytest.raises(ValueError, match=message):
         DiffusionGemma.from_pretrained(tmp_path / "model.gguf")
+
+
+def test_the_command_line_writes_with_a_gguf_file_and_a_tokenizer(tmp_path, gguf_bytes, capsys):
+    (tmp_path / "model.gguf").write_bytes(gguf_bytes)
+    options = ["--steps", "2", "--max-new-tokens", "8", "--quiet"]
+    command = ["generate", "-m", str(tmp_path / "model.gguf"), "<mask>", *options]
+    assert main(command) != 0
+    assert "is read without its tokenizer" in capsys.readouterr().err
+    ByteTokenizer().save_pretrained(tmp_path / "bytes")
+    assert main([*command, "--tokenizer", str(tmp_path / "bytes")]) == 0
+    assert capsys.readouterr().out

@@ -89,6 +89,10 @@ class Tokenizer(ABC):
 
         Example: `Tokenizer.from_pretrained("path/to/checkpoint").encode("hello")`.
         """
+        if Path(path_or_repo).suffix == ".gguf":
+            raise FileNotFoundError(
+                f"{path_or_repo} is read without its tokenizer. Name the checkpoint that it was made from (--tokenizer)."
+            )
         folder = stored_folder(resolve(path_or_repo, files=_TOKENIZER_FILES))
         if _names_byte_tokenizer(folder):
             return ByteTokenizer()
