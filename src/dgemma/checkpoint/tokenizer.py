@@ -91,7 +91,7 @@ class Tokenizer(ABC):
         """
         if Path(path_or_repo).suffix == ".gguf":
             raise FileNotFoundError(
-                f"{path_or_repo} is read without its tokenizer. Name the checkpoint that it was made from (--tokenizer)."
+                f"{path_or_repo} is read without its tokenizer. Name that of the original checkpoint (--tokenizer)."
             )
         folder = stored_folder(resolve(path_or_repo, files=_TOKENIZER_FILES))
         if _names_byte_tokenizer(folder):

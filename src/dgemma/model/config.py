@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from dgemma.checks import check_choice, require_field, show
+from dgemma.checks import check_choice, require, require_field, show
 from dgemma.files import read_json
 from dgemma.model.gemma4 import GEMMA4_TYPES, config_from_gemma4
 
@@ -376,26 +376,19 @@ def _full_layer_heads(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_rope(rope_parameters: Mapping[str, Mapping[str, Any]], kind: str) -> None:
-    rope = rope_parameters.get(kind)
-    if not isinstance(rope, Mapping) or rope.get("rope_type") not in ("default", "proportional"):
-        raise ValueError(
-            f"ModelConfig.rope_parameters[{kind!r}] must have rope_type 'default' or 'proportional', got {rope!r}."
-        )
+    name, rope = f"ModelConfig.rope_parameters[{kind!r}]", rope_parameters.get(kind)
+    is_known = isinstance(rope, Mapping) and rope.get("rope_type") in ("default", "proportional")
+    require(is_known, name, "have rope_type 'default' or 'proportional'", rope)
+    assert rope is not None
     theta, share = rope.get("rope_theta"), rope.get("partial_rotary_factor", 1.0)
-    if not isinstance(theta, int | float) or not math.isfinite(theta) or theta <= 0:
-        raise ValueError(f"ModelConfig.rope_parameters[{kind!r}].rope_theta must be above 0, got {theta!r}.")
-    if not isinstance(share, int | float) or not 0 < share <= 1:
-        raise ValueError(
-            f"ModelConfig.rope_parameters[{kind!r}].partial_rotary_factor must be in (0, 1], got {share!r}."
-        )
+    require(_is_positive(theta), f"{name}.rope_theta", "be above 0", theta)
+    require(_is_positive(share) and share <= 1, f"{name}.partial_rotary_factor", "be in (0, 1]", share)
     if rope["rope_type"] == "default" and share != 1:
-        raise ValueError(
-            f"ModelConfig.rope_parameters[{kind!r}].partial_rotary_factor must be 1 with rope_type 'default', "
-            f"got {share}. Use 'proportional'."
-        )
+        rule = "be 1 with rope_type 'default'"
+        require(False, f"{name}.partial_rotary_factor", rule, share, "Use 'proportional'.")
     unknown = sorted(set(rope) - {"rope_type", "rope_theta", "partial_rotary_factor"})
     if unknown:
-        raise ValueError(f"ModelConfig.rope_parameters[{kind!r}] has fields dgemma does not implement: {unknown}.")
+        raise ValueError(f"{name} has fields dgemma does not implement: {unknown}.")
 
 
 def _is_int(value: object, smallest: int) -> bool:
