@@ -163,7 +163,9 @@ def test_an_invalid_config_entry_is_refused_with_its_file(command, checkpoint, t
     file = shutil.copytree(checkpoint, tmp_path / "model") / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"sampler": "ancestral"}))
     refuses(
-        command("generate", "-m", file.parent, "Hi"), 'sampler must be a dictionary with a "name"', f"Correct {file}."
+        command("generate", "-m", file.parent, "Hi"),
+        'sampler must be a dictionary with a "name"',
+        f"Correct generation_config.json or config.json in {file.parent}.",
     )
 
 
