@@ -226,31 +226,20 @@ def test_canvases_of_any_batch_fill_an_h200_in_one_round():
             assert batch * programs * choose_num_splits(batch * programs, 132, 40) == 128
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"window": 4}, "causal True for a canvas or a window, got Mask"),
-        ({"causal": True, "window": 0}, "window must be >= 1"),
-        ({"canvas_len": 1}, "causal True for a canvas or a window, got Mask"),
-        ({"causal": True, "window": 4, "canvas_len": 1, "keep": 5}, "keep 0 to the window"),
-        ({"length": torch.zeros(1)}, "length must be"),
-        ({"keys": torch.zeros(1, 2, 8, 24)}, "keys and values"),
-        ({"queries": torch.zeros(1, 2, 3, 16)}, "multiple of key heads"),
-        ({"queries": torch.zeros(1, 2, 2, 16, dtype=torch.float64)}, "dtype"),
-        ({"queries": torch.zeros(1, 9, 2, 16)}, "capacity"),
-    ],
-    ids=[
-        "window-without-causal",
-        "empty-window",
-        "canvas-without-causal",
-        "keeps-more-than-the-window",
-        "float-length",
-        "other-head-dim",
-        "odd-heads",
-        "float64",
-        "no-room",
-    ],
-)
+REFUSED = {
+    "window-without-causal": ({"window": 4}, "causal True for a canvas or a window, got Mask"),
+    "empty-window": ({"causal": True, "window": 0}, "window must be >= 1"),
+    "canvas-without-causal": ({"canvas_len": 1}, "causal True for a canvas or a window, got Mask"),
+    "keeps-more": ({"causal": True, "window": 4, "canvas_len": 1, "keep": 5}, "keep 0 to the window"),
+    "float-length": ({"length": torch.zeros(1)}, "length must be"),
+    "other-head-dim": ({"keys": torch.zeros(1, 2, 8, 24)}, "keys and values"),
+    "odd-heads": ({"queries": torch.zeros(1, 2, 3, 16)}, "multiple of key heads"),
+    "float64": ({"queries": torch.zeros(1, 2, 2, 16, dtype=torch.float64)}, "dtype"),
+    "no-room": ({"queries": torch.zeros(1, 9, 2, 16)}, "capacity"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
 def test_unsupported_input_raises(change, message):
     arguments = {
         "queries": torch.zeros(1, 2, 2, 16),

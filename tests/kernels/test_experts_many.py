@@ -83,33 +83,26 @@ def test_interpreted_products_match_float64(rows, width, hidden, kind, float8):
     check(module, routing(*rows), width, hidden, len(rows), ROWS[kind], float8)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "hazard"),
-    [
-        ("129 if FIRST.GATHERED else 1", "1", "without having waited for the write|expects no more arrivals"),
-        ("        fence_async_shared()  # the rows", "        pass  # the rows", "without fence_async_shared"),
-        ("        if step > 0:\n            _free_before(ring, slot)\n", "", "deadlock"),
-        (
-            "_wait_for_products((low, high, more_low, more_high), RUNNING, MORE, PARTS)",
-            "(low, high, more_low, more_high)",
-            "overwrites shared memory that an operation in flight reads|not waited for",
-        ),
-        (
-            "    mbarrier.wait(handover.full.index(at), turn // 2 & 1)\n",
-            "",
-            "without having waited for the write|never written",
-        ),
-        (
-            "            fence_async_shared()  # threads",
-            "            pass  # threads",
-            "without fence_async_shared",
-        ),
-    ],
-    ids=[
-        *("rows not waited for", "no fence", "slots never free", "slots free too early", "number not waited for"),
-        "no fence between the products",
-    ],
-)
+UNWRITTEN = "without having waited for the write"
+MISTAKES = {
+    "rows-not-awaited": ("129 if FIRST.GATHERED else 1", "1", f"{UNWRITTEN}|expects no more arrivals"),
+    "no-fence": ("        fence_async_shared()  # the rows", "        pass  # the rows", "without fence_async_shared"),
+    "slots-never-free": ("        if step > 0:\n            _free_before(ring, slot)\n", "", "deadlock"),
+    "slots-free-too-early": (
+        "_wait_for_products((low, high, more_low, more_high), RUNNING, MORE, PARTS)",
+        "(low, high, more_low, more_high)",
+        "overwrites shared memory that an operation in flight reads|not waited for",
+    ),
+    "item-not-awaited": (
+        "    mbarrier.wait(handover.full.index(at), turn // 2 & 1)\n", "", f"{UNWRITTEN}|never written"
+    ),
+    "no-fence-between-products": (
+        "            fence_async_shared()  # threads", "            pass  # threads", "without fence_async_shared"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "hazard"), MISTAKES.values(), ids=MISTAKES)
 def test_mistakes_in_the_kernel_are_detected(old, new, hazard):
     module = load("dgemma_kernels.ops.experts.hopper_many", edits={old: new})
     with pytest.raises(Hazard, match=hazard):

@@ -15,6 +15,7 @@ float8 experts if there are many tokens. Reference: `reference.py`.
 """
 
 from types import ModuleType
+from typing import Any
 
 import torch
 import triton
@@ -45,12 +46,9 @@ from dgemma_kernels.ops.experts.tiles import (
     down_tile,
     gate_up_tile,
     load_tile,
-    request_gate_up,
 )
 from dgemma_kernels.ops.norms import round_rows
 from dgemma_kernels.ops.router.kernel import ExpertTiles
-
-_FIRST_PROGRAMS = 264  # of gate_up with float8 weights, which start together: two per multiprocessor
 
 
 def expert_gate_up(
@@ -80,10 +78,6 @@ def expert_gate_up(
     if isinstance(x, Quantized) and not one_scale:
         out_scale = torch.empty(num_pairs, col_blocks, dtype=torch.float32, device=rows.device)
     grid_tiles, proj = _grid_tiles(tiles), _weight_arguments(gate_up_proj, tile)
-    launch, described = dependent_launch(rows.device), isinstance(proj[0], TensorDescriptor)
-    # Until the router is done, memory is idle. With many tokens, tile n is probably of expert n.
-    many, can_request = num_pairs >= 4 * tiles.num_experts, launch["DEPENDENT"] and described and width >= 256
-    ahead = gate_up_proj.values if isinstance(gate_up_proj, Quantized) and can_request and many else None
     _expert_gate_up_kernel[(col_blocks * grid_tiles,)](
         rows,
         row_scale,
@@ -95,21 +89,12 @@ def expert_gate_up(
         out_scale,
         grid_tiles,
         tiles.tiles.shape[0],
-        ahead,
-        min(tiles.num_experts, _FIRST_PROGRAMS // col_blocks),
         WIDTH=width,
         HIDDEN=hidden_width,
         NUM_ACTIVE=tiles.num_active,
-        **_split_rows(tiles.rows_per_tile),
-        COLS=tile.cols,
-        DEPTH=_depth(tile, gate_up_proj),
-        GROUPS=COLS // gate_up_proj.group if isinstance(gate_up_proj, FourBit) else None,
         ONE_SCALE=one_scale,
-        DESCRIBED=described,
-        num_warps=tile.warps,
-        num_stages=_stages(tile, rows, gate_up_proj),
-        maxnreg=tile.registers,
-        **launch,
+        DESCRIBED=isinstance(proj[0], TensorDescriptor),
+        **_tile_arguments(tile, rows, gate_up_proj, tiles.rows_per_tile),
     )
     if one_scale:
         return round_rows(out)
@@ -166,18 +151,11 @@ def expert_down(
         WIDTH=width,
         HIDDEN=hidden_width,
         OVERLAP=overlap,
-        **_split_rows(tiles.rows_per_tile),
-        COLS=tile.cols,
-        DEPTH=_depth(tile, down_proj),
         BLOCK=block,
-        GROUPS=COLS // down_proj.group if isinstance(down_proj, FourBit) else None,
         ONE_SCALE=one_scale,
         KEEP="evict_last" if out.nbytes <= KEPT_OUTPUT else "",
         DESCRIBED=isinstance(proj[0], TensorDescriptor),
-        num_warps=tile.warps,
-        num_stages=_stages(tile, rows, down_proj),
-        maxnreg=tile.registers,
-        **dependent_launch(rows.device),
+        **_tile_arguments(tile, rows, down_proj, tiles.rows_per_tile),
     )
     return out
 
@@ -302,14 +280,22 @@ def _weight_arguments(weights: ExpertWeights, tile: TileShape) -> tuple[Tensor |
     return _in_blocks(values, tile.cols, tile.depth, format_of(weights)), scale, *[None] * 6
 
 
-def _depth(tile: TileShape, weights: ExpertWeights) -> int:
-    """Return the tile's depth, or that of one plane if the tile's depth does not divide the width of the planes."""
-    return COLS if isinstance(weights, FourBit) and weights.codes.shape[1] % (tile.depth // COLS) else tile.depth
+def _tile_arguments(tile: TileShape, rows: Tensor, weights: ExpertWeights, rows_per_tile: int) -> dict[str, Any]:
+    """Return the launch arguments that depend on the tile.
 
-
-def _stages(tile: TileShape, rows: Tensor, weights: ExpertWeights) -> int:
-    """Return the tile's stages, or 1 if packed or four-bit weights multiply float32 rows: no more fit shared memory."""
-    return 1 if isinstance(weights, (Packed, FourBit)) and rows.element_size() > 2 else tile.stages
+    A tile's rows are two blocks of powers of two over the same weights: 80 rows are 64 and 16.
+    """
+    first = 1 << (rows_per_tile.bit_length() - 1)
+    depth, stages, groups = tile.depth, tile.stages, None
+    if isinstance(weights, FourBit):
+        groups = COLS // weights.group
+        if weights.codes.shape[1] % (depth // COLS):  # the depth does not divide the width of the planes
+            depth = COLS
+    if isinstance(weights, (Packed, FourBit)) and rows.element_size() > 2:
+        stages = 1  # of float32 rows no more fit shared memory
+    constants = {"ROWS": first, "MORE": rows_per_tile - first, "COLS": tile.cols, "DEPTH": depth, "GROUPS": groups}
+    options = {"num_warps": tile.warps, "num_stages": stages, "maxnreg": tile.registers}
+    return constants | options | dependent_launch(rows.device)
 
 
 def _in_blocks(values: Tensor, rows: int, depth: int, format: str) -> Tensor | TensorDescriptor:
@@ -333,13 +319,7 @@ def _grid_tiles(tiles: ExpertTiles) -> int:
     return min(num_experts, num_pairs) * triton.cdiv(num_pairs, num_experts * tiles.rows_per_tile)
 
 
-def _split_rows(rows_per_tile: int) -> dict[str, int]:
-    """Split a tile's rows into two blocks of powers of two over the same weights: 80 rows are 64 and 16."""
-    rows = 1 << (rows_per_tile.bit_length() - 1)
-    return {"ROWS": rows, "MORE": rows_per_tile - rows}
-
-
-@triton.jit(do_not_specialize=["grid_tiles", "max_tiles", "num_ahead"])
+@triton.jit(do_not_specialize=["grid_tiles", "max_tiles"])
 def _expert_gate_up_kernel(
     x: tl.tensor,
     x_scale: tl.tensor,
@@ -358,8 +338,6 @@ def _expert_gate_up_kernel(
     out_scale: tl.tensor,
     grid_tiles: tl.tensor,
     max_tiles: tl.tensor,
-    ahead: tl.tensor,
-    num_ahead: tl.tensor,
     WIDTH: tl.constexpr,
     HIDDEN: tl.constexpr,
     NUM_ACTIVE: tl.constexpr,
@@ -378,8 +356,6 @@ def _expert_gate_up_kernel(
     COL_BLOCKS: tl.constexpr = triton.cdiv(HIDDEN, COLS)
     col = tl.program_id(0) % COL_BLOCKS * COLS
     number = tl.program_id(0) // COL_BLOCKS
-    if ahead is not None:
-        request_gate_up(ahead, number, num_ahead, col, SIZE)
     wait_for_launches_before(DEPENDENT)
     tile = load_tile(tiles, number, None)
     while tile.num_rows > 0:

@@ -193,25 +193,6 @@ def _store_weighted(
 
 
 @triton.jit
-def request_gate_up(
-    weights: tl.tensor, expert: tl.tensor, num_ahead: tl.tensor, col: tl.tensor, SIZE: tl.constexpr
-) -> None:
-    """Prefetch the first 256 bytes of each float8 row of this tile into L2, if `expert` < `num_ahead`."""
-    lane = tl.arange(0, 2 * SIZE.COLS)
-    at = col + lane % SIZE.COLS
-    row = (expert * 2 + lane // SIZE.COLS) * SIZE.HIDDEN + at
-    there = (expert < num_ahead) & (at < SIZE.HIDDEN)
-    tl.inline_asm_elementwise(
-        "{.reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], 256; mov.u32 $0, 0;}",
-        "=r,l,r",
-        [weights + row.to(tl.int64) * SIZE.WIDTH, there.to(tl.int32)],
-        tl.int32,
-        False,
-        1,
-    )
-
-
-@triton.jit
 def gate_up_tile(operands: Operands, tile: ExpertTile, col: tl.tensor, SIZE: tl.constexpr, MORE: tl.constexpr) -> None:
     """Compute a tile's rows by COLS columns. With MORE > 0, the tile has a second block of rows."""
     WIDTH: tl.constexpr = SIZE.WIDTH
