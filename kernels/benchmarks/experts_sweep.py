@@ -203,14 +203,14 @@ def compile_tile(rows: int, gate_up: tuple[int, ...], down: tuple[int, ...], for
     index = torch.zeros(8, A, dtype=torch.int32, device=GPU)
     tiles = router.sort_by_expert(index, count_pairs(index, 1), rows)
     config = make_config(rows, gate_up or down, down or gate_up, format)
-    encode_gate_up, encode_down = ENCODERS[format]
+    encode = ENCODERS[format]
     with contextlib.suppress(Exception), expert_table((config,), format):
         if gate_up:
-            experts.expert_gate_up(draw_input(8, format), encode_gate_up(draw_rows(1, 2 * F, D), DTYPE), tiles)
+            experts.expert_gate_up(draw_input(8, format), encode(draw_rows(1, 2 * F, D), DTYPE, gated=True), tiles)
         else:
             routing = torch.ones(8, A, device=GPU)
             hidden = draw_hidden(8 * A, format, None if config.one_scale else 64)
-            experts.expert_down(hidden, encode_down(draw_rows(1, D, F), DTYPE), routing, tiles)
+            experts.expert_down(hidden, encode(draw_rows(1, D, F), DTYPE, gated=False), routing, tiles)
 
 
 def compile_tiles(rows: set[int], format: str) -> None:

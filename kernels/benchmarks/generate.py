@@ -1,7 +1,7 @@
 """Tokens per second and energy at the published size, per format of the experts, next to autoregressive decoding.
 
 python kernels/benchmarks/generate.py                            every format, batches of 1 to 16
-python kernels/benchmarks/generate.py --weights int4 --float8 attention head --batches 1
+python kernels/benchmarks/generate.py --weights int4 --precision fast --batches 1
 python kernels/benchmarks/generate.py --weights int4 --prompt 8192 --batches 1 --memory 18
 
 Weights are random. Those of fp8, int4 and nvfp4 are drawn in the format itself, so no layer ever exists in bfloat16. A
@@ -27,7 +27,7 @@ import dgemma
 from dgemma.model.quantized import Float8Weight, IntWeight, NvFp4Weight, Weight, set_weight
 from dgemma.run.records import BlockCommit
 from dgemma_kernels import FusedDenoiser, accelerate
-from dgemma_kernels.engine.weights import FLOAT8_PARTS
+from dgemma_kernels.engine.precision import choose_parts
 from dgemma_kernels.formats import ENCODERS
 
 CANVAS, STEPS, CANVASES, NUM_TOKENS = 256, 16, 4, 64
@@ -57,11 +57,14 @@ def draw_weight(shape: torch.Size, format: str, std: float) -> Weight:
     return NvFp4Weight(codes=codes, scale=scale, row_scale=torch.full(rows, std / 256 / 2.9, device=GPU))
 
 
-def float8_of(format: str, parts: list[str]) -> tuple[str, ...]:
-    """Return those of `parts` that this format of the experts allows in float8. bf16 allows only "prompt_attention",
-    and only int4 allows "experts"."""
-    refused = {"bf16": set(FLOAT8_PARTS) - {"prompt_attention"}, "int4": set()}.get(format, {"experts"})
-    return tuple(part for part in parts if part not in refused)
+def add_precision(parser: argparse.ArgumentParser) -> None:
+    """Add the option of `accelerate(precision=...)`, with the names of parts separated by commas."""
+    parser.add_argument(
+        "--precision",
+        type=lambda text: text if text in ("exact", "fast") else tuple(text.split(",")),
+        default="exact",
+        help='"exact", "fast", or parts such as attention,dense (%(default)s)',
+    )
 
 
 def build(format: str, float8: tuple[str, ...] = (), config: dgemma.ModelConfig | None = None) -> FusedDenoiser:
@@ -69,7 +72,7 @@ def build(format: str, float8: tuple[str, ...] = (), config: dgemma.ModelConfig 
 
     Example: `build("int4", ("attention", "head"))`.
     """
-    return accelerate(draw_model(format, float8, config), format, float8=float8, release=format != "bf16")
+    return accelerate(draw_model(format, float8, config), format, precision=float8, release=format != "bf16")
 
 
 def draw_model(
@@ -198,9 +201,7 @@ def print_row(row: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", nargs="+", choices=tuple(ENCODERS), default=list(ENCODERS))
-    parser.add_argument(
-        "--float8", nargs="*", choices=FLOAT8_PARTS, default=[], help="parts in float8, if the format allows them"
-    )
+    add_precision(parser)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8, 16])
     parser.add_argument("--prompt", type=int, default=1024, help="tokens before the first canvas (%(default)s)")
     parser.add_argument("--memory", type=float, help="cap of torch's memory in decimal GB")
@@ -216,7 +217,7 @@ def main() -> None:
     output = options.output or results_folder() / "generate.json"
     rows: list[dict[str, Any]] = []
     for format in options.weights:
-        rows += measure(format, float8_of(format, options.float8), options.batches, options.prompt)
+        rows += measure(format, choose_parts(options.precision, format), options.batches, options.prompt)
         gc.collect()
         torch._C._cuda_clearCublasWorkspaces()  # those of this model's streams
         torch.cuda.empty_cache()

@@ -3,7 +3,7 @@
 python kernels/benchmarks/prompts.py --profile --transformers           everything in bfloat16, with transformers
 python kernels/benchmarks/prompts.py --parts read --lengths 1024 8192   two prompts only
 python kernels/benchmarks/prompts.py --parts steps --batches 8 16       two denoising steps only
-python kernels/benchmarks/prompts.py --parts tokens --weights fp8 --float8 attention dense head
+python kernels/benchmarks/prompts.py --parts tokens --weights fp8 --precision fast
 python kernels/benchmarks/prompts.py --parts first                      the first call only
 
 Weights are random and route nearly evenly over all experts. The floor is the larger of two durations. One is the time
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from generate import build, draw_tokens
+from generate import add_precision, build, draw_tokens
 from step import (
     GPU,
     PROMPT,
@@ -44,7 +44,7 @@ from timing import describe_run, measure_read_bandwidth, results_folder
 import dgemma
 from dgemma.model import experts as reference_experts
 from dgemma_kernels import FusedDenoiser, accelerate
-from dgemma_kernels.engine.weights import FLOAT8_PARTS
+from dgemma_kernels.engine.precision import choose_parts
 from dgemma_kernels.formats import ENCODERS
 
 PARTS = ("first", "parity", "read", "rows", "steps", "tokens")
@@ -265,7 +265,7 @@ def summarise(results: Results, weights: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", choices=tuple(ENCODERS), default="bf16", help="storage format of the experts")
-    parser.add_argument("--float8", nargs="*", choices=FLOAT8_PARTS, default=[])
+    add_precision(parser)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS), help="of prompts")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 16], help="of steps")
@@ -283,7 +283,8 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> None:
-    weights, parts, float8 = options.weights, options.parts, tuple(options.float8)
+    weights, parts = options.weights, options.parts
+    float8 = choose_parts(options.precision, weights)
     output = options.output or results_folder() / ("prompts.json" if weights == "bf16" else f"prompts_{weights}.json")
     print(describe_run(), flush=True)
     results = Results(measure_read_bandwidth())

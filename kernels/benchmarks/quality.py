@@ -2,9 +2,9 @@
 
 Every format is applied to experts, attention and dense MLPs of the checkpoints in the package, but not to routers,
 self-conditioning or the embedding. A second part rounds random matrices whose statistics resemble those of large
-models. A third part also rounds the inputs of int4 experts, as `accelerate(float8=["experts"])` does. Results are added
-to a JSON file, so that an interrupted run continues. With `--corpus`, a larger model is trained on this text first, on
-a GPU, and measured like `dgemma/text`.
+models. A third part also rounds the inputs of int4 experts, as `accelerate(precision=("experts",))` does. Results are
+added to a JSON file, so that an interrupted run continues. With `--corpus`, a larger model is trained on this text
+first, on a GPU, and measured like `dgemma/text`.
 
     python kernels/benchmarks/quality.py --out docs/results/quantized.json
 

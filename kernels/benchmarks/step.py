@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from generate import build, draw_tokens
+from generate import add_precision, build, draw_tokens
 from timing import demand_parity, describe_run, measure_read_bandwidth, results_folder
 from torch import Tensor
 
@@ -35,7 +35,7 @@ from dgemma.run.plan import read_plan
 from dgemma.run.step import start_state
 from dgemma_kernels import FusedDenoiser, accelerate
 from dgemma_kernels.engine.cache import FusedCache
-from dgemma_kernels.engine.weights import FLOAT8_PARTS
+from dgemma_kernels.engine.precision import choose_parts
 from dgemma_kernels.formats import ENCODERS, decode, format_of, quantize, stored_tensors
 
 PARTS = ("parity", "step", "profile", "batches", "prefixes", "invariant", "skewed")
@@ -212,8 +212,9 @@ def round_experts(model: dgemma.DiffusionGemma, wide: dgemma.DiffusionGemma, wei
     """Round both models' experts to a format. For float8, let `model` round the experts' inputs as the kernels do."""
     layers: list[Any] = list(model.layers)
     for layer, wide_layer in zip(layers, wide.layers, strict=True):
-        for name, encode in zip(("gate_up_proj", "down_proj"), ENCODERS[weights], strict=True):
-            rounded = decode(encode(getattr(layer.experts, name).detach(), torch.bfloat16))
+        for name in ("gate_up_proj", "down_proj"):
+            gated = name == "gate_up_proj"
+            rounded = decode(ENCODERS[weights](getattr(layer.experts, name).detach(), torch.bfloat16, gated=gated))
             getattr(layer.experts, name).copy_(rounded)
             getattr(wide_layer.experts, name).copy_(rounded)
         if weights != "fp8":
@@ -437,7 +438,7 @@ def restrict_experts(model: FusedDenoiser) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", choices=tuple(ENCODERS), default="bf16", help="storage format of the experts")
-    parser.add_argument("--float8", nargs="*", choices=FLOAT8_PARTS, default=[], help="what else is float8")
+    add_precision(parser)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--prefixes", nargs="+", type=int, default=[0, 1024, 16_384, 131_072])
@@ -465,7 +466,8 @@ def main() -> None:
         torch.cuda.empty_cache()
     keep()
     torch.cuda.reset_peak_memory_stats()
-    model, seconds = build_and_run(options.weights, tuple(options.float8))
+    float8 = choose_parts(options.precision, options.weights)
+    model, seconds = build_and_run(options.weights, float8)
     results.add("build", **seconds)
     if "step" in options.parts:
         time_step(results, "step", model, 1, PROMPT)

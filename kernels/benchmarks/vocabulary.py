@@ -15,10 +15,11 @@ from torch import Tensor
 
 from dgemma.diffusion import draws
 from dgemma.diffusion.prediction import Prediction
-from dgemma_kernels.ops.accept import accept
+from dgemma_kernels.ops.accept import kernel as accept_kernel
 from dgemma_kernels.ops.accept import reference as accept_reference
+from dgemma_kernels.ops.accept.kernel import Before
+from dgemma_kernels.ops.vocabulary import Shaping, pack_allowed, sample, soft_probabilities, vocabulary_statistics
 from dgemma_kernels.ops.vocabulary import kernel as vocabulary
-from dgemma_kernels.ops.vocabulary import pack_allowed, sample, soft_probabilities, vocabulary_statistics
 
 VOCAB, HIDDEN, CANVAS, SOFTCAP = 262_144, 2816, 256, 30.0
 LIMITS: dict[str, Any] = {"bound": 0.1, "confidence": 0.005, "vocab_size": VOCAB}
@@ -42,29 +43,29 @@ def check(logits: Tensor, temperature: Tensor, u: Tensor) -> None:
     logits, u = logits[some].contiguous(), u[some]
     shaped = SOFTCAP * torch.tanh(logits.double() / SOFTCAP) / temperature.double()
     law = torch.distributions.Categorical(logits=shaped)
-    statistics = vocabulary_statistics(logits, temperature)
+    statistics = vocabulary_statistics(logits, Shaping(temperature))
     best = law.probs.topk(2).values
     demand_parity("entropy", statistics.entropy, law.entropy(), LIMIT)
     demand_parity("confidence", statistics.confidence, best[:, 0], LIMIT)
     demand_parity("margin", statistics.margin, best[:, 0] - best[:, 1], LIMIT)
     demand_parity("log_normalizer", statistics.log_normalizer, shaped.logsumexp(-1), LIMIT)
     same_argmax = (statistics.argmax == logits.argmax(-1)).sum().item()
-    tokens = sample(logits, statistics, u, temperature)
+    tokens = sample(logits, statistics, u, Shaping(temperature))
     same_tokens = (tokens == Prediction(shaped[None]).sample(u[None])[0]).sum().item()
     print(f"parity: argmax equal in {same_argmax} of {CHECKED_ROWS} rows, samples in {same_tokens}")
     if same_argmax < CHECKED_ROWS or same_tokens < CHECKED_ROWS - 1:
         raise SystemExit("PARITY FAILED, nothing timed: argmax or samples differ by more than a rounding tie.")
-    weights, scale = soft_probabilities(logits, statistics, temperature)
+    weights, scale = soft_probabilities(logits, statistics, Shaping(temperature))
     exact = shaped.bfloat16().double().softmax(-1)
     demand_parity("soft_probabilities", weights.double() * scale[:, None], exact, 5e-3)
     allowed = torch.rand(1, VOCAB, device="cuda") < 0.3
-    masked = vocabulary_statistics(logits, temperature, allowed=pack_allowed(allowed))
+    masked = vocabulary_statistics(logits, Shaping(temperature, allowed=pack_allowed(allowed)))
     law = torch.distributions.Categorical(probs=shaped.masked_fill(~allowed, -torch.inf).softmax(-1))
     demand_parity("entropy over allowed tokens", masked.entropy, law.entropy(), LIMIT)
 
 
 def check_accept(state: dict[str, Any]) -> None:
-    got, want = accept(**state, **LIMITS), accept_reference.accept(**state, **LIMITS)
+    got, want = (module.accept(Before(**state), **LIMITS) for module in (accept_kernel, accept_reference))
     noise = draws.integers(draws.uniform(state["seeds"], state["block"], state["step"], CANVAS, "noise"), VOCAB)
     moved = (got.accepted != want.accepted).sum().item()
     if moved > len(state["done"]) or not torch.equal(got.canvas[got.renoised], noise[got.renoised]):
@@ -113,16 +114,21 @@ def line(name: str, median: float, spread: float, num_bytes: float, bandwidth: f
 def measure(batch: int, embedding: Tensor, bandwidth: float) -> None:
     logits, temperature, u = draw(batch * CANVAS)
     state = draw_state(batch)
-    statistics = vocabulary_statistics(logits, temperature)
-    soft = soft_probabilities(logits, statistics, temperature).weights
+    statistics = vocabulary_statistics(logits, Shaping(temperature))
+    soft = soft_probabilities(logits, statistics, Shaping(temperature)).weights
     hidden = torch.randn(batch * CANVAS, HIDDEN, device="cuda", dtype=torch.bfloat16)
     num_bytes = logits.numel() * 2
     weight_bytes = embedding.numel() * 2 + num_bytes
-    line("statistics", *time_graph(lambda: vocabulary_statistics(logits, temperature)), num_bytes, bandwidth)
-    line("sample", *time_graph(lambda: sample(logits, statistics, u, temperature), calls=8), 0, bandwidth)
-    timed = time_graph(lambda: soft_probabilities(logits, statistics, temperature))
+    line("statistics", *time_graph(lambda: vocabulary_statistics(logits, Shaping(temperature))), num_bytes, bandwidth)
+    line("sample", *time_graph(lambda: sample(logits, statistics, u, Shaping(temperature)), calls=8), 0, bandwidth)
+    timed = time_graph(lambda: soft_probabilities(logits, statistics, Shaping(temperature)))
     line("soft_probabilities", *timed, 2 * num_bytes, bandwidth)
-    line("accept, renoise, stop", *time_graph(lambda: accept(**state, **LIMITS), calls=8), 0, bandwidth)
+    line(
+        "accept, renoise, stop",
+        *time_graph(lambda: accept_kernel.accept(Before(**state), **LIMITS), calls=8),
+        0,
+        bandwidth,
+    )
     line("head product", *time_graph(lambda: hidden @ embedding.T), weight_bytes, bandwidth)
     line("soft-embedding product", *time_graph(lambda: soft @ embedding), weight_bytes, bandwidth)
     if batch == 1:
@@ -131,7 +137,7 @@ def measure(batch: int, embedding: Tensor, bandwidth: float) -> None:
 
 def sweep(logits: Tensor, temperature: Tensor) -> None:
     num_rows = logits.shape[0]
-    shaping = vocabulary.shape_logits("sweep", logits, temperature, SOFTCAP, None, None)
+    shaping = vocabulary.shape_logits(logits, Shaping(temperature, SOFTCAP))
     results = []
     for chunk, num_warps in itertools.product((1024, 2048, 4096, 8192, 16_384), (2, 4, 8, 16)):
         if not 8 <= chunk // (32 * num_warps) <= 128:

@@ -3,11 +3,11 @@
 import torch
 
 from dgemma_kernels.formats import Quantized
-from dgemma_kernels.ops.accept.kernel import accept
+from dgemma_kernels.ops.accept.kernel import Before, accept
 from dgemma_kernels.ops.attention.kernel import attention, default_tile
 from dgemma_kernels.ops.product.kernel import multiply_row
 from dgemma_kernels.ops.qkv.kernel import prepare_qkv
-from dgemma_kernels.ops.vocabulary.kernel import sample, soft_probabilities, vocabulary_statistics
+from dgemma_kernels.ops.vocabulary.kernel import Shaping, sample, soft_probabilities, vocabulary_statistics
 
 WGMMA: set[str] = set()
 HEADS, SLIDING, FULL = 16, (8, 256), (2, 512)  # query heads; key heads and head_dim of the two kinds of layer
@@ -36,10 +36,11 @@ def run_qkv(layer: tuple[int, int], projections: int) -> None:
 
 def run_vocabulary(vocab_size: int, allowed: torch.Tensor | None) -> None:
     logits, temperature = empty(2, vocab_size), empty(1, dtype=torch.float32)
-    statistics = vocabulary_statistics(logits, temperature, allowed=allowed)
-    sample(logits, statistics, empty(2, dtype=torch.float64), temperature, allowed=allowed)
+    shaping = Shaping(temperature, allowed=allowed)
+    statistics = vocabulary_statistics(logits, shaping)
+    sample(logits, statistics, empty(2, dtype=torch.float64), shaping)
     for float8 in (False, True):
-        soft_probabilities(logits, statistics, temperature, allowed=allowed, float8=float8)
+        soft_probabilities(logits, statistics, shaping, float8=float8)
 
 
 def run_accept(stability: int | None) -> None:
@@ -48,7 +49,8 @@ def run_accept(stability: int | None) -> None:
     entropy = empty(2, 256, dtype=torch.float32)
     recent = None if stability is None else empty(2, stability, 256, dtype=torch.int64)
     limits = {"bound": 0.1, "confidence": 0.005, "vocab_size": 262_144}
-    accept(entropy, tokens, tokens, tokens, flags, flags, tokens, done, row, row, row, row, recent, **limits)
+    before = (entropy, tokens, tokens, tokens, flags, flags, tokens, done, row, row, row, row, recent)
+    accept(Before(*before), **limits)
 
 
 def run_row(num_cols: int, width: int) -> None:

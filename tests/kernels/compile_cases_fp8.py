@@ -11,7 +11,6 @@ from dgemma_kernels.ops.attention.parts import combine_parts
 from dgemma_kernels.ops.experts import kernel as experts
 from dgemma_kernels.ops.mlp import kernel as mlp
 from dgemma_kernels.ops.norms import kernel as norms
-from dgemma_kernels.ops.product.kernel import multiply_beside, multiply_deep
 from dgemma_kernels.ops.qkv.kernel import prepare_qkv
 from dgemma_kernels.ops.router import kernel as router
 from dgemma_kernels.ops.router import reference
@@ -40,10 +39,10 @@ def run_norms() -> None:
     vector = torch.empty(D, dtype=torch.bfloat16)
     for num_rows in (256, 1024):
         row, scales = torch.empty(num_rows, D, dtype=torch.bfloat16), (torch.empty(num_rows), torch.empty(D))
-        norms.attention_residual(row, row, *[vector] * 4, 1e-6, float8=True)
-        norms.attention_residual(row, row, *[vector] * 4, 1e-6, scales=scales, float8=True, float8_dense=True)
+        norms.attention_residual(row, row, [vector] * 4, 1e-6, float8=True)
+        norms.attention_residual(row, row, [vector] * 4, 1e-6, scales=scales, float8=True, float8_dense=True)
         expert_rows = torch.empty(num_rows, A, D, dtype=torch.bfloat16)
-        last = (*[vector] * 3, vector[:1], vector, 1e-6)
+        last = ([vector] * 3, vector[:1], vector, 1e-6)
         norms.layer_tail(row, row, expert_rows, *last, scales=scales, float8=True)
         norms.round_rows(row)
         norms.round_rows(torch.empty(num_rows, F, dtype=torch.bfloat16))
@@ -79,8 +78,6 @@ CALLS = {
 CALLS["4096 tokens, without Gluon"] = lambda: run_experts(
     "NVIDIA H200", 4096, configs.EXPERTS["fp8"]["NVIDIA H200"][-1]
 )
-CALLS["soft embedding"] = lambda: multiply_deep(empty(256, 16_384), empty(D, 16_384))
-CALLS["dense product"] = lambda: multiply_beside(empty(256, D), empty(2 * DENSE, D))
 if not triton.__version__.startswith("3.6."):  # kernels without measured tiles
     CALLS["norms"] = run_norms
     CALLS["attention, sliding"] = lambda: run_attention(8, 256, 2)

@@ -15,7 +15,7 @@ WGMMA = {"_experts_hopper_kernel"}
 
 def run_residual(tokens: int) -> None:
     row, vector = torch.empty(tokens, D).bfloat16(), torch.empty(D).bfloat16()
-    norms.attention_residual(row, row, *[vector] * 4, 1e-6, ordered=True)
+    norms.attention_residual(row, row, [vector] * 4, 1e-6, ordered=True)
 
 
 def run_experts(tokens: int) -> None:

@@ -64,8 +64,8 @@ def run_norms() -> None:
     norms.rms_norm(row, None, 1e-6)
     norms.scale_rows(row, empty(256, dtype=torch.float32), factor=53.0)
     for rows in (row, empty(1024, D)):
-        norms.attention_residual(rows, rows, *[vector] * 4, 1e-6)
-        norms.layer_tail(rows, rows, empty(len(rows), A, D), *[vector] * 3, empty(1), vector, 1e-6)
+        norms.attention_residual(rows, rows, [vector] * 4, 1e-6)
+        norms.layer_tail(rows, rows, empty(len(rows), A, D), [vector] * 3, empty(1), vector, 1e-6)
     mlp.geglu(empty(256, 2 * DENSE))
 
 

@@ -24,13 +24,13 @@ def empty_float8(*shape: int) -> Quantized:
 def run_half_layer(dtype: torch.dtype, float8: bool) -> None:
     row, norm = empty(1, WIDTH, dtype=dtype), empty(WIDTH, dtype=dtype)
     router = empty(EXPERTS, WIDTH, dtype=dtype)
-    x, dense, expert_in, scores = score_token(row, row, norm, norm, norm, norm, router, 1e-6, float8=float8)
+    x, dense, expert_in, scores = score_token(row, row, [norm] * 4, router, 1e-6, float8=float8)
     weights, tiles = choose_token(scores, empty(EXPERTS, dtype=dtype), ACTIVE, 16)
     shapes = (EXPERTS, 2 * HIDDEN, WIDTH), (EXPERTS, WIDTH, HIDDEN)
     gate_up, down = (empty_float8(*shape) if float8 else empty(*shape, dtype=dtype) for shape in shapes)
     rows = expert_down(expert_gate_up(expert_in, gate_up, tiles), down, weights, tiles, overlap=True)
     scalar = empty(1, dtype=dtype)
-    layer_tail(x, dense, rows, norm, norm, norm, scalar, norm, 1e-6, float8=float8, alone=True)
+    layer_tail(x, dense, rows, [norm] * 3, scalar, norm, 1e-6, float8=float8, alone=True)
 
 
 def run_settle() -> None:

@@ -36,7 +36,7 @@ def main() -> None:
     def launches() -> None:
         for _ in range(2):
             norms.rms_norm(x, weight, 1e-6)
-            norms.attention_residual(x, x, *[weight] * 4, 1e-6, float8=True)
+            norms.attention_residual(x, x, [weight] * 4, 1e-6, float8=True)
             _wrong_kernel[(1,)](x)
 
     compile_together(launches)

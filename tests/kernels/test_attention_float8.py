@@ -191,7 +191,7 @@ def test_accelerate_uses_it_for_prompts_in_full_layers(monkeypatch):
     monkeypatch.setattr(forward, "_MANY", 16)
     tokens = torch.randint(40, (1, 16), generator=torch.Generator().manual_seed(0))
     plain = accelerate(model, attention="triton").causal_logits(tokens)
-    fast = accelerate(model, float8=["prompt_attention"], attention="triton")
+    fast = accelerate(model, precision=["prompt_attention"], attention="triton")
     logits = copy.deepcopy(fast).causal_logits(tokens)
     assert calls == [16]
     assert 0 < error(logits, plain.double()) < COST
@@ -203,14 +203,13 @@ def test_accelerate_uses_it_for_prompts_in_full_layers(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="an engine on the CPU needs Triton's interpreter")
 def test_accelerate_refuses_it_where_it_cannot_run(monkeypatch):
     model = make_model(torch.device("cpu")).half()
-    with pytest.raises(
-        ValueError, match=r'"prompt_attention" needs a head_dim of 512, got 16\. Leave "prompt_attention"'
-    ):
-        accelerate(model, float8=["prompt_attention"])
-    with pytest.raises(ValueError, match='batch_invariant must be False for float8 "prompt_attention"'):
-        accelerate(model, float8=["prompt_attention"], batch_invariant=True)
-    with pytest.raises(ValueError, match='Leave "prompt_attention"'):
-        accelerate(model, "packed", float8=["prompt_attention"], release=True)
+    for precision in ("fast", ["prompt_attention"]):
+        with pytest.raises(ValueError, match=r'"prompt_attention" needs a head_dim of 512, got 16\. Use "exact", or'):
+            accelerate(model, precision=precision)
+    with pytest.raises(ValueError, match='"prompt_attention" needs batch_invariant=False'):
+        accelerate(model, precision=["prompt_attention"], batch_invariant=True)
+    with pytest.raises(ValueError, match='parts without "prompt_attention"'):
+        accelerate(model, "packed", precision=["prompt_attention"], release=True)
     model.causal_logits(torch.ones(1, 2, dtype=torch.int64))  # it still has its experts
 
 

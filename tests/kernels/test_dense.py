@@ -104,20 +104,3 @@ def test_a_gpu_without_dense_tiles_uses_library_products(device):
     want = reference.dense_mlp(*(tensor.double() for tensor in arguments), count(device))
     assert configs.dense_config(256, device) is None
     assert error(dense.dense_mlp(*arguments, count(device)), want) < LIMITS[torch.float32]
-
-
-def test_weights_of_other_widths_are_refused(device):
-    x, gate_up, down = draw(4, 16, 8, torch.float32, device)
-    with pytest.raises(ValueError, match=r"dense_mlp operands must be \(M, D\), \(2F, D\) and \(D, F\), got"):
-        dense.dense_mlp(x, gate_up, down.T.contiguous(), count(device))
-
-
-def test_counters_of_another_shape_are_refused(device):
-    with pytest.raises(ValueError, match=r"dense_mlp.progress must be \(2,\) int32, got torch.int32 of shape \(1,\)"):
-        dense.dense_mlp(*draw(4, 16, 8, torch.float32, device), count(device)[:1])
-
-
-def test_noncontiguous_counters_are_refused(device):
-    apart = torch.zeros(4, dtype=torch.int32, device=device)[::2]
-    with pytest.raises(ValueError, match="dense_mlp must get contiguous tensors"):
-        dense.dense_mlp(*draw(4, 16, 8, torch.float32, device), apart)

@@ -113,8 +113,8 @@ def test_the_residual_kernel_writes_ordered_rows(width, device):
     generator = torch.Generator().manual_seed(3)
     rows = [torch.randn(5, width, generator=generator).to(device) for _ in range(2)]
     vectors = [(1 + 0.2 * torch.randn(width, generator=generator)).to(device) for _ in range(4)]
-    got = attention_residual(*rows, *vectors, 1e-6, ordered=True)[2]
-    want = order_rows(attention_residual(*rows, *vectors, 1e-6)[2])
+    got = attention_residual(*rows, vectors, 1e-6, ordered=True)[2]
+    want = order_rows(attention_residual(*rows, vectors, 1e-6)[2])
     assert error(got.decode(), want.decode()) < 5e-3  # sums in another order may round a value the other way
     sums = got.values.double().view(5, -1, 64).sum(-1) * -(2.0**-46)
     assert torch.allclose(got.sums.double().sum(1)[:, : width // 64], sums, rtol=2.0**-13, atol=0)
@@ -133,10 +133,10 @@ def test_weights_that_one_launch_cannot_multiply_are_named():
 
 
 def test_models_whose_experts_cannot_have_float8_inputs_are_refused(device):
-    with pytest.raises(ValueError, match=r'"experts" needs experts in int4\. Leave "experts" out'):
-        accelerate(make_model(device), "fp8", float8=["experts"])
-    with pytest.raises(ValueError, match='batch_invariant must be False for float8 "experts"'):
-        accelerate(make_model(device), "int4", float8=["experts"], batch_invariant=True)
+    with pytest.raises(ValueError, match=r'"experts" needs experts in int4\. Use "exact"'):
+        accelerate(make_model(device), "fp8", precision=["experts"])
+    with pytest.raises(ValueError, match='"experts" needs batch_invariant=False'):
+        accelerate(make_model(device), "int4", precision=["experts"], batch_invariant=True)
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")

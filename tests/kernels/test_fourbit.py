@@ -1,6 +1,9 @@
 """Experts of four bits per weight: codes keep their values, products match float64 of the decoded weights, and the
 denoiser equals a model with the decoded weights."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +12,7 @@ import dgemma
 from dgemma.model.quantize import quantize
 from dgemma.model.quantized import E2M1, IntWeight, NvFp4Weight, pack_nibbles, set_weight
 from dgemma_kernels import accelerate
-from dgemma_kernels.engine import forward
+from dgemma_kernels.engine.precision import FAST
 from dgemma_kernels.formats import float8, fourbit
 from dgemma_kernels.formats.fourbit import arrange
 from dgemma_kernels.ops import configs
@@ -203,7 +206,7 @@ def test_float8_products_round_weights_and_inputs_and_nothing_else(part, device)
                 # Heads of 16 have values up to 4, which fit 448 units of 1/64.
                 unit = 1 / 64 if name == "o_proj" else None
                 linear.register_forward_pre_hook(lambda _, rows, unit=unit: (round_rows(rows[0], unit),))
-    got, want = run(accelerate(make_model(device, **WIDE), "int4", float8=[part]), device), run(model, device)
+    got, want = run(accelerate(make_model(device, **WIDE), "int4", precision=[part]), device), run(model, device)
     if part == "head":  # the head is the embedding, which must not be rounded
         assert ((got - want).norm() / want.norm()) < 0.05  # float8 has three bits of mantissa
         return
@@ -213,31 +216,17 @@ def test_float8_products_round_weights_and_inputs_and_nothing_else(part, device)
     assert ((got - want).norm() / effect) < (0.2 if NATIVE else 1e-3)
 
 
-def test_the_dense_product_next_to_the_router_equals_the_librarys(device, monkeypatch):
-    model = accelerate(make_model(device, **WIDE), "int4", float8=["dense"])
-    calls = []
-    beside = forward.multiply_beside
-    monkeypatch.setattr(forward, "multiply_beside", lambda *operands: calls.append(1) or beside(*operands))
-    monkeypatch.setattr(forward, "tensor_descriptors", lambda device: False)
-    want = run(model, device)
-    assert not calls
-    monkeypatch.setattr(forward, "tensor_descriptors", lambda device: True)
-    monkeypatch.setattr(forward, "_FEW", 8)  # the canvases of `run` have 8 rows
-    got = run(accelerate(make_model(device, **WIDE), "int4", float8=["dense"]), device)
-    assert calls
-    torch.testing.assert_close(got, want, rtol=2e-2 if NATIVE else 0, atol=2e-2 if NATIVE else 0)
-
-
 @pytest.mark.slow
 def test_the_soft_embedding_is_the_product_of_rounded_probabilities_and_columns(device):
     model = make_model(device, **WIDE)
-    fast = accelerate(make_model(device, **WIDE), "int4", float8=["soft_embedding"])
+    fast = accelerate(make_model(device, **WIDE), "int4", precision=["soft_embedding"])
     canvas = torch.arange(8, device=device).view(2, 4)
     prediction = fast.denoise(canvas, fast.encode(canvas)).shaped(temperature=0.7)
     probabilities = float8.quantize(prediction.logits.softmax(-1).flatten(0, 1)).decode()
     columns = float8.quantize(model.embed_tokens.weight.detach().T).decode()
     want = (probabilities @ columns.T * 8).view(2, 4, -1)  # 8: the square root of the hidden size
-    for got in (fast._workspace.soft_embedding(prediction), fast._workspace.soft_embedding_of(prediction.logits)):
+    for self_cond in (prediction, prediction.logits):
+        got = fast._workspace.soft_embedding(self_cond, canvas)
         # The kernel's probabilities have another rounding error, and may round to the other float8 neighbour.
         assert ((got - want).norm() / want.norm()) < (5e-3 if NATIVE else 1e-3)
 
@@ -247,17 +236,17 @@ def test_the_soft_embedding_is_the_product_of_rounded_probabilities_and_columns(
     [("head", {"vocab_size": 40}, (40, 64)), ("dense", {"intermediate_size": 40}, (64, 40))],
 )
 def test_shapes_that_the_librarys_float8_product_does_not_multiply_are_refused(part, change, shape, device):
-    sentence = rf'multiples of 16, got \({shape[0]}, {shape[1]}\) for "{part}"\. Leave "{part}" out of float8'
+    sentence = rf'"{part}" needs .* multiples of 16, got \({shape[0]}, {shape[1]}\)\.'
     with pytest.raises(ValueError, match=sentence):
-        accelerate(make_model(device, **WIDE | change), "int4", float8=[part])
+        accelerate(make_model(device, **WIDE | change), "int4", precision=[part])
 
 
 def test_unknown_parts_of_the_model_are_refused_by_name(device):
     names = "attention, dense, head, soft_embedding, prompt_attention, experts"
-    with pytest.raises(ValueError, match=rf"must name {names}, got \['router'\]"):
-        accelerate(make_model(device, **WIDE), "int4", float8=["router"])
-    with pytest.raises(ValueError, match='float8 must be empty or "prompt_attention" for weights="bf16"'):
-        accelerate(make_model(device, **WIDE), "bf16", float8=["head"])
+    with pytest.raises(ValueError, match=rf"must be .exact., .fast. or names of {names}, got \['router'\]"):
+        accelerate(make_model(device, **WIDE), "int4", precision=["router"])
+    with pytest.raises(ValueError, match='"head" needs weights other than "bf16"'):
+        accelerate(make_model(device, **WIDE), "bf16", precision=["head"])
 
 
 def test_codes_written_to_words_are_read_back():
@@ -265,3 +254,11 @@ def test_codes_written_to_words_are_read_back():
     for kind in ("int4", "nvfp4"):
         read = fourbit._read_codes(fourbit._write_codes(blocks, kind), kind)
         assert torch.equal(read, blocks.flatten(1, 2))
+
+
+@pytest.mark.parametrize("page", ["docstring", "docs/getting-started.md"])
+def test_the_documented_table_of_fast_is_the_one_in_use(page):
+    text = accelerate.__doc__ if page == "docstring" else (Path(__file__).parents[2] / page).read_text()
+    rows = re.findall(r'\| ([^|\n]*) \| ([^|\n]*attention"[^|\n]*) \|', text)
+    found = {format: tuple(re.findall(r'"(\w+)"', parts)) for key, parts in rows for format in re.findall(r"\w+", key)}
+    assert found == FAST

@@ -80,11 +80,11 @@ def test_many_shapes_leave_a_bounded_number_of_buffers(device):
     pool, workspace = fast._pool, fast._workspace
     for batch in range(1, 2 * cache._MOST_FREE):
         prefix = fast.new_cache(batch)
-        prefix.make_room(4).graphs["a graph"] = workspace.logits_buffer(batch, 4)
+        prefix.make_room(4).graphs["a graph"] = workspace.logits.of_canvas(torch.empty(batch, 4, device=device))
         del prefix
     sizes = [free.size[0] for free in pool._free]
     assert sizes == list(range(cache._MOST_FREE, 2 * cache._MOST_FREE))  # the newest
-    assert sorted(batch for batch, _ in workspace._logits) == sizes  # those of dropped graphs are gone
+    assert sorted(batch for batch, _ in workspace.logits._buffers) == sizes  # those of dropped graphs are gone
 
 
 def test_larger_gpus_read_more_tokens_per_forward():
@@ -118,13 +118,13 @@ def test_logits_count_as_memory_of_unused_buffers(device):
     pool, workspace = fast._pool, fast._workspace
     prefixes = [fast.new_cache(batch) for batch in range(1, 5)]
     for batch, prefix in enumerate(prefixes, 1):
-        prefix.make_room(4).graphs["a graph"] = workspace.logits_buffer(batch, 4)
-    pool._most_free = sum(prefix.num_bytes for prefix in prefixes) + workspace.logits_bytes() - 1
+        prefix.make_room(4).graphs["a graph"] = workspace.logits.of_canvas(torch.empty(batch, 4, device=device))
+    pool._most_free = sum(prefix.num_bytes for prefix in prefixes) + workspace.logits.num_bytes - 1
     del prefix
     while prefixes:
         del prefixes[0]
     assert [free.size[0] for free in pool._free] == [2, 3, 4]
-    assert sorted(batch for batch, _ in workspace._logits) == [2, 3, 4]
+    assert sorted(batch for batch, _ in workspace.logits._buffers) == [2, 3, 4]
 
 
 def test_launches_work_normally_after_a_failed_compilation(kernels):
@@ -225,7 +225,7 @@ def _products(device: torch.device) -> tuple[GraphMemory, list[torch.cuda.Stream
 def test_a_graph_keeps_its_bits_and_writes_nowhere_else_after_others_of_its_streams_are_gone():
     device = torch.device("cuda")
     memory, streams, run = _products(device)
-    kept, dropped = Replay(run, device, memory), Replay(run, device, memory)
+    kept, dropped = Replay(run, memory), Replay(run, memory)
     kept.replay()
     want = [result.clone() for result in kept.result]
     for stream in streams:  # a graph of somebody else
@@ -249,7 +249,7 @@ def test_functions_are_captured_after_all_graphs_are_gone():
     memory, _, run = _products(device)
     want = [result.clone() for result in run()]
     for _ in range(3):
-        replay = Replay(run, device, memory)
+        replay = Replay(run, memory)
         replay.replay()
         assert all(torch.equal(*pair) for pair in zip(replay.result, want, strict=True))
         del replay

@@ -53,10 +53,12 @@ def test_the_half_layer_equals_transformers_layer(device):
     x, dense_in, expert_in, router_in = norms.attention_residual(
         attention[0],
         residual[0],
-        theirs.post_attention_layernorm.weight.data,
-        theirs.pre_feedforward_layernorm.weight.data,
-        theirs.pre_feedforward_layernorm_2.weight.data,
-        theirs.router.scale.data,
+        norms.ResidualNorms(
+            theirs.post_attention_layernorm.weight.data,
+            theirs.pre_feedforward_layernorm.weight.data,
+            theirs.pre_feedforward_layernorm_2.weight.data,
+            theirs.router.scale.data,
+        ),
         eps,
     )
     weights, index, counts = router.route(
@@ -64,7 +66,7 @@ def test_the_half_layer_equals_transformers_layer(device):
     )
     tiles = router.sort_by_expert(index, counts, configs.expert_config(37, device).rows)
     gate_up = torch.cat((theirs.mlp.gate_proj.weight.data, theirs.mlp.up_proj.weight.data))
-    dense = mlp.gate_up_geglu(dense_in, gate_up) @ theirs.mlp.down_proj.weight.data.T
+    dense = mlp.geglu(dense_in @ gate_up.T) @ theirs.mlp.down_proj.weight.data.T
     rows = experts.multiply_experts(
         expert_in, theirs.experts.gate_up_proj.data, theirs.experts.down_proj.data, weights, tiles
     )
@@ -72,9 +74,11 @@ def test_the_half_layer_equals_transformers_layer(device):
         x,
         dense,
         rows,
-        theirs.post_feedforward_layernorm_1.weight.data,
-        theirs.post_feedforward_layernorm_2.weight.data,
-        theirs.post_feedforward_layernorm.weight.data,
+        norms.TailNorms(
+            theirs.post_feedforward_layernorm_1.weight.data,
+            theirs.post_feedforward_layernorm_2.weight.data,
+            theirs.post_feedforward_layernorm.weight.data,
+        ),
         theirs.layer_scalar,
         theirs.input_layernorm.weight.data,
         eps,

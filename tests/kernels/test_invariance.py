@@ -13,7 +13,6 @@ from dgemma_kernels import FusedDenoiser, accelerate
 from dgemma_kernels.engine import forward
 from dgemma_kernels.engine.cache import BufferPool
 from dgemma_kernels.engine.products import ROWS, in_slices
-from dgemma_kernels.engine.weights import FLOAT8_PARTS
 from dgemma_kernels.formats.float8 import multiply, multiply_unscaled, quantize
 from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.vocabulary import kernel as vocabulary
@@ -121,13 +120,12 @@ def two_layers() -> dgemma.DiffusionGemma:
 
 @needs_gpu
 @pytest.mark.parametrize(
-    ("weights", "float8"),
-    [("bf16", ()), ("packed", ()), ("fp8", FLOAT8_PARTS[:-2]), ("int4", ("dense",)), ("nvfp4", ())],
+    ("weights", "precision"),
+    [("bf16", "exact"), ("packed", "exact"), ("fp8", "fast"), ("int4", ("dense",)), ("nvfp4", "exact")],
 )
-def test_two_layers_of_the_published_size_have_the_same_bits_in_any_batch(two_layers, weights, float8):
-    texts = Texts(
-        accelerate(two_layers, weights, float8=float8, batch_invariant=True), [1, 63, 64, 300, 641, 900, 1100, 1400]
-    )
+def test_two_layers_of_the_published_size_have_the_same_bits_in_any_batch(two_layers, weights, precision):
+    fast = accelerate(two_layers, weights, precision=precision, batch_invariant=True)
+    texts = Texts(fast, [1, 63, 64, 300, 641, 900, 1100, 1400])
     for _ in range(40):
         texts.check(*texts.draw_batch(7, 3))
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from dgemma_kernels import blocks
 from dgemma_kernels.formats import Quantized
@@ -46,8 +47,8 @@ def test_rms_norm_of_an_all_zero_row_is_zero(device):
 def test_attention_residual_matches_float64(shape, dtype, device):
     rows = [draw(*shape, dtype=dtype, device=device, seed=seed) for seed in (1, 2)]
     vectors = [draw(shape[1], dtype=dtype, device=device, seed=seed) for seed in (3, 4, 5, 6)]
-    got = norms.attention_residual(*rows, *vectors, EPS)
-    want = norms_reference.attention_residual(*(t.double() for t in rows + vectors), EPS)
+    got = norms.attention_residual(*rows, vectors, EPS)
+    want = norms_reference.attention_residual(*(t.double() for t in rows), [t.double() for t in vectors], EPS)
     assert all(error(g, w) < LIMITS[dtype] for g, w in zip(got, want, strict=True))
 
 
@@ -55,8 +56,8 @@ def test_attention_residual_rounds_where_separate_float16_layers_round(device):
     # Where the kernel rounds at other places than the reference, about a third of the float16 values differ.
     rows = [draw(64, 88, dtype=torch.float16, device=device, seed=seed) for seed in (1, 2)]
     vectors = [draw(88, dtype=torch.float16, device=device, seed=seed) for seed in (3, 4, 5, 6)]
-    got = norms.attention_residual(*rows, *vectors, EPS)
-    want = norms_reference.attention_residual(*rows, *vectors, EPS)
+    got = norms.attention_residual(*rows, vectors, EPS)
+    want = norms_reference.attention_residual(*rows, vectors, EPS)
     assert all((g != w).float().mean() < 0.01 for g, w in zip(got, want, strict=True))
 
 
@@ -69,8 +70,8 @@ def test_layer_tail_matches_float64(shape, dtype, num_active, scalars, device):
     vectors = [draw(shape[1], dtype=dtype, device=device, seed=seed) for seed in (4, 5, 6)]
     scalar = torch.linspace(0.37, 0.9, 1 if scalars == "one" else shape[0]).to(device, dtype)
     following = draw(shape[1], dtype=dtype, device=device, seed=7)
-    arguments = [*rows, expert_rows, *vectors, scalar, following]
-    want = norms_reference.layer_tail(*(t.double() for t in arguments), EPS)
+    arguments = [*rows, expert_rows, vectors, scalar, following]
+    want = norms_reference.layer_tail(*tree_map(lambda t: t.double(), arguments), EPS)
     for alone in (False, True):
         got = norms.layer_tail(*arguments, EPS, alone=alone)
         assert all(error(g, w) < LIMITS[dtype] for g, w in zip(got, want, strict=True))
@@ -87,13 +88,6 @@ def test_scale_rows_matches_float64(shape, dtype, columns, device):
     want = norms_reference.scale_rows(x.double(), *(scale.double() for scale in scales), factor=3.0)
     assert error(got, want) < LIMITS[torch.float32]
     assert error(norms.scale_rows(x, *scales, factor=3.0), want) < LIMITS[dtype]
-
-
-def test_scale_rows_adds_parts_first(device):
-    parts = draw(3, 5, 300, dtype=torch.float32, device=device, seed=1)
-    row_scale = draw(5, dtype=torch.float32, device=device, seed=2)
-    want = (parts[0].double() + parts[1] + parts[2]) * row_scale[:, None] * 2.0
-    assert error(norms.scale_rows(parts, row_scale, factor=2.0), want) < LIMITS[torch.float32]
 
 
 def assert_rounded(got: Quantized, want: Tensor) -> None:
@@ -130,7 +124,7 @@ def test_many_rows_have_the_bits_of_few(device, monkeypatch):
     scales = (torch.linspace(0.5, 2, 9, device=device), torch.linspace(0.5, 2, 2 * 600, device=device))
 
     def results() -> list[Tensor]:
-        tensors = list(norms.attention_residual(*rows, *vectors, EPS))
+        tensors = list(norms.attention_residual(*rows, vectors, EPS))
         for rounded in (norms.round_rows(rows[0]), mlp.geglu_float8(gate_up, *scales)):
             tensors += [rounded.values.float(), rounded.scale]
         return tensors
@@ -144,7 +138,7 @@ def test_many_rows_have_the_bits_of_few(device, monkeypatch):
 def test_layer_tail_gives_the_same_bits_every_time(device):
     arguments = [draw(5, 88, dtype=torch.float16, device=device, seed=seed) for seed in (1, 2)]
     arguments.append(draw(5, 8, 88, dtype=torch.float16, device=device, seed=3))
-    arguments += [draw(88, dtype=torch.float16, device=device, seed=seed) for seed in (4, 5, 6)]
+    arguments.append([draw(88, dtype=torch.float16, device=device, seed=seed) for seed in (4, 5, 6)])
     arguments += [torch.ones(1, dtype=torch.float16, device=device), torch.ones(88, dtype=torch.float16, device=device)]
     first, second = norms.layer_tail(*arguments, EPS), norms.layer_tail(*arguments, EPS)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -161,29 +155,3 @@ def test_geglu_saturates_where_tanh_does(device):
     gate = torch.tensor([[-1e4, -20.0, 0.0, 20.0, 1e4]], device=device)
     got = mlp.geglu(torch.cat((gate, torch.full_like(gate, 2.0)), dim=1))
     assert torch.equal(got, torch.tensor([[0.0, 0.0, 0.0, 40.0, 2e4]], device=device))
-
-
-@DTYPES
-@pytest.mark.parametrize("tokens", [1, 70], ids=["one-row", "ragged-tiles"])
-@pytest.mark.parametrize(("width", "hidden"), [(64, 64), (72, 88)], ids=["exact", "ragged"])
-def test_gate_up_geglu_matches_float64(tokens, width, hidden, dtype, device):
-    x = draw(tokens, width, dtype=dtype, device=device, seed=1)
-    weight = draw(2 * hidden, width, dtype=dtype, device=device, seed=2) * width**-0.5
-    want = mlp_reference.gate_up_geglu(x.double(), weight.double())
-    assert error(mlp.gate_up_geglu(x, weight), want) < LIMITS[dtype]
-
-
-def test_rows_that_are_not_contiguous_are_refused(device):
-    with pytest.raises(ValueError, match=r"rms_norm.x must be contiguous"):
-        norms.rms_norm(torch.ones(4, 4, device=device).T, None, EPS)
-
-
-def test_a_weight_of_another_width_is_refused(device):
-    with pytest.raises(ValueError, match=r"rms_norm.weight must be contiguous \(4,\), got torch\.\w+ of shape \(5,\)"):
-        norms.rms_norm(torch.ones(4, 4, device=device), torch.ones(5, device=device), EPS)
-
-
-def test_expert_rows_of_other_tokens_are_refused(device):
-    row, vector = torch.ones(4, 4, device=device), torch.ones(4, device=device)
-    with pytest.raises(ValueError, match=r"layer_tail.expert_rows must be contiguous \(M, A, D\)"):
-        norms.layer_tail(row, row, torch.ones(3, 2, 4, device=device), *[vector] * 3, vector[:1], vector, EPS)

@@ -18,7 +18,7 @@ FOREIGN = {
         *("_compiled_call_impl", "_dynamo", "_foreach_add_", "_foreach_zero_"),  # of torch
         *("_C", "_cuda_endAllocateToPool", "_cuda_releasePool", "_foreach_copy_", "_modules", "_scaled_mm"),  # of torch
         *("_convert_float", "_patch_lang_tensor", "_reinterpret"),  # of Triton
-        *("_asdict", "_replace"),  # of a NamedTuple
+        "_replace",  # of a NamedTuple
     },
 }
 # Private state of other objects that is written. The function that writes it says why.

@@ -140,19 +140,6 @@ def test_prepare_qkv_writes_only_its_slots(layout, device):
             assert written.nonzero().flatten().tolist() == list(range(length, length + TOKENS))
 
 
-def test_prepare_qkv_refuses_scales_of_another_projection(device):
-    case = draw((4, 2, 32, True), torch.float32, device)
-    scales = tuple(torch.ones(size, device=device) for size in reversed(case["projected"].shape))
-    with pytest.raises(ValueError, match="scales must have one value per row and column"):
-        qkv.prepare_qkv(**case, num_heads=4, eps=EPS, scales=scales)
-
-
-def test_prepare_qkv_refuses_a_projection_of_another_width(device):
-    case = draw((4, 2, 32, True), torch.float32, device)
-    with pytest.raises(ValueError, match="columns"):
-        qkv.prepare_qkv(**case, num_heads=3, eps=EPS)
-
-
 @DTYPES
 @pytest.mark.parametrize("twin", [qkv, reference], ids=["kernel", "reference"])
 def test_with_rotary_pairs_keys_equal_values_where_they_do_not_rotate_and_scores_are_those_of_transformers(
@@ -173,9 +160,3 @@ def test_with_rotary_pairs_keys_equal_values_where_they_do_not_rotate_and_scores
         # A score is a sum of 64 products of operands of size 1, each rounded by up to 2**-11 or 2**-24. The errors are
         # independent, so their sum is about 8 times one of them.
         assert (scores - want).abs().max() < (2e-2 if dtype == torch.float16 else 2e-5)
-
-
-def test_rotary_pairs_need_a_layer_without_v_proj(device):
-    case = draw((4, 2, 32, True), torch.float32, device)
-    with pytest.raises(ValueError, match=r"rotary_pairs must be 0 to 16, for a layer without v_proj, got 4 and 256"):
-        qkv.prepare_qkv(**case, num_heads=4, eps=EPS, rotary_pairs=4)

@@ -16,7 +16,6 @@ TUNING = {
     "expert_gate_up": {"config"},
     "expert_down": {"config"},
     "layer_tail": {"alone"},
-    "multiply_deep": {"parts"},
     "multiply_experts": {"config"},
     "multiply_row": {"early"},
     "route": {"one_order"},

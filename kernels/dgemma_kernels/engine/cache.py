@@ -18,6 +18,7 @@ from torch import Tensor
 from dgemma.model.cache import CacheMark, LayerCache, PrefixCache, drop_later
 from dgemma.model.config import Conventions, ModelConfig
 from dgemma_kernels.engine.graphs import GraphMemory, Replay, Turn, in_turn, remembered, use_here
+from dgemma_kernels.engine.prediction import LogitsBuffers
 from dgemma_kernels.ops.prefix import forget
 
 _SMALLEST = 1024  # fewest slots of a full layer
@@ -81,25 +82,19 @@ class BufferPool:
         *,
         config: ModelConfig,
         conventions: Conventions,
-        device: torch.device,
         dtype: torch.dtype,
-        turn: Turn,
         most_read: int,
-        graph_memory: GraphMemory | None,
-        logits_bytes: Callable[[], int],
+        memory: GraphMemory,
+        logits: LogitsBuffers,
     ) -> None:
-        self.config, self.turn, self.graph_memory = config, turn, graph_memory
+        self.config, self.memory, self.device, self.turn = config, memory, memory.device, memory.turn
         self.most_read = most_read  # tokens of one forward, over all rows
         self.keep = config.sliding_window - (0 if conventions.sliding_prefix == "window" else 1)
-        self._where: dict[str, Any] = {"device": device, "dtype": dtype}
+        self._where: dict[str, Any] = {"device": self.device, "dtype": dtype}
         self._free: list[CacheBuffers] = []
         self._returned: deque[CacheBuffers] = deque()
         self._sorting = threading.Lock()
-        self._most_free, self._logits_bytes = int(memory_of(device) * _FREE_SHARE), logits_bytes
-
-    @property
-    def device(self) -> torch.device:
-        return self._where["device"]
+        self._most_free, self._logits = int(memory_of(self.device) * _FREE_SHARE), logits
 
     def prefill_len(self, batch_size: int) -> int:
         """Tokens per row that one forward reads: as many as allowed, because they share one read of the weights."""
@@ -139,7 +134,7 @@ class BufferPool:
 
     def _num_bytes(self) -> int:
         """Memory of the unused buffers and of all logits. The logits of a buffer are freed with its graphs."""
-        return self._logits_bytes() + sum(free.num_bytes for free in self._free)
+        return self._logits.num_bytes + sum(free.num_bytes for free in self._free)
 
 
 class FusedCache:
@@ -152,9 +147,7 @@ class FusedCache:
     def __init__(self, pool: BufferPool, batch_size: int) -> None:
         self.pool = pool
         self._buffers: CacheBuffers | None = None
-        # Lengths (B,) at some time, and how many tokens every row has gained since. One tuple, because any thread may
-        # add them up.
-        self._counted = (torch.zeros(batch_size, dtype=torch.int64, device=pool.device), 0)
+        self._lengths = torch.zeros(batch_size, dtype=torch.int64, device=pool.device)  # without postponed tokens
         self._num_slots = 0
         self._num_seen = 0
         self.postponed: Tensor | None = None  # (B, C) tokens
@@ -192,20 +185,7 @@ class FusedCache:
     @property
     def lengths(self) -> Tensor:
         """Tokens of each row, (B,) int64: a new tensor at every change, so earlier ones keep their values."""
-        return self._lengths if self.postponed is None else self._lengths + self._num_postponed
-
-    @property
-    def _lengths(self) -> Tensor:
-        """Tokens of each row without postponed ones. Computed only when it is used, to save a launch per token."""
-        lengths, num_since = self._counted
-        if num_since:
-            lengths = lengths + num_since
-            self._counted = (lengths, 0)
-        return lengths
-
-    @_lengths.setter
-    def _lengths(self, lengths: Tensor) -> None:
-        self._counted = (lengths, 0)
+        return self._lengths if self.postponed is None else self._lengths + self.num_postponed
 
     @property
     def turn(self) -> Turn:
@@ -213,7 +193,7 @@ class FusedCache:
 
     @property
     def batch_size(self) -> int:
-        return self._counted[0].shape[0]
+        return self._lengths.shape[0]
 
     @property
     def num_bytes(self) -> int:
@@ -222,14 +202,15 @@ class FusedCache:
 
     @property
     def num_slots(self) -> int:
-        return self._num_slots + self._num_postponed
+        return self._num_slots + self.num_postponed
 
     @property
     def num_seen(self) -> int:
-        return self._num_seen + self._num_postponed
+        return self._num_seen + self.num_postponed
 
     @property
-    def _num_postponed(self) -> int:
+    def num_postponed(self) -> int:
+        """Tokens per row that count as read but are not."""
         return 0 if self.postponed is None else self.postponed.shape[1]
 
     def postpone(self, tokens: Tensor, read: Callable[[Tensor, "FusedCache"], None]) -> None:
@@ -287,8 +268,7 @@ class FusedCache:
         """Commit tokens that a forward wrote to the tail: all `num_new`, or the first `counts` (B,) of each row."""
         if counts is None:
             self.buffers.counters.add_(num_new)
-            lengths, num_since = self._counted
-            self._counted = (lengths, num_since + num_new)
+            self._lengths = self._lengths + num_new
             self._num_slots += num_new
         else:
             grown = self._lengths + counts
@@ -311,12 +291,12 @@ class FusedCache:
                 forget(buffers.sliding[0], buffers.sliding[1], buffers.window_lengths, buffers.keep)
             buffers.window_lengths.clamp_(max=buffers.keep)
 
-        remembered(buffers.graphs, "trim", lambda: Replay(run, self.pool.device, self.pool.graph_memory)).replay()
+        remembered(buffers.graphs, "trim", lambda: Replay(run, self.pool.memory)).replay()
         self.num_held = buffers.keep
 
     def reserve(self, num_tokens: int) -> None:
         """Make room for `num_tokens` in total, so that appending up to there never copies."""
-        self.make_room(self._num_postponed, max(0, num_tokens - self.num_slots))
+        self.make_room(self.num_postponed, max(0, num_tokens - self.num_slots))
 
     @in_turn
     def mark(self) -> CacheMark:

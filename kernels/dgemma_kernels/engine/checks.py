@@ -1,31 +1,19 @@
 """Checks of what `accelerate` can run: its options, the model and the machine."""
 
-from collections.abc import Collection
-
 import torch
 import triton
 
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.train.lora import is_adapted
-from dgemma_kernels.engine.weights import FLOAT8_PARTS
 from dgemma_kernels.formats import ENCODERS
 
 
-def check_options(weights: str, *, float8: Collection[str], release: bool, batch_invariant: bool) -> None:
-    """Raise for options of `accelerate` that are unknown or exclude each other."""
+def check_weights(weights: str, *, release: bool) -> None:
+    """Raise for a format of the experts that is unknown, or from which nothing can be released."""
     if weights not in ENCODERS:
         raise ValueError(f"accelerate weights must be one of {', '.join(ENCODERS)}, got {weights!r}.")
-    if unknown := set(float8) - set(FLOAT8_PARTS):
-        raise ValueError(f"accelerate float8 must name {', '.join(FLOAT8_PARTS)}, got {sorted(unknown)}.")
-    of_weights = set(float8) - {"prompt_attention"}
-    if weights == "bf16" and (release or of_weights):
-        what = "release must be False" if release else 'float8 must be empty or "prompt_attention"'
-        raise ValueError(f'accelerate {what} for weights="bf16", which are the model\'s own.')
-    for part in ("experts", "prompt_attention"):
-        if part in float8 and batch_invariant:
-            raise ValueError(
-                f'accelerate batch_invariant must be False for float8 "{part}", which depends on the batch size.'
-            )
+    if weights == "bf16" and release:
+        raise ValueError('accelerate release must be False for weights="bf16", which are the model\'s own.')
 
 
 def check_model(model: DiffusionGemma) -> None:
@@ -57,5 +45,5 @@ def require_gpu(model: DiffusionGemma, *, float8: bool) -> None:
         if capability < (8, 9):
             raise ValueError(
                 "accelerate float8 products need a GPU of compute capability 8.9 or higher, got "
-                f'{capability[0]}.{capability[1]}. Use weights="bf16" and float8=().'
+                f'{capability[0]}.{capability[1]}. Use weights="bf16" and precision="exact".'
             )

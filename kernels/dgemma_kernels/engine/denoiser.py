@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves
 
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
@@ -24,20 +23,13 @@ from dgemma.model.diffusion import DiffusionGemma
 from dgemma.run.knobs import Knobs
 from dgemma.run.records import StepRecord
 from dgemma_kernels.engine.cache import BufferPool, FusedCache, memory_of
-from dgemma_kernels.engine.captured import (
-    CapturedCausalStep,
-    CapturedDenoise,
-    CapturedStep,
-    StaticStep,
-    carried,
-    list_shapes,
-)
-from dgemma_kernels.engine.checks import check_model, check_options, require_gpu
+from dgemma_kernels.engine.checks import check_model, check_weights, require_gpu
 from dgemma_kernels.engine.forward import Forward, choose_kernels
-from dgemma_kernels.engine.graphs import GraphMemory, Turn, in_turn, remembered, use_here
-from dgemma_kernels.engine.last_step import LastStep, LoadedState
-from dgemma_kernels.engine.prediction import FusedPrediction, Logits, SoftEmbedding
+from dgemma_kernels.engine.graphs import in_turn, remembered
+from dgemma_kernels.engine.precision import choose_parts
+from dgemma_kernels.engine.prediction import FusedPrediction, Logits
 from dgemma_kernels.engine.reading import CausalReader, read_limits
+from dgemma_kernels.engine.step import CapturedDenoise, Stepper
 from dgemma_kernels.engine.weights import ModelWeights, stored_format, take_weights
 from dgemma_kernels.engine.workspace import Workspace
 from dgemma_kernels.formats import FourBit, Quantized
@@ -49,7 +41,7 @@ def accelerate(
     model: DiffusionGemma,
     weights: str | None = None,
     *,
-    float8: Collection[str] = (),
+    precision: str | Collection[str] = "exact",
     release: bool = False,
     attention: KernelName = "auto",
     batch_invariant: bool = False,
@@ -69,13 +61,27 @@ def accelerate(
     - `weights="int4"` rounds them to integers of 4 bits with a scale per 64 columns, and `weights="nvfp4"` to floats of
       4 bits with a scale per 16 columns: 11 and 12 GiB of experts. Inputs keep their dtype.
 
-    A model with quantised experts keeps its own format; its codes are reordered and never decoded. `float8` names other
-    products to compute in float8: "attention" (q, k, v and o), "dense" (the dense MLP), "head" and "soft_embedding".
-    The last one stores the embedding a second time, in 8 bits. For int4 on Hopper, "experts" rounds the experts' input
-    to float8 in forwards of 65 to 1,152 tokens, such as one canvas. On Hopper, "prompt_attention" computes both
-    products of attention in float8, in layers with full attention. It applies to forwards over at least 1,024 prompt
-    tokens. It changes no weights, so it is also for "bf16". It takes 2 KiB per token of the prompt while such a forward
-    runs.
+    A model with quantised experts keeps its own format; its codes are reordered and never decoded.
+
+    `precision` says what is rounded besides the experts. "exact" rounds nothing else. "fast" computes more in float8:
+
+    | weights | "fast" computes in float8 |
+    |---|---|
+    | "bf16" | "prompt_attention" |
+    | "packed", "fp8" | "attention", "dense", "head", "soft_embedding", "prompt_attention" |
+    | "int4" | "attention", "dense", "head", "soft_embedding", "experts" |
+    | "nvfp4" | "attention", "dense", "head", "soft_embedding" |
+
+    For experiments, pass the names of parts, such as `precision=("attention", "dense")`. A part that cannot run raises.
+
+    - "attention" (q, k, v and o), "dense" (the dense MLP), "head" and "soft_embedding" are products of weights, and
+      need fp8 tensor cores. The last one stores the embedding a second time, in 8 bits.
+    - "experts" rounds the input of int4 experts, in forwards of 65 to 1,152 tokens, such as one canvas. It needs
+      Hopper and Triton 3.6.
+    - "prompt_attention" computes both products of attention in layers with full attention, in forwards over at least
+      1,024 prompt tokens. It needs Hopper and Triton 3.6, and 2 KiB per token of the prompt while it runs.
+
+    With `batch_invariant`, "fast" leaves out "experts" and "prompt_attention".
 
     Converted weights are new tensors, and the model keeps its own. With `release`, the model drops a layer's weights
     once they are converted, so that at most one layer exists twice. `attention` names the attention kernel: "triton",
@@ -94,7 +100,8 @@ def accelerate(
         )
     if weights is None:
         weights = stored_format(model)
-    check_options(weights, float8=float8, release=release, batch_invariant=batch_invariant)
+    check_weights(weights, release=release)
+    float8 = choose_parts(precision, weights, batch_invariant=batch_invariant)
     require_gpu(model, float8=weights == "fp8" or bool(set(float8) - {"prompt_attention"}))
     check_model(model)
     return FusedDenoiser(
@@ -155,34 +162,23 @@ class FusedDenoiser(Denoiser[FusedCache]):
     ) -> None:
         self._model, self.config, self.generation = model, model.config, generation
         self.source = model.source
-        self.turn = Turn(model.device)
         four_bit = isinstance(weights.layers[0].expert_gate_up, FourBit)
         limits = read_limits(memory_of(model.device), four_bit=four_bit)
         forward = Forward(
             model.config, weights, attention, batch_invariant=batch_invariant, prompt_attention=prompt_attention
         )
-        graph_memory = GraphMemory(model.device, forward.sides) if model.device.type == "cuda" else None
-        self._workspace = Workspace(
-            config=model.config,
-            conventions=model.conventions,
-            device=model.device,
-            dtype=model.dtype,
-            forward=forward,
-            turn=self.turn,
-            graph_memory=graph_memory,
-        )
+        self._workspace = Workspace(model, forward)
+        self.turn = self._workspace.turn
         self._pool = BufferPool(
             config=model.config,
             conventions=model.conventions,
-            device=model.device,
             dtype=model.dtype,
-            turn=self.turn,
             most_read=limits.most,
-            graph_memory=graph_memory,
-            logits_bytes=self._workspace.logits_bytes,
+            memory=self._workspace.memory,
+            logits=self._workspace.logits,
         )
-        self._last = LastStep(self._workspace)
-        self._reader = CausalReader(self._workspace, self._pool, limits, before_graph=self._last.soften)
+        self._stepper = Stepper(self._workspace)
+        self._reader = CausalReader(self._workspace, self._pool, limits, before_graph=self._stepper.finish)
 
     @property
     def _forward(self) -> Forward:
@@ -277,12 +273,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
         """Read the last token and draw the next one in one graph; see `Denoiser.causal_step`."""
         fused, _ = self._check_prefix(state.token, cache, None)
         fused.catch_up()
-        buffers = fused.make_room(1, self.config.canvas_length)
-        self._last.soften()
-        make = lambda: CapturedCausalStep(self._workspace, state, rule, buffers)  # noqa: E731
-        after = remembered(buffers.graphs, ("causal", rule, state.token.shape), make)(state)
-        fused.extend(1, None)
-        return after
+        return self._reader.draw_token(state, fused, rule)
 
     @torch.no_grad()
     @in_turn
@@ -298,9 +289,9 @@ class FusedDenoiser(Denoiser[FusedCache]):
         fused.catch_up()
         buffers = fused.make_room(canvas.shape[1])
         fused.trim()
-        self._last.soften()
-        signal = self._signal(self_cond)
-        if signal is not None and self_cond_mask is not None:
+        self._stepper.finish()
+        signal = self._workspace.soft_embedding(self_cond, canvas)
+        if self_cond_mask is not None:
             signal = signal * self_cond_mask.to(signal.dtype)[:, None, None]
         captured = remembered(
             buffers.graphs, ("denoise", canvas.shape), lambda: CapturedDenoise(self._workspace, canvas, signal, buffers)
@@ -314,35 +305,9 @@ class FusedDenoiser(Denoiser[FusedCache]):
 
         Example: `state, record = fast.step(state, cache=cache, knobs=knobs)`.
         """
-        self._last.soften()  # first, because the device is idle until then
+        self._stepper.finish()  # first, because the device is idle until then
         fused = self._check_canvas(state.canvas, cache)
-        postponed = fused.postponed
-        num_postponed = 0 if postponed is None else postponed.shape[1]
-        buffers = fused.make_room(num_postponed + state.canvas_len)
-        fused.trim()
-        captured = self._last.pop_loaded(state, knobs, buffers)
-        if captured is not None and postponed is None:
-            logits = captured.replay()  # before other work of the host, because the device is idle
-            leaves = tree_leaves(carried(state))
-        else:
-            leaves, form = tree_flatten(carried(state))
-            signal = self._signal(state.self_cond)
-            captured = remembered(
-                buffers.graphs,
-                ("step", knobs, type(state), str(form), list_shapes(leaves), num_postponed),
-                lambda: CapturedStep(StaticStep(self._workspace, state, knobs, postponed, signal, buffers)),
-            )
-            captured.load(leaves, postponed, signal)
-            logits = captured.replay()
-        after, record, prediction = captured.results(state, leaves, logits)
-        if num_postponed:
-            fused.take_postponed()
-            fused.extend(num_postponed, None)
-        after_state = replace(state, **after, self_cond=prediction)
-        # The graph of a step with postponed tokens serves no other step.
-        loaded = None if num_postponed else LoadedState(after_state, knobs, buffers, captured)
-        self._last.note(prediction, captured, loaded)
-        return after_state, StepRecord(**record, prediction=prediction, state=after_state, cache=fused, knobs=knobs)
+        return self._stepper.take_step(state, fused, knobs)
 
     @torch.no_grad()
     def read_ahead(self, values: Tensor) -> list[Any]:
@@ -353,25 +318,10 @@ class FusedDenoiser(Denoiser[FusedCache]):
         with self.turn:
             on_host = values.to("cpu", non_blocking=True)
             arrived = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
-            self._last.soften()
+            self._stepper.finish()
         if arrived is not None:
             arrived.synchronize()
         return on_host.tolist()
-
-    def _signal(self, self_cond: Prediction | SoftEmbedding | Tensor | None) -> Tensor | None:
-        """Return the soft embedding (B, C, D) for self-conditioning."""
-        if self_cond is None:
-            return None
-        if isinstance(self_cond, SoftEmbedding):
-            use_here(self_cond.signal)
-            return self_cond.signal
-        if isinstance(self_cond, FusedPrediction):
-            if self_cond.signal is not None:
-                use_here(self_cond.signal)
-                return self_cond.signal
-            return self._workspace.soft_embedding(self_cond)
-        logits = self_cond.logits if isinstance(self_cond, Prediction) else self_cond
-        return self._workspace.soft_embedding_of(logits)
 
     @torch.no_grad()
     @in_turn

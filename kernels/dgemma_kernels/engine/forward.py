@@ -4,15 +4,17 @@ Nothing here reads the device, so all of it can be captured. The reference is `d
 """
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from dgemma.model.config import LayerShape, ModelConfig
+from dgemma.model.config import ModelConfig
 from dgemma_kernels.engine.cache import CacheBuffers
 from dgemma_kernels.engine.graphs import side_stream
+from dgemma_kernels.engine.precision import refuse
 from dgemma_kernels.engine.products import in_slices
 from dgemma_kernels.engine.weights import LayerWeights, ModelWeights
 from dgemma_kernels.formats import FourBit, Quantized, format_of
@@ -29,16 +31,14 @@ from dgemma_kernels.ops.attention import (
 )
 from dgemma_kernels.ops.configs import (
     dense_config,
-    embedding_left,
     expert_config,
     gluon_obstacle,
-    tensor_descriptors,
 )
 from dgemma_kernels.ops.embedding import embed
 from dgemma_kernels.ops.experts import fits_many, multiply_experts
 from dgemma_kernels.ops.mlp import dense_mlp, geglu, geglu_float8
 from dgemma_kernels.ops.norms import attention_residual, layer_tail, rms_norm, round_rows, scale_rows
-from dgemma_kernels.ops.product import multiply_beside, multiply_deep, multiply_row
+from dgemma_kernels.ops.product import multiply_row
 from dgemma_kernels.ops.qkv import prepare_qkv
 from dgemma_kernels.ops.router import route, sort_by_expert
 from dgemma_kernels.ops.token import choose_token, score_token
@@ -47,7 +47,6 @@ logger = logging.getLogger("dgemma")
 
 _Scales = tuple[Tensor, Tensor] | None  # of rows and columns
 
-_FEW = 256  # rows; for more, library products fill the GPU
 _MANY = 1024  # tokens of a forward, which fill the GPU with programs of `attention_float8`
 _TILE = 64  # keys; a multiple of the number of keys in any tile of attention
 _FULL_PART = 10 * _TILE  # keys; a canvas of 256 after a prefix of 1,024 tokens sees two equal parts
@@ -67,9 +66,44 @@ def choose_kernels(
         choices.add(choose_kernel(queries, keys, keys, attention_kernel, few_rows=False))
         obstacle = float8_obstacle(queries, keys, keys) if prompt_attention and not shape.is_sliding else None
         if obstacle is not None:
-            part = '"prompt_attention"'
-            raise ValueError(f"accelerate float8 {part} needs {obstacle}. Leave {part} out of float8.")
+            raise refuse("prompt_attention", obstacle)
     return choices
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layer:
+    """A layer, with the choices that are the same in every forward."""
+
+    weights: LayerWeights
+    index: int
+    is_end: bool  # the last layer
+    next_norm: Tensor
+    rounds_output: bool  # to float8, for the next layer's product
+    rounds_attended: bool  # to float8, for the o product
+    in_float8: bool  # attention of prompts
+    key_factor: float  # of keys in float8
+    # A full layer has no v_proj. So in the columns that are not rotated, keys would differ from values only by the
+    # weight of the keys' norm. If the queries are multiplied by this weight instead, keys and values share these
+    # columns, and this is the number of rotated pairs. None with `batch_invariant`, because the kernel for such keys
+    # has no fixed parts.
+    rotary_pairs: int | None
+    part: int  # keys per fixed part of attention; 0 without fixed parts
+
+    def slot(self, buffers: CacheBuffers) -> Tensor:
+        """Return the place of the first new token in the layer's buffer, (B,)."""
+        return buffers.lengths if self.weights.shape.window is None else buffers.window_lengths
+
+
+class _Tokens(NamedTuple):
+    """The tokens of a forward, and how they see each other."""
+
+    per_row: int
+    canvas_len: int  # of a canvas after other tokens
+    causal: bool
+    # A forward of only a canvas needs no mask, unless tiles have fixed positions. A tile may then begin before the
+    # first key that the canvas sees.
+    masked: bool
+    float8: bool  # full layers compute attention in float8
 
 
 class Forward:
@@ -95,10 +129,7 @@ class Forward:
         self._multiply_unscaled = in_slices(multiply_unscaled) if batch_invariant else multiply_unscaled
         table = weights.embedding
         choices = choose_kernels(config, table, attention_kernel, prompt_attention=prompt_attention)
-        self._key_factors = [
-            float8_factor(layer.key_norm) if prompt_attention and not layer.shape.is_sliding else 1.0
-            for layer in weights.layers
-        ]
+        self._layers = [self._plan_layer(index) for index in range(len(weights.layers))]
         _log_choices(choices, weights, attention_kernel)
         # sqrt(hidden), rounded to the weights' dtype as in the published model
         self.embed_scale = float(torch.tensor(config.hidden_size**0.5, dtype=table.dtype))
@@ -109,7 +140,7 @@ class Forward:
         self._one = torch.ones((), device=table.device)  # passed instead of float8 scales that a kernel applies later
 
     def canvas(self, tokens: Tensor, signal: Tensor, buffers: CacheBuffers) -> Tensor:
-        """Run the canvas (B, C), which sees prefix and canvas → (B·C, D). A signal (B·C, D) of zeros means none."""
+        """Run the canvas (B, C), which sees prefix and canvas → (B·C, D). A signal (B, C, D) of zeros means none."""
         return self._stack(*self._embed_canvas(tokens, signal), buffers, causal=False)
 
     def read_and_canvas(self, tokens: Tensor, canvas: Tensor, signal: Tensor, buffers: CacheBuffers) -> Tensor:
@@ -137,25 +168,17 @@ class Forward:
         if table is None and weights.dtype == torch.float16:  # a sum of unscaled weights could exceed its range
             return self._multiply(scale_rows(weights, scale), self.weights.embedding.T).mul_(self.embed_scale)
         if table is None:
-            return scale_rows(self._soft_product(weights), scale, factor=self.embed_scale)
+            sums = self._multiply(weights, self.weights.embedding.T)
+            return scale_rows(sums, scale, factor=self.embed_scale)
         probabilities = Quantized(values=weights, scale=scale, dtype=self.weights.embedding.dtype)
-        if self._has_few_rows(probabilities):
-            return multiply_deep(probabilities, table, factor=self.embed_scale)
         # For 256 rows, the library's product of this depth is much faster with float32 sums and without scales.
         sums = torch.empty(probabilities.shape[0], table.shape[0], device=table.scale.device)
         self._multiply_unscaled(probabilities, table, self._one, out=sums)
         return scale_rows(sums, scale, table.scale, factor=self.embed_scale, dtype=probabilities.dtype)
 
-    def _soft_product(self, weights: Tensor) -> Tensor:
-        """Return weights @ embedding, without their scale: (R, V) → (R, D)."""
-        embedding = self.weights.embedding
-        if embedding_left(weights.shape[0], weights.device) and not self.batch_invariant:
-            return self._multiply(embedding.T, weights).T.contiguous()
-        return self._multiply(weights, embedding.T)
-
     def _embed_canvas(self, canvas: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
         weights = self.weights
-        normed = rms_norm(signal, weights.signal_norm, self.config.rms_norm_eps)
+        normed = rms_norm(signal.flatten(0, 1), weights.signal_norm, self.config.rms_norm_eps)
         update = self._multiply(geglu(self._multiply(normed, weights.signal_gate_up)), weights.signal_down)
         return self._embed(canvas, update)
 
@@ -180,72 +203,111 @@ class Forward:
         canvas_len: int = 0,
         last: bool = True,
     ) -> Tensor:
-        layers, num_tokens = self.weights.layers, x.shape[0] // buffers.lengths.shape[0]
-        scalars = [layer.causal_scalar if causal else layer.scalar for layer in layers]
-        if canvas_len:  # scalars per token, (layers, M), in a few launches for all layers
-            of_canvas = torch.arange(x.shape[0], device=x.device) % num_tokens >= num_tokens - canvas_len
-            scalars = [*torch.where(of_canvas, torch.stack([layer.scalar for layer in layers]), torch.stack(scalars))]
-        # A forward of only a canvas needs no mask, unless tiles have fixed positions. A tile may then begin before the
-        # first key that the canvas sees.
-        masked = causal or self.batch_invariant
-        following = [*((after.input_norm, after.qkv) for after in layers[1:]), (self.weights.norm, None)]
-        inputs: Tensor | Quantized = _as(layers[0].qkv, normed)
-        for index, (layer, (next_norm, next_product)) in enumerate(zip(layers, following, strict=True)):
-            keys, values = buffers.keys[index], buffers.values[index]
-            slot = buffers.lengths if layer.shape.window is None else buffers.window_lengths
-            is_end = not last and index == len(layers) - 1  # the caller needs only this layer's keys and values
-            product, num_heads = self._keys_product(layer) if is_end else (layer.qkv, self.config.num_attention_heads)
-            projected, scales = self._unscaled(inputs, product)
-            rotary_pairs = self._shared_pairs(layer.shape)
-            in_float8 = (
-                self.prompt_attention
-                and causal
-                and not canvas_len
-                and x.shape[0] >= _MANY
-                and not layer.shape.is_sliding
-            )
-            queries = prepare_qkv(
-                projected,
-                layer.query_norm,
-                layer.key_norm,
-                layer.inv_freq,
-                buffers.lengths,
-                slot,
-                keys,
-                values,
-                num_heads=num_heads,
-                eps=self.config.rms_norm_eps,
-                scales=scales,
-                rotary_pairs=rotary_pairs,
-                float8=in_float8,
-            )
-            if is_end:
+        tokens = _Tokens(
+            per_row=x.shape[0] // buffers.lengths.shape[0],
+            canvas_len=canvas_len,
+            causal=causal,
+            masked=causal or self.batch_invariant,
+            float8=self.prompt_attention and causal and not canvas_len and x.shape[0] >= _MANY,
+        )
+        inputs: Tensor | Quantized = _as(self.weights.layers[0].qkv, normed)
+        for layer, scalar in zip(self._layers, self._scalars(tokens, x), strict=True):
+            if layer.is_end and not last:  # the caller needs only this layer's keys and values
+                self._prepare_qkv(layer, *self._keys_product(layer.weights), inputs, tokens, buffers)
                 return x
-            float8 = isinstance(layer.o, Quantized) and not self._is_row(x)
-            if isinstance(queries, Quantized):
-                factor = self._key_factors[index]
-                seen = attention_float8(queries, keys, values, slot, float8=float8, key_factor=factor)
-            else:
-                seen = attention(
-                    queries,
-                    keys,
-                    values,
-                    slot,
-                    causal=masked,
-                    window=layer.shape.window if masked else None,
-                    canvas_len=num_tokens if masked and not causal else canvas_len,
-                    keep=buffers.keep,
-                    kernel=self.attention_kernel,
-                    part=self._part(layer.shape.window),
-                    position=buffers.lengths,
-                    float8=float8,
-                    rotary_pairs=rotary_pairs,
-                )
-            attended, scales = self._unscaled(seen.view(x.shape[0], -1) if isinstance(seen, Tensor) else seen, layer.o)
-            narrow = isinstance(next_product, Quantized)
-            x, inputs = self._feed_forward(layer, attended, scales, x, next_norm, scalars[index], narrow)
+            queries = self._prepare_qkv(
+                layer, layer.weights.qkv, self.config.num_attention_heads, inputs, tokens, buffers
+            )
+            seen = self._attend(layer, queries, tokens, buffers, float8=layer.rounds_attended and not self._is_row(x))
+            attended, scales = self._unscaled(
+                seen.view(x.shape[0], -1) if isinstance(seen, Tensor) else seen, layer.weights.o
+            )
+            x, inputs = self._feed_forward(layer, attended, scales, x, scalar)
         assert isinstance(inputs, Tensor)  # the last layer does not round its output to float8
         return inputs
+
+    def _plan_layer(self, index: int) -> "_Layer":
+        """Make the choices that depend only on the layer."""
+        layers = self.weights.layers
+        weights, is_end = layers[index], index == len(layers) - 1
+        shape, full, part = weights.shape, not weights.shape.is_sliding, 0
+        if self.batch_invariant:  # in a sliding layer, the window and the canvas together are about three parts
+            in_sight = None if shape.window is None else shape.window + self.config.canvas_length
+            part = _FULL_PART if in_sight is None else triton.cdiv(in_sight, 3 * _TILE) * _TILE
+        return _Layer(
+            weights=weights,
+            index=index,
+            is_end=is_end,
+            next_norm=self.weights.norm if is_end else layers[index + 1].input_norm,
+            rounds_output=not is_end and isinstance(layers[index + 1].qkv, Quantized),
+            rounds_attended=isinstance(weights.o, Quantized),
+            in_float8=self.prompt_attention and full,
+            key_factor=float8_factor(weights.key_norm) if self.prompt_attention and full else 1.0,
+            rotary_pairs=shape.rotary_pairs if full and not self.batch_invariant else None,
+            part=part,
+        )
+
+    def _scalars(self, tokens: "_Tokens", x: Tensor) -> list[Tensor]:
+        """Return the scalar of each layer, or with a canvas after other tokens the scalars (M,) of its tokens."""
+        layers = self.weights.layers
+        scalars = [layer.causal_scalar if tokens.causal else layer.scalar for layer in layers]
+        if not tokens.canvas_len:
+            return scalars
+        # In a few launches for all layers, (layers, M).
+        at = torch.arange(x.shape[0], device=x.device) % tokens.per_row
+        of_canvas = at >= tokens.per_row - tokens.canvas_len
+        return [*torch.where(of_canvas, torch.stack([layer.scalar for layer in layers]), torch.stack(scalars))]
+
+    def _prepare_qkv(
+        self,
+        layer: "_Layer",
+        product: Tensor | Quantized,
+        num_heads: int,
+        inputs: Tensor | Quantized,
+        tokens: "_Tokens",
+        buffers: CacheBuffers,
+    ) -> Tensor | Quantized:
+        """Write keys and values of the tokens into the tail of the buffers, and return the queries (B, T, N, H)."""
+        weights = layer.weights
+        projected, scales = self._unscaled(inputs, product)
+        return prepare_qkv(
+            projected,
+            weights.query_norm,
+            weights.key_norm,
+            weights.inv_freq,
+            buffers.lengths,
+            layer.slot(buffers),
+            buffers.keys[layer.index],
+            buffers.values[layer.index],
+            num_heads=num_heads,
+            eps=self.config.rms_norm_eps,
+            scales=scales,
+            rotary_pairs=layer.rotary_pairs,
+            float8=layer.in_float8 and tokens.float8,
+        )
+
+    def _attend(
+        self, layer: "_Layer", queries: Tensor | Quantized, tokens: "_Tokens", buffers: CacheBuffers, *, float8: bool
+    ) -> Tensor | Quantized:
+        """Return the mean values that the queries see, (B, T, N, H), in float8 if `float8`."""
+        keys, values, slot = buffers.keys[layer.index], buffers.values[layer.index], layer.slot(buffers)
+        if isinstance(queries, Quantized):
+            return attention_float8(queries, keys, values, slot, float8=float8, key_factor=layer.key_factor)
+        return attention(
+            queries,
+            keys,
+            values,
+            slot,
+            causal=tokens.masked,
+            window=layer.weights.shape.window if tokens.masked else None,
+            canvas_len=tokens.per_row if tokens.masked and not tokens.causal else tokens.canvas_len,
+            keep=buffers.keep,
+            kernel=self.attention_kernel,
+            part=layer.part,
+            position=buffers.lengths,
+            float8=float8,
+            rotary_pairs=layer.rotary_pairs,
+        )
 
     def _product(self, x: Tensor | Quantized, weight: Tensor | Quantized) -> Tensor:
         """Return x @ weight.T."""
@@ -276,40 +338,11 @@ class Forward:
             return qkv[start:], 0
         return replace(qkv, values=qkv.values[start:], scale=qkv.scale[start:]), 0
 
-    def _has_few_rows(self, x: Quantized) -> bool:
-        """Tell if `ops.product` multiplies x instead of the library; `batch_invariant` requires one order of sums."""
-        return x.shape[0] <= _FEW and tensor_descriptors(x.scale.device) and not self.batch_invariant
-
-    def _shared_pairs(self, shape: LayerShape) -> int | None:
-        """Return the number of rotated pairs if keys and values can share the columns that are not rotated, else None.
-
-        A full layer has no v_proj. So in these columns, keys would differ from values only by the weight of the keys'
-        norm. The queries are multiplied by this weight instead. The result is None with `batch_invariant`, because
-        the kernel for such keys has no fixed parts.
-        """
-        return None if shape.is_sliding or self.batch_invariant else shape.rotary_pairs
-
-    def _part(self, window: int | None) -> int:
-        """Return the number of keys per fixed part of attention, 0 without fixed parts.
-
-        In a sliding layer, the window and the canvas together are about three parts.
-        """
-        if not self.batch_invariant:
-            return 0
-        return _FULL_PART if window is None else triton.cdiv(window + self.config.canvas_length, 3 * _TILE) * _TILE
-
     def _feed_forward(
-        self,
-        layer: LayerWeights,
-        attended: Tensor,
-        scales: _Scales,
-        x: Tensor,
-        next_norm: Tensor,
-        scalar: Tensor,
-        float8: bool,
+        self, plan: "_Layer", attended: Tensor, scales: _Scales, x: Tensor, scalar: Tensor
     ) -> tuple[Tensor, Tensor | Quantized]:
-        """Return the residual stream and the next layer's input, which is in float8 if `float8`."""
-        config, eps = self.config, self.config.rms_norm_eps
+        """Return the residual stream and the next layer's input."""
+        config, eps, layer = self.config, self.config.rms_norm_eps, plan.weights
         gate_up, down = layer.expert_gate_up, layer.expert_down
         tile = expert_config(x.shape[0], x.device, format_of(gate_up), one_order=self.batch_invariant)
         one_launch = tile.one_launch if isinstance(gate_up, FourBit) and gate_up.float8_rows else 0
@@ -318,14 +351,14 @@ class Forward:
         expert_in: Tensor | Quantized | OrderedRows
         if is_row:
             x, dense_in, expert_in, scores = score_token(
-                attended, x, *layer.residual_norms, layer.router, eps, float8=isinstance(gate_up, Quantized)
+                attended, x, layer.residual_norms, layer.router, eps, float8=isinstance(gate_up, Quantized)
             )
             weights, tiles = choose_token(scores, layer.per_expert_scale, config.top_k_experts, tile.rows)
         else:
             x, dense_in, expert_in, router_in = attention_residual(
                 attended,
                 x,
-                *layer.residual_norms,
+                layer.residual_norms,
                 eps,
                 scales=scales,
                 float8=isinstance(gate_up, Quantized),
@@ -341,8 +374,18 @@ class Forward:
             tiles = sort_by_expert(chosen, counts, one_launch or tile.rows)
         rows = multiply_experts(expert_in, gate_up, down, weights, tiles, config=tile)
         join()
-        ends = (*layer.tail_norms, scalar, next_norm)
-        return layer_tail(x, dense_out, rows, *ends, eps, scales=dense_scales, float8=float8, alone=is_row)
+        return layer_tail(
+            x,
+            dense_out,
+            rows,
+            layer.tail_norms,
+            scalar,
+            plan.next_norm,
+            eps,
+            scales=dense_scales,
+            float8=plan.rounds_output,
+            alone=is_row,
+        )
 
     def _dense(self, layer: LayerWeights, dense_in: Tensor | Quantized) -> tuple[Tensor, _Scales]:
         """Return the dense MLP, and the scales that it still lacks if it is float8."""
@@ -361,10 +404,7 @@ class Forward:
             return dense_mlp(dense_in, layer.gate_up, layer.down, self._dense_progress, config=tiles), None
         assert isinstance(layer.gate_up, Quantized)
         assert isinstance(layer.down, Quantized)
-        if dense_in.shape[0] > _FEW // 2 and self._has_few_rows(dense_in):
-            gate_up = multiply_beside(dense_in, layer.gate_up)
-        else:
-            gate_up = self._multiply_unscaled(dense_in, layer.gate_up, self._one)
+        gate_up = self._multiply_unscaled(dense_in, layer.gate_up, self._one)
         hidden = geglu_float8(gate_up, dense_in.scale, layer.gate_up.scale)
         return self._multiply_unscaled(hidden, layer.down, self._one), (hidden.scale, layer.down.scale)
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -63,31 +63,26 @@ def use_here(*tensors: Tensor) -> None:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
-class _TakesTurns(Protocol):
-    @property
-    def turn(self) -> Turn: ...
-
-
-Owner = TypeVar("Owner", bound=_TakesTurns)
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-def in_turn(
-    method: Callable[Concatenate[Owner, Arguments], Result],
-) -> Callable[Concatenate[Owner, Arguments], Result]:
+def in_turn(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Wrap a method so that it holds its owner's `turn` while it runs."""
 
     @wraps(method)
-    def run(self: Owner, *args: Arguments.args, **options: Arguments.kwargs) -> Result:
-        with self.turn:
-            return method(self, *args, **options)
+    def run(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
+        owner: Any = args[0]
+        with owner.turn:
+            return method(*args, **options)
 
     return run
 
 
 class GraphMemory:
-    """Memory that graphs share (a pool). After a failed capture, the next graphs share a new pool.
+    """Memory that graphs share (a pool). They must not run at the same time, so their callers hold its `turn`.
+
+    After a failed capture, the next graphs share a new pool. Without a GPU there is only the turn.
 
     Torch reuses memory only on the stream that allocated it, so all graphs are captured on one stream. cuBLAS keeps a
     workspace per stream. When a graph of a stream is freed, torch from 2.12 on frees that workspace, which other graphs
@@ -95,17 +90,18 @@ class GraphMemory:
     the pool. For this, `prepare` frees older workspaces of its streams, and the first run of a function has a stream of
     its own, `first_run`. `sides` are the streams besides `capture` that functions use.
 
-    Example: `Replay(fn, device, GraphMemory(device))`.
+    Example: `Replay(fn, GraphMemory(device))`.
     """
 
     def __init__(self, device: torch.device, sides: Sequence[torch.cuda.Stream] = ()) -> None:
-        self._device, self._sides = device, sides
+        self.device, self.turn, self._sides = device, Turn(device), sides
         self._failed: list[torch.cuda.CUDAGraph] = []
-        self._start()
+        if device.type == "cuda":
+            self._start()
 
     def _start(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
-        self.first_run, self.capture = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
+        self.first_run, self.capture = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
         self._keeper: torch.cuda.CUDAGraph | None = None
 
     def prepare(self) -> None:
@@ -114,7 +110,7 @@ class GraphMemory:
         Torch from 2.12 on frees a stream's workspaces when a graph of that stream is reset. It does not capture into a
         pool again after the last graph of the pool is gone, so one small graph stays.
         """
-        zero = torch.zeros((), device=self._device)
+        zero = torch.zeros((), device=self.device)
         if self._keeper is None:
             self._keeper = _capture_clearing(zero, self.capture, self.pool)
         for stream in (self.capture, *self._sides):
@@ -153,22 +149,21 @@ class Replay:
     `fn` reads static tensors, which already hold the first replay's inputs, and returns a pytree. On a GPU, its
     Python code runs only in the constructor. `launches` is the part of it that `compile_together` compiles.
 
-    Example: `square = Replay(lambda: x * x, x.device, None); square.replay(); square.result` is `x * x`.
+    Example: `square = Replay(lambda: x * x, GraphMemory(x.device)); square.replay(); square.result` is `x * x`.
     """
 
     def __init__(
         self,
         fn: Callable[[], Any],
-        device: torch.device,
-        memory: GraphMemory | None,
+        memory: GraphMemory,
         launches: Callable[[], Any] | None = None,
     ) -> None:
+        device = memory.device
         self._graph: torch.cuda.CUDAGraph | None = None
         self._is_fresh = True  # the constructor runs `fn` for the first inputs
         if device.type != "cuda":
             self._fn, self.result = fn, fn()
             return
-        memory = memory or GraphMemory(device)
         memory.first_run.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(memory.first_run):
             if launches is not None:
@@ -263,19 +258,3 @@ def remembered(graphs: Any, key: Any, make: Callable[[], Any]) -> Any:
     while len(graphs) > _MOST_GRAPHS:
         graphs.popitem(last=False)
     return graphs[key]
-
-
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy sources[i] to targets[i] for all i, with one launch per dtype."""
-    groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        of_dtype = groups.setdefault(target.dtype, ([], []))
-        of_dtype[0].append(target)
-        of_dtype[1].append(source)
-    for group in groups.values():
-        torch._foreach_copy_(*group)
-
-
-def as_bytes(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """View contiguous tensors as bytes, (n,) uint8 each, so that all have one dtype."""
-    return [tensor.view(-1).view(torch.uint8) for tensor in tensors]

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ class Logits:
     """The head's output (B, C, V) before the soft-cap, in a tensor that a later step may overwrite."""
 
     def __init__(self, tensor: Tensor, turn: Turn | None = None) -> None:
-        self.shape, self.device = tensor.shape, tensor.device
+        self.shape, self.device, self.empty = tensor.shape, tensor.device, tensor.new_empty(0)
         self.turn = Turn(tensor.device) if turn is None else turn
         self._tensor: Tensor | None = tensor
         self._thread, self._is_copy = threading.get_ident(), False
@@ -62,6 +63,7 @@ class LogitsBuffer:
 
     def __init__(self, tensor: Tensor, turn: Turn) -> None:
         self.tensor, self._turn = tensor, turn
+        self.static = Logits(tensor, turn)  # for the graphs, which read what they wrote
         self._current: Callable[[], Logits | None] = lambda: None
 
     def renew(self) -> Logits:
@@ -73,19 +75,35 @@ class LogitsBuffer:
         return new
 
 
-class Shaping(NamedTuple):
-    """The arguments of the vocabulary kernels, next to the logits."""
+class LogitsBuffers:
+    """The buffers of one denoiser. Graphs of one shape share a buffer, because it is large.
 
-    temperature: Tensor  # (n,), n dividing B·C
-    softcap: float
-    allowed: Tensor | None  # (n, V / 32) packed
-    bias: vocabulary.Bias | None  # of a constraint
+    A buffer lives as long as a graph that writes to it, so that many shapes do not fill the memory.
+    """
+
+    def __init__(self, vocab_size: int, dtype: torch.dtype, turn: Turn) -> None:
+        self._vocab_size, self._dtype, self._turn = vocab_size, dtype, turn
+        self._buffers: WeakValueDictionary[torch.Size, LogitsBuffer] = WeakValueDictionary()
+
+    def of_canvas(self, canvas: Tensor) -> LogitsBuffer:
+        """Return the buffer for a canvas (B, C)."""
+        buffer = self._buffers.get(canvas.shape)
+        if buffer is None:
+            tensor = torch.empty(*canvas.shape, self._vocab_size, dtype=self._dtype, device=canvas.device)
+            buffer = self._buffers[canvas.shape] = LogitsBuffer(tensor, self._turn)
+        return buffer
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of all buffers. Any thread may read it."""
+        buffers = [ref() for ref in self._buffers.valuerefs()]  # a copy, because another thread may add one
+        return sum(buffer.tensor.nbytes for buffer in buffers if buffer is not None)
 
 
 class VocabularySweep(NamedTuple):
     """The arguments of a sweep over the vocabulary, and its results."""
 
-    shaping: Shaping
+    shaping: vocabulary.Shaping
     statistics: vocabulary.VocabularyStatistics
 
 
@@ -100,7 +118,7 @@ class FusedPrediction(Prediction):
 
     def __init__(self, logits: Logits, transforms: tuple[Transform, ...], joint: JointLaw | None = None) -> None:
         # The logits are only in `_source`, so that a copy or a pickle has them once.
-        super().__init__(logits.read().new_empty(0), transforms, joint)
+        super().__init__(logits.empty, transforms, joint)
         self._source = logits
         self.signal: Tensor | None = None
         self.soften: Callable[[], None] | None = None  # computes `signal`, if this is the latest step of the denoiser
@@ -152,14 +170,14 @@ class FusedPrediction(Prediction):
 
     automaton_ops: ClassVar[Any] = automaton
 
-    def shaped_rows(self, owner: str) -> tuple[Tensor, vocabulary.LogitShaping] | None:
-        """The arguments with which a kernel of `owner` calls `vocabulary.processed`: logits (B·C, V), and shaping.
+    def shaped_rows(self) -> tuple[Tensor, vocabulary.LogitShaping] | None:
+        """The arguments with which a kernel calls `vocabulary.processed`: logits (B·C, V), and shaping.
 
         None if the kernels do not apply.
         """
         if self._shaping is None:
             return None
-        return self._rows, vocabulary.shape_logits(owner, self._rows, **self._shaping._asdict())
+        return self._rows, vocabulary.shape_logits(self._rows, self._shaping)
 
     def with_statistics(self, statistics: tuple[Tensor, ...]) -> "FusedPrediction":
         """Return the same prediction with these statistics, entropy first."""
@@ -183,14 +201,14 @@ class FusedPrediction(Prediction):
         if self.sweep is None:
             return None
         shaping, statistics = self.sweep
-        return vocabulary.soft_probabilities(self._rows, statistics, **shaping._asdict(), float8=float8)
+        return vocabulary.soft_probabilities(self._rows, statistics, shaping, float8=float8)
 
     @in_turn
     def sample(self, u: Tensor) -> Tensor:
         if self.joint is not None or self.sweep is None:
             return super().sample(u)
         shaping, statistics = self.sweep
-        tokens = vocabulary.sample(self._rows, statistics, u.double().flatten().contiguous(), **shaping._asdict())
+        tokens = vocabulary.sample(self._rows, statistics, u.double().flatten().contiguous(), shaping)
         return tokens.view(self.batch_size, self.canvas_len)
 
     @property
@@ -214,6 +232,7 @@ class FusedPrediction(Prediction):
         """The processed logits of tokens (B, C), which must be allowed: (B, C)."""
         assert self._shaping is not None
         temperature, cap, _, bias = self._shaping
+        assert cap is not None
         with self.turn:
             x = self._rows.gather(1, tokens.reshape(-1, 1))[:, 0].float()
         x = (x / cap).tanh() * cap / temperature.repeat_interleave(len(x) // len(temperature))
@@ -227,7 +246,7 @@ class FusedPrediction(Prediction):
         if self._shaping is None:
             return None
         with self.turn:
-            statistics = vocabulary.vocabulary_statistics(self._rows, **self._shaping._asdict())
+            statistics = vocabulary.vocabulary_statistics(self._rows, self._shaping)
         return VocabularySweep(self._shaping, statistics)
 
     @in_turn
@@ -235,7 +254,7 @@ class FusedPrediction(Prediction):
         return super()._shaped(positions)
 
     @cached_property
-    def _shaping(self) -> Shaping | None:
+    def _shaping(self) -> vocabulary.Shaping | None:
         """The arguments of the kernels, None if there are transforms other than cap, mask, temperature and bias."""
         rest: list[Any] = list(self.transforms)
         cap = rest.pop(0)
@@ -252,7 +271,7 @@ class FusedPrediction(Prediction):
             values = (bias.bias if isinstance(bias, ClassBias) else bias.joint.bias).flatten(0, 1).float().contiguous()
             token_class = bias.token_class if isinstance(bias, ClassBias) else bias.joint.language.automaton.token_class
             bias = vocabulary.Bias(values, token_class)
-        return Shaping(temperature, cap.cap, None if allowed is None else self._pack(allowed), bias)
+        return vocabulary.Shaping(temperature, cap.cap, None if allowed is None else self._pack(allowed), bias)
 
     def _pack(self, allowed: Tensor) -> Tensor:
         allowed = allowed.reshape(*[1] * (3 - allowed.dim()), *allowed.shape).expand(-1, -1, self.vocab_size)

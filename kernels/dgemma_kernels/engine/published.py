@@ -4,13 +4,12 @@ Results equal those of `dgemma.run.step.decide` and `settle` bit for bit, with t
 rounded once. The verdict also reports sampled tokens outside the vocabulary that were not accepted.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from dgemma.diffusion import draws as reference_draws
-from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.noise import UniformNoise
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
@@ -18,7 +17,7 @@ from dgemma.run.knobs import Knobs
 from dgemma.run.step import Settled, clock
 from dgemma.sampling.entropy_bound import EntropyBound
 from dgemma.sampling.stopping import StableAndConfident
-from dgemma_kernels.ops.accept.kernel import MAX_CANVAS, Accepted, accept
+from dgemma_kernels.ops.accept.kernel import MAX_CANVAS, Accepted, Before, accept
 from dgemma_kernels.ops.draws import kernel as draws
 
 # The fields that `decide_and_settle` computes with. Any other field of a state must have its default.
@@ -85,46 +84,24 @@ def decide_and_settle(state: DenoiseState, prediction: Prediction, early: Early,
     return Settled(after, taken.accepted, taken.renoised, early.active, taken.verdict)
 
 
-def fuse_sampler(knobs: Knobs, canvas_len: int) -> Knobs:
-    """Return these knobs, with the published sampler's sort, sums and comparison in one launch."""
-    sampler: Any = knobs.sampler
-    if not _has_kernel(sampler, canvas_len):
-        return knobs
-    return replace(knobs, sampler=_FusedEntropyBound(bound=sampler.bound, commit=sampler.commit))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _FusedEntropyBound(EntropyBound):
-    def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
-        tokens = prediction.sample(state.uniform("token"))
-        taken = _accept(prediction, tokens, state, self)
-        return Decision(tokens=tokens, write=taken.accepted, renoise=taken.renoised)
-
-
 def _has_kernel(sampler: Any, canvas_len: int) -> bool:
     published = type(sampler) is EntropyBound and sampler.order == "entropy" and not sampler.greedy
     return published and canvas_len <= MAX_CANVAS
 
 
 def _accept(prediction: Prediction, tokens: Tensor, state: DenoiseState, sampler: Any, stop: Any = None) -> Accepted:
-    rule: dict[str, Any] = {}
-    if state.language is not None:
-        rule["ended"] = state.language.ended(prediction.argmax)
-    if stop is not None:
-        rule |= {"recent": state.stop_memory, "confidence": stop.confidence, "compare_canvas": stop.compare == "canvas"}
+    kept = ("canvas", "open", "frozen", "draft", "done", "seeds", "block", "step", "num_steps")
+    before = Before(
+        entropy=prediction.entropy,
+        tokens=tokens,
+        argmax=prediction.argmax,
+        **{name: getattr(state, name) for name in kept},
+        recent=None if stop is None else state.stop_memory,
+        ended=None if state.language is None else state.language.ended(prediction.argmax),
+    )
+    rule = {} if stop is None else {"confidence": stop.confidence, "compare_canvas": stop.compare == "canvas"}
     return accept(
-        prediction.entropy,
-        tokens,
-        prediction.argmax,
-        state.canvas,
-        state.open,
-        state.frozen,
-        state.draft,
-        state.done,
-        state.seeds,
-        state.block,
-        state.step,
-        state.num_steps,
+        before,
         bound=sampler.bound,
         vocab_size=state.noise.vocab_size,
         commit_canvas=sampler.commit == "canvas",

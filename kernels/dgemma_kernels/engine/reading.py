@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dgemma.model.causal import CausalRule, CausalState
 from dgemma_kernels.engine.cache import BufferPool, CacheBuffers, FusedCache
-from dgemma_kernels.engine.captured import CapturedRead
-from dgemma_kernels.engine.graphs import compile_together, remembered
+from dgemma_kernels.engine.graphs import Replay, compile_together, remembered, side_stream
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits
 from dgemma_kernels.engine.workspace import Workspace
+from dgemma_kernels.ops.draws import kernel as draws
+from dgemma_kernels.ops.token import settle_token
 
 _IN_A_ROW = 3
 _MOST_REHEARSED = 4  # rows; for more, the kernels of a step are not compiled together with those of a prompt
@@ -91,6 +93,15 @@ class CausalReader:
         cache.extend(1, None)
         return logits[:, None]
 
+    def draw_token(self, state: CausalState, cache: FusedCache, rule: CausalRule) -> CausalState:
+        """Read the last token of each row and draw the next one, in one graph."""
+        buffers = cache.make_room(1, self._workspace.config.canvas_length)
+        self._before_graph()
+        make = partial(CapturedCausalStep, self._workspace, state, rule, buffers)
+        after: CausalState = remembered(buffers.graphs, ("causal", rule, state.token.shape), make)(state)
+        cache.extend(1, None)
+        return after
+
     def _read_chunk(self, tokens: Tensor, cache: FusedCache, num_slots: int, last: bool) -> Tensor:
         """Run one chunk (B, T) into the tail of the cache → (B, T, D) if `last`.
 
@@ -144,14 +155,95 @@ class CausalReader:
         workspace = self._workspace
         shape = (buffers.lengths.shape[0], workspace.config.canvas_length)
         canvas = torch.zeros(shape, dtype=torch.int64, device=workspace.device)
-        hidden = workspace.forward.canvas(canvas, workspace.static_signal(canvas.numel(), None), buffers)
+        hidden = workspace.forward.canvas(canvas, workspace.soft_embedding(None, canvas), buffers)
         logits = Logits(workspace.forward.head(hidden).unflatten(0, shape))
         prediction = FusedPrediction(logits, (workspace.softcap,))
         prediction = prediction.shaped(temperature=torch.ones(shape[0], device=workspace.device))
         prediction.sample(torch.zeros(shape, dtype=torch.float64, device=workspace.device))
-        workspace.soft_embedding(prediction)
+        workspace.soft_embedding(prediction, canvas)
 
 
 def _round_up(num_tokens: int) -> int:
     """Return the size to which a chunk is padded: a power of two up to 512, then a multiple of 256."""
     return 1 << (num_tokens - 1).bit_length() if num_tokens <= 512 else -(-num_tokens // 256) * 256
+
+
+class CapturedRead:
+    """A causal forward of a fixed number of tokens, up to the last hidden state or the logits."""
+
+    def __init__(
+        self, workspace: Workspace, tokens: Tensor, buffers: CacheBuffers, last: bool, head: bool = False
+    ) -> None:
+        self._tokens, self._last = tokens.long().clone(), last
+        static = self._tokens
+
+        def run() -> Tensor:
+            hidden = workspace.forward.read(static, buffers, last=last)
+            return workspace.causal_logits(hidden) if head else hidden
+
+        # The first chunk of each size is read without a graph, so kernels are compiled before the capture.
+        launches = run if head else None
+        self.graph = Replay(run, workspace.memory, launches)
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        self._tokens.copy_(tokens)
+        if not self._last:  # only the buffers matter
+            self.graph.rewrite()
+            return self.graph.result
+        self.graph.replay()
+        return self.graph.result.clone()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PackedState(CausalState):
+    """A state whose tensors are views of one packed tensor, so that one launch copies them."""
+
+    packed: Tensor  # (5, B) int64: token, number, done, broken, seeds
+    views: dict[str, Tensor]  # views of `packed` by field; a field that differs from its view was replaced
+
+
+def _unpack(packed: Tensor) -> _PackedState:
+    token, number, _, _, seeds = packed
+    done, broken = packed[2:4].view(torch.bool)[:, ::8]  # the first byte of each number
+    views = {"token": token[:, None], "number": number, "done": done, "broken": broken, "seeds": seeds}
+    return _PackedState(**views, packed=packed, views=views)
+
+
+def _pack(state: CausalState) -> Tensor:
+    if isinstance(state, _PackedState) and all(getattr(state, name) is view for name, view in state.views.items()):
+        return state.packed
+    columns = (state.token[:, 0], state.number, state.done, state.broken, state.seeds)
+    return torch.stack([column.long() for column in columns])
+
+
+class CapturedCausalStep:
+    """One autoregressive token over static tensors: forward, head, draw and stop test."""
+
+    def __init__(self, workspace: Workspace, state: CausalState, rule: CausalRule, buffers: CacheBuffers) -> None:
+        self._packed = _pack(state).clone()
+        static, forward = _unpack(self._packed), workspace.forward
+        no_block = torch.zeros_like(static.seeds)
+        stops = torch.tensor(rule.eos_token_ids, dtype=torch.int64, device=no_block.device)
+        self._constants = no_block, stops  # keeps them: the graph reads their memory, but holds no reference
+
+        def predict() -> FusedPrediction:
+            logits = forward.head(forward.read(static.token, buffers, last=True))
+            return FusedPrediction(Logits(logits.unflatten(0, static.token.shape)), (workspace.softcap,))
+
+        def run() -> Tensor:
+            with side_stream(no_block.device) as join:
+                uniform = draws.uniform(static.seeds, no_block, static.number, 1, "token")
+            prediction = predict()
+            join()
+            drawn, entropy = rule.draw(prediction, uniform)
+            return settle_token(drawn, entropy, self._packed, stops, rule.pad_token_id)
+
+        launches = (
+            run if rule.top_k in (None, 1) and rule.top_p is None else predict
+        )  # a draw in PyTorch may index by the prediction
+        self.graph = Replay(run, workspace.memory, launches)
+
+    def __call__(self, state: CausalState) -> CausalState:
+        self._packed.copy_(_pack(state))
+        self.graph.replay()
+        return _unpack(self.graph.result.clone())

@@ -18,9 +18,11 @@ from dgemma.model.config import LayerShape
 from dgemma.model.diffusion import DiffusionGemma, require_experts
 from dgemma.model.experts import ReleasedExperts
 from dgemma.model.quantized import Float8Weight, QuantizedLinear, QuantizedWeight, Weight
+from dgemma_kernels.engine.precision import refuse
 from dgemma_kernels.formats import ENCODERS, ExpertWeights, FourBit, Quantized
 from dgemma_kernels.formats.float8 import quantize
 from dgemma_kernels.ops.experts import float8_obstacle
+from dgemma_kernels.ops.norms import ResidualNorms, TailNorms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,22 +36,16 @@ class LayerWeights:
     key_norm: Tensor
     inv_freq: Tensor  # (H / 2,) float32
     input_norm: Tensor
-    residual_norms: tuple[Tensor, Tensor, Tensor, Tensor]  # post-attention, dense, expert, router scale
+    residual_norms: ResidualNorms
     router: Tensor
     per_expert_scale: Tensor
     gate_up: Tensor | Quantized  # of the dense MLP
     down: Tensor | Quantized
     expert_gate_up: ExpertWeights
     expert_down: ExpertWeights
-    tail_norms: tuple[Tensor, Tensor, Tensor]  # dense, expert, both
+    tail_norms: TailNorms
     scalar: Tensor
     causal_scalar: Tensor
-
-    def __getstate__(self) -> dict[str, Any]:
-        return _without_float8(vars(self))
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(_with_float8(state))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,15 +61,8 @@ class ModelWeights:
     signal_gate_up: Tensor
     signal_down: Tensor
 
-    def __getstate__(self) -> dict[str, Any]:
-        return _without_float8(vars(self))
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(_with_float8(state))
-
-
-FLOAT8_PARTS = ("attention", "dense", "head", "soft_embedding", "prompt_attention", "experts")
-_MODULES = {"attention": "self_attn", "dense": "mlp"}  # modules of a layer, by names in FLOAT8_PARTS
+_MODULES = {"attention": "self_attn", "dense": "mlp"}  # modules of a layer, by names in `precision.PARTS`
 
 
 def stored_format(model: DiffusionGemma) -> str:
@@ -91,8 +80,8 @@ def take_weights(
 ) -> ModelWeights:
     """Fuse the model's projections in place, a layer at a time, and return its tensors.
 
-    Experts are encoded by `formats.ENCODERS[format]`. `float8` names what else is rounded to float8 (`FLOAT8_PARTS`).
-    With `release`, the original weights of a layer leave the model once they are converted.
+    Experts are encoded by `formats.ENCODERS[format]`. `float8` has names of `precision.PARTS`, which are rounded
+    to float8. With `release`, the original weights of a layer leave the model once they are converted.
 
     Example: `take_weights(model).layers[0].qkv.shape` is `((16 + 2 * 8) * 256, 2816)`.
     """
@@ -129,7 +118,6 @@ def take_weights(
 def _take_layer(
     layer: Layer, shape: LayerShape, format: str, float8: Collection[str], dtype: torch.dtype
 ) -> LayerWeights:
-    encode_gate_up, encode_down = ENCODERS[format]
     join_attention = partial(_fuse_float8, part="attention") if "attention" in float8 else _fuse
     join_dense = partial(_fuse_float8, part="dense") if "dense" in float8 else _fuse
     attention, device = layer.self_attn, layer.layer_scalar.device
@@ -138,10 +126,8 @@ def _take_layer(
         projections.append(attention.v_proj)
     pair = torch.arange(shape.head_dim // 2, device=device, dtype=torch.float32)
     frequencies = shape.rope_theta ** (-2.0 * pair / shape.head_dim)
-    gate_up, down = (
-        encode_gate_up(_detached(layer.experts.gate_up_proj), dtype),
-        encode_down(_detached(layer.experts.down_proj), dtype),
-    )
+    gate_up = ENCODERS[format](_detached(layer.experts.gate_up_proj), dtype, gated=True)
+    down = ENCODERS[format](_detached(layer.experts.down_proj), dtype, gated=False)
     if "experts" in float8:
         gate_up = _with_float8_rows(gate_up, down)
     return LayerWeights(
@@ -152,7 +138,7 @@ def _take_layer(
         key_norm=attention.k_norm.weight.detach(),
         inv_freq=torch.where(pair < shape.rotary_pairs, frequencies, 0.0),
         input_norm=layer.input_layernorm.weight.detach(),
-        residual_norms=(
+        residual_norms=ResidualNorms(
             layer.post_attention_layernorm.weight.detach(),
             layer.pre_feedforward_layernorm.weight.detach(),
             layer.pre_feedforward_layernorm_2.weight.detach(),
@@ -164,7 +150,7 @@ def _take_layer(
         down=join_dense([layer.mlp.down_proj], dtype),
         expert_gate_up=gate_up,
         expert_down=down,
-        tail_norms=(
+        tail_norms=TailNorms(
             layer.post_feedforward_layernorm_1.weight.detach(),
             layer.post_feedforward_layernorm_2.weight.detach(),
             layer.post_feedforward_layernorm.weight.detach(),
@@ -177,7 +163,7 @@ def _take_layer(
 def _with_float8_rows(gate_up: ExpertWeights, down: ExpertWeights) -> FourBit:
     """Return gate_up, marked for `multiply_experts`."""
     if obstacle := float8_obstacle(gate_up, down):
-        raise ValueError(f'accelerate float8 "experts" needs {obstacle}. Leave "experts" out of float8.')
+        raise refuse("experts", obstacle)
     assert isinstance(gate_up, FourBit)
     return replace(gate_up, float8_rows=True)
 
@@ -190,19 +176,6 @@ def _plain(linear: nn.Linear | QuantizedLinear, dtype: torch.dtype) -> Tensor:
     """Return the weight of a linear layer, decoded if it is quantised."""
     weight: Weight = linear.weight
     return weight.detach() if isinstance(weight, Tensor) else weight.decode(dtype)
-
-
-def _without_float8(fields: dict[str, Any]) -> dict[str, Any]:
-    """View float8 values as bytes, because pickle cannot store float8."""
-    return {name: _view_float8(value, torch.uint8) for name, value in fields.items()}
-
-
-def _with_float8(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: _view_float8(value, torch.float8_e4m3fn) for name, value in fields.items()}
-
-
-def _view_float8(weight: Any, dtype: torch.dtype) -> Any:
-    return replace(weight, values=weight.values.view(dtype)) if isinstance(weight, Quantized) else weight
 
 
 def _fuse(linears: Sequence[nn.Linear | QuantizedLinear], dtype: torch.dtype) -> Tensor:
@@ -244,8 +217,5 @@ def _fuse_float8(linears: Sequence[nn.Linear | QuantizedLinear], dtype: torch.dt
 def _for_library(weight: Quantized, part: str) -> Quantized:
     """Return the weight if the library's float8 product accepts its shape, (N, K)."""
     if any(size % 16 for size in weight.shape):
-        raise ValueError(
-            f"accelerate float8 weights must have rows and columns in multiples of 16, got {tuple(weight.shape)} for "
-            f'"{part}". Leave "{part}" out of float8.'
-        )
+        raise refuse(part, f"weights with rows and columns in multiples of 16, got {tuple(weight.shape)}")
     return weight

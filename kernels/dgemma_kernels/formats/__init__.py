@@ -22,10 +22,9 @@ from dgemma_kernels.formats.fourbit import FourBit, arrange
 from dgemma_kernels.formats.packed import Packed, pack
 
 ExpertWeights = Tensor | Quantized | Packed | FourBit
-Encoder = Callable[[Weight, torch.dtype], ExpertWeights]
 
 
-def _keep(weights: Weight, dtype: torch.dtype) -> Tensor:
+def _keep(weights: Weight, dtype: torch.dtype, *, gated: bool) -> Tensor:
     return _plain(weights, "bf16").detach()
 
 
@@ -33,13 +32,13 @@ def _pack(weights: Weight, dtype: torch.dtype, *, gated: bool) -> Packed:
     return pack(_plain(weights, "packed"), gated=gated)
 
 
-def _to_float8(weights: Weight, dtype: torch.dtype) -> Quantized:
+def _to_float8(weights: Weight, dtype: torch.dtype, *, gated: bool) -> Quantized:
     if isinstance(weights, Float8Weight):
         return Quantized(values=weights.values, scale=weights.scale, dtype=dtype)
     return quantize(_plain(weights, "fp8"))
 
 
-def _to_four_bit(weights: Weight, dtype: torch.dtype, *, format: str, gated: bool) -> FourBit:
+def _to_four_bit(weights: Weight, dtype: torch.dtype, *, gated: bool, format: str) -> FourBit:
     if isinstance(weights, Tensor):
         weights = quantize_weight(weights, format)
     if not isinstance(weights, IntWeight | NvFp4Weight) or weights.format != format:
@@ -60,15 +59,15 @@ def _other_format(weights: QuantizedWeight, format: str) -> ValueError:
     )
 
 
-# Encoders of gate_up (E, 2F, D), gate rows first, and of down (E, D, F). All take plain weights. Those of fp8, int4 and
-# nvfp4 also take weights that already have the format, and do not decode them. The second argument is the dtype of the
-# rows that the weights multiply.
-ENCODERS: dict[str, tuple[Encoder, Encoder]] = {
-    "bf16": (_keep, _keep),
-    "packed": (partial(_pack, gated=True), partial(_pack, gated=False)),
-    "fp8": (_to_float8, _to_float8),
-    "int4": (partial(_to_four_bit, format="int4", gated=True), partial(_to_four_bit, format="int4", gated=False)),
-    "nvfp4": (partial(_to_four_bit, format="nvfp4", gated=True), partial(_to_four_bit, format="nvfp4", gated=False)),
+# Encoders of experts' weights: gate_up (E, 2F, D), gate rows first, with `gated`, and down (E, D, F) without. All take
+# plain weights. Those of fp8, int4 and nvfp4 also take weights that already have the format, and do not decode them.
+# `dtype` is that of the rows that the weights multiply.
+ENCODERS: dict[str, Callable[..., ExpertWeights]] = {
+    "bf16": _keep,
+    "packed": _pack,
+    "fp8": _to_float8,
+    "int4": partial(_to_four_bit, format="int4"),
+    "nvfp4": partial(_to_four_bit, format="nvfp4"),
 }
 
 

@@ -1,11 +1,10 @@
 """Values in float8 (e4m3, three bits of mantissa) with float32 scales, as fp8 tensor cores multiply them."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from dgemma.checks import require_field, require_tensor
 
 LARGEST = 448.0  # of e4m3
 _LEAST = 2.0**-80  # a row whose values are all smaller becomes zeros, not NaN
@@ -25,11 +24,15 @@ class Quantized:
     block: int | None = None
 
     def __post_init__(self) -> None:
-        require_field(self.block is None or self.block >= 1, self, "block", "be at least 1 column")
         *rows, width = self.values.shape
-        shape = rows if self.block is None else [*rows, -(-width // self.block)]
-        rule = f"be contiguous {tuple(shape)} float32 for values {tuple(self.values.shape)}"
-        require_tensor(self.scale, "Quantized.scale", rule, shape=shape, dtypes=(torch.float32,), contiguous=True)
+        assert list(self.scale.shape) == rows + ([] if self.block is None else [-(-width // self.block)])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the content of a pickle, with the values as bytes, because pickle cannot store float8."""
+        return vars(self) | {"values": self.values.view(torch.uint8)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, values=state["values"].view(torch.float8_e4m3fn))
 
     @property
     def shape(self) -> torch.Size:
@@ -79,7 +82,8 @@ def multiply(x: Tensor | Quantized, weight: Tensor | Quantized, out: Tensor | No
     """
     if isinstance(x, Tensor) and isinstance(weight, Tensor):
         return torch.mm(x, weight.T, out=out)
-    x, weight = _both_float8(x, weight)
+    assert isinstance(x, Quantized)
+    assert isinstance(weight, Quantized)
     if x.values.device.type != "cuda":  # the library's product is for GPUs
         wide = torch.mm(x.decode(), weight.decode().T)
         return wide.to(x.dtype) if out is None else out.copy_(wide)
@@ -100,7 +104,8 @@ def multiply_unscaled(
 
     Example: `multiply_unscaled(round_rows(seen), layer.o, one)`.
     """
-    x, weight = _both_float8(x, weight)
+    assert isinstance(x, Quantized)
+    assert isinstance(weight, Quantized)
     if x.values.device.type != "cuda":
         wide = torch.mm(x.values.float(), weight.values.float().T)
         return wide.to(x.dtype) if out is None else out.copy_(wide)
@@ -114,9 +119,3 @@ def multiply_unscaled(
         out=out,
     )
     return product
-
-
-def _both_float8(x: Tensor | Quantized, weight: Tensor | Quantized) -> tuple[Quantized, Quantized]:
-    if isinstance(x, Tensor) or isinstance(weight, Tensor):
-        raise ValueError("x and weight must both be float8 or both be plain, got one of each.")
-    return x, weight

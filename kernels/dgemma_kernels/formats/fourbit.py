@@ -409,17 +409,9 @@ def _decode_slowly(words: tl.tensor, scale: tl.tensor, offset: tl.tensor, ZERO: 
         byte = scale.to(tl.uint16, bitcast=True).to(tl.uint32)
         low = ((byte & 0xFF) * 16 + 0x7000 << 16).to(tl.float32, bitcast=True)
         high = ((byte >> 8) * 16 + 0x7000 << 16).to(tl.float32, bitcast=True)
-        last = words >> 4 & 0x00C000C0 | words >> 5 & 0x01000100 | words << 1 & 0x80008000
-        weights = (
-            _multiply_add(words << 6 & 0x81C0, low, 0.0),
-            _multiply_add(words >> 10 & 0x81C0, low, 0.0),
-            _multiply_add(words << 3 & 0x81C0, low, 0.0),
-            _multiply_add(words >> 13 & 0x81C0, low, 0.0),
-            _multiply_add(words & 0x81C0, high, 0.0),
-            _multiply_add(words >> 16 & 0x81C0, high, 0.0),
-            _multiply_add(last & 0x81C0, high, 0.0),
-            _multiply_add(last >> 16, high, 0.0),
-        )
+        add_low, add_high = 0.0, 0.0
+        w0, w1, w2 = words << 6 & 0x81C081C0, words << 3 & 0x81C081C0, words & 0x81C081C0
+        w3 = words >> 4 & 0x00C000C0 | words >> 5 & 0x01000100 | words << 1 & 0x80008000
     else:
         low = (scale << 16).to(tl.float32, bitcast=True)
         high = (scale.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
@@ -430,22 +422,17 @@ def _decode_slowly(words: tl.tensor, scale: tl.tensor, offset: tl.tensor, ZERO: 
             add_high = (offset.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
             if ZERO:
                 add_low, add_high = add_low * low, add_high * high
-        weights = (
-            _multiply_add(words & 15, low, add_low),
-            _multiply_add(words >> 16 & 15, low, add_low),
-            _multiply_add(words >> 8 & 15, low, add_low),
-            _multiply_add(words >> 24 & 15, low, add_low),
-            _multiply_add(words & 0xF0, high, add_high),
-            _multiply_add(words >> 16 & 0xF0, high, add_high),
-            _multiply_add(words >> 8 & 0xF0, high, add_high),
-            _multiply_add(words >> 24 & 0xF0, high, add_high),
-        )
-    return weights
+        w0, w1 = words & 0x000F000F, words >> 8 & 0x000F000F
+        w2, w3 = words & 0x00F000F0, words >> 8 & 0x00F000F0
+    first = _multiply_add(w0, low, add_low), _multiply_add(w0 >> 16, low, add_low)
+    second = _multiply_add(w1, low, add_low), _multiply_add(w1 >> 16, low, add_low)
+    third = _multiply_add(w2, high, add_high), _multiply_add(w2 >> 16, high, add_high)
+    return (*first, *second, *third, _multiply_add(w3, high, add_high), _multiply_add(w3 >> 16, high, add_high))
 
 
 @triton.jit
 def _multiply_add(halfword: tl.tensor, scale: tl.tensor, add: tl.tensor) -> tl.tensor:
-    """Return the bfloat16 of these bits times `scale` plus `add`, rounded to nearest."""
+    """Return the bfloat16 in the lower 16 bits times `scale` plus `add`, rounded to nearest."""
     # `.to(tl.bfloat16)` truncates in the interpreter, so the bits are rounded first.
     exact = (halfword << 16).to(tl.float32, bitcast=True) * scale + add
     bits = exact.to(tl.uint32, bitcast=True)

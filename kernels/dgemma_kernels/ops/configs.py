@@ -161,10 +161,6 @@ DENSE: dict[str, tuple[DenseConfig, ...]] = {
     ),
 }
 
-# Numbers of rows (5 and 8 canvases) for which the library's soft-embedding product is faster with the embedding as its
-# left operand. The bits are the same.
-EMBEDDING_LEFT: dict[str, tuple[int, ...]] = {"NVIDIA H200": (1280, 2048)}
-
 # Largest output of the experts, in bytes, to keep in L2 until `norms.layer_tail` reads it.
 KEPT_OUTPUT = 16 << 20
 
@@ -286,14 +282,6 @@ def dependent_launch(device: torch.device) -> dict[str, bool]:
     Example: `_kernel[grid](x, **dependent_launch(x.device))`.
     """
     return {"DEPENDENT": True, "launch_pdl": True} if gpu_name(device) in DEPENDENT_LAUNCH else {"DEPENDENT": False}
-
-
-def embedding_left(num_rows: int, device: torch.device) -> bool:
-    """Return True if the soft-embedding product of `num_rows` rows has the embedding as its left operand.
-
-    Example: `embedding_left(2048, torch.device("cuda"))` is true on an H200.
-    """
-    return num_rows in EMBEDDING_LEFT.get(gpu_name(device), ())
 
 
 def tensor_descriptors(device: torch.device, format: str = "bf16") -> bool:

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma.checks import require, require_tensor
 from dgemma.diffusion import draws
 
 MAX_CANVAS = 1024
@@ -21,23 +20,23 @@ _PAIRS = 8192  # comparisons per program: 32 positions of a canvas of 256
 _NOISE = tl.constexpr(draws.purpose_word("noise") - (1 << 32) * (draws.purpose_word("noise") >> 31))  # as int32
 
 
-class _Before(NamedTuple):
-    """The tensors that a step reads, as one argument of the kernel; see `accept`."""
+class Before(NamedTuple):
+    """The tensors that a step reads, contiguous."""
 
-    entropy: Any
-    tokens: Any
-    argmax: Any
-    canvas: Any
-    open: Any
-    frozen: Any
-    draft: Any
-    done: Any
-    seeds: Any
-    block: Any
-    step: Any
-    num_steps: Any
-    recent: Any
-    ended: Any
+    entropy: Any  # (B, C) float32
+    tokens: Any  # (B, C) int64, sampled
+    argmax: Any  # (B, C) int64
+    canvas: Any  # (B, C) int64
+    open: Any  # (B, C) bool; a position that is not open keeps its token and adds no entropy
+    frozen: Any  # (B, C) bool
+    draft: Any  # (B, C) int64
+    done: Any  # (B,) bool
+    seeds: Any  # (B,) int64
+    block: Any  # (B,) int64
+    step: Any  # (B,) int64
+    num_steps: Any  # (B,) int64
+    recent: Any = None  # (B, n, C) int64: the last n argmaxes, or canvases if `compare_canvas`
+    ended: Any = None  # (B, C) bool: positions that count as frozen in the tests of the stop rule
 
 
 class Accepted(NamedTuple):
@@ -53,21 +52,17 @@ class Accepted(NamedTuple):
     verdict: Tensor  # (3, B) int64, of `dgemma.run.step.judge`
 
 
+class _Limits(NamedTuple):
+    """The numbers of a step."""
+
+    bound: Any
+    confidence: Any
+    vocab_size: Any
+    canvas_len: Any
+
+
 def accept(
-    entropy: Tensor,
-    tokens: Tensor,
-    argmax: Tensor,
-    canvas: Tensor,
-    open: Tensor,
-    frozen: Tensor,
-    draft: Tensor,
-    done: Tensor,
-    seeds: Tensor,
-    block: Tensor,
-    step: Tensor,
-    num_steps: Tensor,
-    recent: Tensor | None = None,
-    ended: Tensor | None = None,
+    before: Before,
     *,
     bound: float,
     vocab_size: int,
@@ -77,45 +72,34 @@ def accept(
 ) -> Accepted:
     """Accept the most certain open positions while the entropies before them sum to at most `bound`; renoise the rest.
 
-    entropy: (B, C) float32. tokens (sampled), argmax, canvas, draft: (B, C) int64. open, frozen: (B, C) bool; a
-    position that is not open keeps its token and adds no entropy. done: (B,) bool. seeds, block, step, num_steps: (B,)
-    int64; noise is `draws.integers(draws.uniform(seeds, block, step, C, "noise"), vocab_size)`. The draft is the
-    argmax, or the new canvas if `commit_canvas`.
+    Noise is `draws.integers(draws.uniform(seeds, block, step, C, "noise"), vocab_size)`. The draft is the argmax, or
+    the new canvas if `commit_canvas`.
 
-    A row without unfrozen positions is done. `recent` has the last n argmaxes (B, n, C) int64, or canvases if
-    `compare_canvas`. With it, a row is also done if its argmax equals all of them and its mean entropy is below
-    `confidence`, both over unfrozen positions. In these tests, positions in `ended` (B, C) bool count as frozen. The
-    verdict is that of `dgemma.run.step.judge`, with one difference: a proposed token outside the vocabulary is reported
-    even if it was not accepted.
+    A row without unfrozen positions is done. With `recent`, a row is also done if its argmax equals all of them and its
+    mean entropy is below `confidence`, both over unfrozen positions. The verdict is that of `dgemma.run.step.judge`,
+    with one difference: a proposed token outside the vocabulary is reported even if it was not accepted.
 
-    Example: `accept(h, sampled, argmax, canvas, open, frozen, draft, done, seeds, block, step, num_steps, recent,
-    bound=0.1, vocab_size=262144, confidence=0.005).canvas`.
+    Example: `accept(before, bound=0.1, vocab_size=262144, confidence=0.005).canvas`.
     """
-    batch, canvas_len = entropy.shape
-    require(canvas_len <= MAX_CANVAS, "accept canvas", f"have at most {MAX_CANVAS} positions", canvas_len)
-    before = _Before(
-        entropy, tokens, argmax, canvas, open, frozen, draft, done, seeds, block, step, num_steps, recent, ended
-    )
-    _check(before)
+    (batch, canvas_len), recent = before.entropy.shape, before.recent
+    assert canvas_len <= MAX_CANVAS
+    assert all(tensor is None or tensor.is_contiguous() for tensor in before)
     after = Accepted(
-        canvas=torch.empty_like(canvas),
-        open=torch.empty_like(open),
-        draft=torch.empty_like(draft),
-        done=torch.empty_like(done),
+        canvas=torch.empty_like(before.canvas),
+        open=torch.empty_like(before.open),
+        draft=torch.empty_like(before.draft),
+        done=torch.empty_like(before.done),
         recent=None if recent is None else torch.empty_like(recent),
-        accepted=torch.empty_like(open),
-        renoised=torch.empty_like(open),
-        verdict=torch.empty(3, batch, dtype=torch.int64, device=done.device),
+        accepted=torch.empty_like(before.open),
+        renoised=torch.empty_like(before.open),
+        verdict=torch.empty(3, batch, dtype=torch.int64, device=before.done.device),
     )
     canvas_block = max(16, triton.next_power_of_2(canvas_len))
     part_len = min(canvas_block, max(16, _PAIRS // canvas_block))
     _accept_kernel[(batch, triton.cdiv(canvas_len, part_len) + 1)](
         before,
         after,
-        bound,
-        confidence,
-        vocab_size,
-        canvas_len,
+        _Limits(bound, confidence, vocab_size, canvas_len),
         RECENT=0 if recent is None else recent.shape[1],
         COMMIT_CANVAS=commit_canvas,
         COMPARE_CANVAS=compare_canvas,
@@ -126,30 +110,11 @@ def accept(
     return after
 
 
-def _check(before: _Before) -> None:
-    batch, canvas_len = before.entropy.shape
-    for name, tensor in before._asdict().items():
-        if tensor is None:
-            continue
-        dtype = torch.bool if name in ("open", "frozen", "done", "ended") else torch.int64
-        dtype = torch.float32 if name == "entropy" else dtype
-        shape: tuple[int, ...] = (batch, canvas_len)
-        if name in ("done", "seeds", "block", "step", "num_steps"):
-            shape = (batch,)
-        elif name == "recent":
-            shape = (batch, tensor.shape[1], canvas_len)
-        rule = f"be contiguous {dtype} {shape}"
-        require_tensor(tensor, f"accept {name}", rule, shape=shape, dtypes=(dtype,), contiguous=True)
-
-
 @triton.jit
 def _accept_kernel(
-    before: _Before,
+    before: Before,
     after: Accepted,
-    bound: tl.tensor,
-    confidence: tl.tensor,
-    vocab_size: tl.tensor,
-    canvas_len: tl.tensor,
+    limits: _Limits,
     RECENT: tl.constexpr,
     COMMIT_CANVAS: tl.constexpr,
     COMPARE_CANVAS: tl.constexpr,
@@ -159,8 +124,8 @@ def _accept_kernel(
     row = tl.program_id(0)
     part = tl.program_id(1)
     other = tl.arange(0, CANVAS)  # the whole canvas
-    other_valid = other < canvas_len
-    other_at = row * canvas_len + other
+    other_valid = other < limits.canvas_len
+    other_at = row * limits.canvas_len + other
     other_open = tl.load(before.open + other_at, mask=other_valid, other=0) != 0
     other_entropy = tl.load(before.entropy + other_at, mask=other_valid, other=0.0)
     was_done = tl.load(before.done + row) != 0
@@ -168,40 +133,20 @@ def _accept_kernel(
 
     if part < tl.num_programs(1) - 1:
         position = part * POSITIONS + tl.arange(0, POSITIONS)
-        _settle_positions(
-            before,
-            after,
-            (row, position, was_done, step),
-            (other, other_open, other_entropy),
-            bound,
-            vocab_size,
-            canvas_len,
-            RECENT,
-            COMMIT_CANVAS,
-            COMPARE_CANVAS,
-        )
+        own, others = (row, position, was_done, step), (other, other_open, other_entropy)
+        _settle_positions(before, after, own, others, limits, RECENT, COMMIT_CANVAS, COMPARE_CANVAS)
     else:
-        _settle_row(
-            before,
-            after,
-            (row, was_done, step),
-            (other, other_valid, other_at, other_open, other_entropy),
-            confidence,
-            vocab_size,
-            canvas_len,
-            RECENT,
-        )
+        positions = (other, other_valid, other_at, other_open, other_entropy)
+        _settle_row(before, after, (row, was_done, step), positions, limits, RECENT)
 
 
 @triton.jit
 def _settle_positions(
-    before: _Before,
+    before: Before,
     after: Accepted,
     own: tl.tuple,
     others: tl.tuple,
-    bound: tl.tensor,
-    vocab_size: tl.tensor,
-    canvas_len: tl.tensor,
+    limits: _Limits,
     RECENT: tl.constexpr,
     COMMIT_CANVAS: tl.constexpr,
     COMPARE_CANVAS: tl.constexpr,
@@ -209,8 +154,8 @@ def _settle_positions(
     """Accept or renoise some positions of a row. Each one is compared with all `others`."""
     row, position, was_done, step = own
     other, other_open, other_entropy = others
-    valid = position < canvas_len
-    at = row * canvas_len + position
+    valid = position < limits.canvas_len
+    at = row * limits.canvas_len + position
     is_open = tl.load(before.open + at, mask=valid, other=0) != 0
     frozen = tl.load(before.frozen + at, mask=valid, other=1) != 0
     entropy = tl.load(before.entropy + at, mask=valid, other=0.0)
@@ -228,15 +173,15 @@ def _settle_positions(
     )
     inclusive = tl.sum(tl.where(precedes, other_charge.to(tl.float64)[:, None], 0.0), 0)
     decided = is_open & (frozen == 0) & (not was_done)
-    accepted = decided & (inclusive.to(tl.float32) - charge <= bound)
+    accepted = decided & (inclusive.to(tl.float32) - charge <= limits.bound)
 
     zero = position * 0
     block = zero + tl.load(before.block + row).to(tl.int32)
     seed = tl.load(before.seeds + row)
     high, low, _, _ = tl.philox(seed, position, zero + step.to(tl.int32), block, zero + _NOISE)
     bits = ((high >> 5).to(tl.int64) << 26) | (low >> 6).to(tl.int64)
-    noise = (bits.to(tl.float64) * 1.1102230246251565e-16 * vocab_size).to(tl.int64)
-    noise = tl.minimum(noise, vocab_size - 1)
+    noise = (bits.to(tl.float64) * 1.1102230246251565e-16 * limits.vocab_size).to(tl.int64)
+    noise = tl.minimum(noise, limits.vocab_size - 1)
 
     next_canvas = tl.where(decided, tl.where(accepted, token, noise), canvas)
     final = next_canvas if COMMIT_CANVAS else tl.where(frozen, canvas, argmax)
@@ -247,9 +192,9 @@ def _settle_positions(
     tl.store(after.draft + at, tl.where(was_done, draft, final), mask=valid)
     newest = next_canvas if COMPARE_CANVAS else argmax
     for age in tl.static_range(RECENT):
-        recent_at = (row * RECENT + age) * canvas_len + position
+        recent_at = (row * RECENT + age) * limits.canvas_len + position
         if age < RECENT - 1:
-            newer = tl.load(before.recent + recent_at + canvas_len, mask=valid, other=0)
+            newer = tl.load(before.recent + recent_at + limits.canvas_len, mask=valid, other=0)
             tl.store(after.recent + recent_at, newer, mask=valid)
         else:
             tl.store(after.recent + recent_at, newest, mask=valid)
@@ -257,13 +202,11 @@ def _settle_positions(
 
 @triton.jit
 def _settle_row(
-    before: _Before,
+    before: Before,
     after: Accepted,
     own: tl.tuple,
     positions: tl.tuple,
-    confidence: tl.tensor,
-    vocab_size: tl.tensor,
-    canvas_len: tl.tensor,
+    limits: _Limits,
     RECENT: tl.constexpr,
 ) -> None:
     """Apply the stop rule to a row, and write its verdict."""
@@ -281,17 +224,17 @@ def _settle_row(
         argmax = tl.load(before.argmax + at, mask=valid, other=0)
         changed = position < 0
         for age in tl.static_range(RECENT):
-            then = tl.load(before.recent + (row * RECENT + age) * canvas_len + position, mask=valid, other=0)
+            then = tl.load(before.recent + (row * RECENT + age) * limits.canvas_len + position, mask=valid, other=0)
             changed |= watched & (then != argmax)
         entropies = tl.where(watched, entropy, 0.0).to(tl.float64)
         mean_entropy = (tl.sum(entropies, 0) / tl.maximum(num_watched, 1).to(tl.float64)).to(tl.float32)
-        done |= (tl.sum(changed.to(tl.int32), 0) == 0) & (mean_entropy < confidence)
+        done |= (tl.sum(changed.to(tl.int32), 0) == 0) & (mean_entropy < limits.confidence)
     tl.store(after.done + row, done)
 
     left = tl.maximum(tl.load(before.num_steps + row) - step - 1, 0)
     broken = tl.sum((entropy != entropy).to(tl.int32), 0) > 0
     shown = tl.where(is_open & unfrozen & (not was_done), token, canvas)
-    stray = tl.sum((valid & ((shown < 0) | (shown >= vocab_size))).to(tl.int32), 0) > 0
+    stray = tl.sum((valid & ((shown < 0) | (shown >= limits.vocab_size))).to(tl.int32), 0) > 0
     num_rows = tl.num_programs(0)
     tl.store(after.verdict + row, tl.where(done, 0, left))
     tl.store(after.verdict + num_rows + row, broken.to(tl.int64))

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dgemma.diffusion.noise import UniformNoise
 from dgemma.diffusion.state import DenoiseState
@@ -13,24 +12,11 @@ from dgemma.run.step import clock, settle
 from dgemma.sampling.entropy_bound import EntropyBound
 from dgemma.sampling.stopping import StableAndConfident
 from dgemma.sampling.temperature import ConstantTemperature
-from dgemma_kernels.ops.accept.kernel import Accepted
+from dgemma_kernels.ops.accept.kernel import Accepted, Before
 
 
 def accept(
-    entropy: Tensor,
-    tokens: Tensor,
-    argmax: Tensor,
-    canvas: Tensor,
-    open: Tensor,
-    frozen: Tensor,
-    draft: Tensor,
-    done: Tensor,
-    seeds: Tensor,
-    block: Tensor,
-    step: Tensor,
-    num_steps: Tensor,
-    recent: Tensor | None = None,
-    ended: Tensor | None = None,
+    before: Before,
     *,
     bound: float,
     vocab_size: int,
@@ -38,7 +24,8 @@ def accept(
     confidence: float = 0.0,
     compare_canvas: bool = False,
 ) -> Accepted:
-    """Apply entropy-bound acceptance on uniform noise and the stop rule; arguments are (B, C) or (B,)."""
+    """Apply entropy-bound acceptance on uniform noise and the stop rule."""
+    recent, ended, canvas, open, done = before.recent, before.ended, before.canvas, before.open, before.done
     sampler, stop = EntropyBound(bound=bound, commit="canvas" if commit_canvas else "argmax"), None
     if recent is not None:
         stop = StableAndConfident(
@@ -46,27 +33,28 @@ def accept(
         )
     knobs = Knobs(sampler=sampler, temperature=ConstantTemperature(1.0), stop=stop)
     # The parts of a prediction and of a language that the sampler, the stop rule and `settle` read.
-    prediction: Any = SimpleNamespace(entropy=entropy, argmax=argmax, sample=lambda u: tokens, joint=None)
+    prediction: Any = SimpleNamespace(
+        entropy=before.entropy, argmax=before.argmax, sample=lambda u: before.tokens, joint=None
+    )
     language: Any = None if ended is None else SimpleNamespace(ended=lambda draft: ended)
     noise = UniformNoise(vocab_size)
+    same = {name: getattr(before, name) for name in ("frozen", "draft", "block", "num_steps", "seeds")}
     state = DenoiseState(
         canvas=canvas,
         open=open,
-        frozen=frozen,
-        draft=draft,
         done=done,
-        block=block,
-        num_steps=num_steps,
-        seeds=seeds,
-        rows=torch.arange(len(seeds), device=seeds.device),
+        **same,
+        rows=torch.arange(len(before.seeds), device=before.seeds.device),
         noise=noise,
         language=language,
         stop_memory=recent,
-        **clock(noise, knobs.temperature, step, num_steps),
+        **clock(noise, knobs.temperature, before.step, before.num_steps),
     )
     settled = settle(state, prediction, sampler(prediction, state), knobs)
     after, verdict = settled.state, settled.verdict.clone()
-    shown = torch.where(open & ~frozen & ~done[:, None], tokens, canvas)  # also proposals that were not accepted
+    shown = torch.where(
+        open & ~before.frozen & ~done[:, None], before.tokens, canvas
+    )  # also proposals that were not accepted
     verdict[2] = ((shown < 0) | (shown >= vocab_size)).any(-1)
     return Accepted(
         canvas=after.canvas,

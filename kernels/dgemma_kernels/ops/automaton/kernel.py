@@ -5,7 +5,7 @@ positions, with the values of all states in registers. The three passes of a row
 parallel over positions. Reference: `reference.py`.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dgemma.diffusion import paths as library
-from dgemma.diffusion.automaton import Automaton
+from dgemma.diffusion.automaton import Automaton, Fan, IndexGroups
 from dgemma.diffusion.language import Language
 from dgemma.diffusion.paths import Passes
 from dgemma_kernels.ops.vocabulary.kernel import LogitShaping, processed
@@ -24,7 +24,26 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 _LEAST = tl.constexpr(-(1 << 30))  # the exponent of a packed 0
 _ZERO = tl.constexpr(-(1 << 62))  # a packed 0
 _NO_PATH = tl.constexpr(-4503599627370496)  # the bits of a float64 -inf
+_UNUSED: Any = None  # a field of a kernel's operand that is None costs nothing
 _LOW = tl.constexpr(-1e30)  # below all values; unlike -inf, it can be subtracted
+
+
+class _Endings(NamedTuple):
+    """The arcs that end the text (E,) bool, and the positions where it may end (B, C) bool, None for all."""
+
+    ends_text: Any
+    may_end: Any
+
+
+class _Sizes(NamedTuple):
+    """The sizes of the passes: positions, slots of a `Fan`, states, and the sizes of the fan's tables."""
+
+    canvas: Any
+    slots: Any
+    states: Any
+    some: Any
+    joined: Any
+    width: Any
 
 
 def class_sums(prediction: Any, automaton: Automaton) -> tuple[Tensor, Tensor]:
@@ -34,19 +53,19 @@ def class_sums(prediction: Any, automaton: Automaton) -> tuple[Tensor, Tensor]:
 
     Example: `sums, maxima = class_sums(prediction, language.automaton)`.
     """
-    known = prediction.shaped_rows("class_sums")
+    known = prediction.shaped_rows()
     if known is None:  # after top-k or top-p
         return library.class_sums(prediction, automaton)
     rows, shaping = known
     shape = (prediction.batch_size, prediction.canvas_len, automaton.num_classes)
     out = torch.empty((2, *shape), dtype=torch.float64, device=rows.device)
-    num_wide, tokens = len(automaton.wide_classes), automaton.class_tokens
+    num_wide = len(automaton.wide_classes)
     for begin, end, tile, lanes in ((0, num_wide, 1, 2048), (num_wide, automaton.num_classes, 16, 64)):
         if begin < end:
             _class_sums_kernel[(triton.cdiv(end - begin, tile), rows.shape[0])](
                 rows,
                 shaping._replace(RAGGED=tl.constexpr(True)),  # a tile may end with places without a token
-                *tokens,
+                automaton.class_tokens,
                 *out,
                 rows.shape[1],
                 begin,
@@ -72,13 +91,12 @@ def arc_weights(language: Language, classes: Tensor, *, total: bool) -> Tensor:
     tile = 32
     _arc_weights_kernel[(triton.cdiv(num_arcs, tile), batch_size * canvas_len)](
         classes.contiguous(),
-        *automaton.arc_links[1:],
+        automaton.arc_links._replace(member=_UNUSED),
         automaton.link_class,
-        *_endings(language),
+        _endings(language),
         out,
         num_arcs,
         num_classes,
-        HAS_MAY_END=language.may_end is not None,
         TOTAL=total,
         TILE=tile,
         LANES=16,  # most arcs have few links
@@ -130,14 +148,9 @@ def _walk(language: Language, weights: Tensor | None, best_weights: Tensor) -> T
         slots,
         language.start,
         language.end.contiguous(),
-        *fan[:4],
+        fan._replace(arc=_UNUSED),
         out,
-        canvas_len,
-        num_slots,
-        num_states,
-        num_some,
-        num_joined,
-        width,
+        _Sizes(canvas_len, num_slots, num_states, num_some, num_joined, width),
         FEW=(fan.few.shape[1], triton.next_power_of_2(num_states)),
         SOME=(triton.next_power_of_2(num_some) if num_joined else 0, fan.some.shape[2]),
         JOIN=(triton.next_power_of_2(num_joined), triton.next_power_of_2(width)),
@@ -151,7 +164,8 @@ def best_path(language: Language, weights: Tensor, best: Tensor) -> Tensor:
 
     Example: `path = best_path(language, weights, best_pass(language, weights))`.
     """
-    return _trace(language, weights, best, None)[0]
+    path, _ = _trace(language, weights, best, None)
+    return path
 
 
 def sample_path(language: Language, weights: Tensor, backward: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,40 +175,41 @@ def sample_path(language: Language, weights: Tensor, backward: Tensor, u: Tensor
 
     Example: `path, rest = sample_path(language, weights, passed.backward, u)`.
     """
-    return _trace(language, weights, backward, u.double().contiguous())
+    path, rest = _trace(language, weights, backward, u.double().contiguous())
+    assert rest is not None
+    return path, rest
 
 
-def _trace(language: Language, weights: Tensor, values: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor]:
+def _trace(language: Language, weights: Tensor, values: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Choose the next state for every state and position, then follow the choices from the start.
 
     With `u`, the second result is each uniform's place in the interval of its arc.
     """
     automaton, (batch_size, canvas_len, _), device = language.automaton, weights.shape, weights.device
-    num_states, sample = automaton.num_states, u is not None
+    num_states = automaton.num_states
     chosen = torch.empty((batch_size, canvas_len, num_states), dtype=torch.int32, device=device)
-    rests = torch.empty((batch_size, canvas_len, num_states if sample else 1), dtype=torch.float64, device=device)
+    rests, rest = None, None
+    if u is not None:
+        rests = torch.empty(chosen.shape, dtype=torch.float64, device=device)
+        rest = torch.empty(chosen.shape[:2], dtype=torch.float64, device=device)
     tile = 32
     _choose_kernel[(triton.cdiv(num_states, tile), batch_size * canvas_len)](
         weights,
         values.contiguous(),
         u,
-        *automaton.arcs_out[1:],
+        automaton.arcs_out._replace(member=_UNUSED),
         automaton.arc_target,
         chosen,
         rests,
         canvas_len,
         len(automaton.arc_source),
         num_states,
-        SAMPLE=sample,
         TILE=tile,
         LANES=16,
         num_warps=4,
     )
     path = torch.empty((batch_size, canvas_len + 1), dtype=torch.int64, device=device)
-    rest = torch.empty((batch_size, canvas_len), dtype=torch.float64, device=device)
-    _follow_kernel[(batch_size,)](
-        chosen, rests, language.start, path, rest, canvas_len, num_states, SAMPLE=sample, num_warps=1
-    )
+    _follow_kernel[(batch_size,)](chosen, rests, language.start, path, rest, canvas_len, num_states, num_warps=1)
     return path, rest
 
 
@@ -213,16 +228,15 @@ def class_bias(language: Language, passes: Passes) -> Tensor:
     _class_bias_kernel[(triton.cdiv(num_classes, tile), batch_size * canvas_len)](
         passes.forward.contiguous(),
         passes.backward.contiguous(),
-        *automaton.class_links,
+        automaton.class_links,
         automaton.link_arc,
         automaton.arc_source,
         automaton.arc_target,
-        *_endings(language),
+        _endings(language),
         out,
         canvas_len,
         num_states,
         num_classes,
-        HAS_MAY_END=language.may_end is not None,
         TILE=tile,
         LANES=32,
         num_warps=4,
@@ -230,8 +244,9 @@ def class_bias(language: Language, passes: Passes) -> Tensor:
     return out - out.amax(-1, keepdim=True)
 
 
-def _endings(language: Language) -> tuple[Tensor, Tensor | None]:
-    return language.automaton.ends_text, None if language.may_end is None else language.may_end.contiguous()
+def _endings(language: Language) -> _Endings:
+    may_end = None if language.may_end is None else language.may_end.contiguous()
+    return _Endings(language.automaton.ends_text, may_end)
 
 
 @triton.jit
@@ -263,23 +278,21 @@ def _maximum(top: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _load_groups(
-    first_ptr: tl.tensor, order_ptr: tl.tensor, begin: tl.tensor, end: tl.tensor, TILE: tl.constexpr
+    groups: IndexGroups, begin: tl.tensor, end: tl.tensor, TILE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Load groups at places `begin` to `end`: group, begin and end of its members, and validity, (TILE,) each."""
     at = begin + tl.program_id(0) * TILE + tl.arange(0, TILE)
     valid = at < end
-    group = tl.load(order_ptr + at, mask=valid, other=0)
-    first = tl.load(first_ptr + group, mask=valid, other=0)
-    return group, first, tl.load(first_ptr + group + 1, mask=valid, other=0), valid
+    group = tl.load(groups.order + at, mask=valid, other=0)
+    first = tl.load(groups.first + group, mask=valid, other=0)
+    return group, first, tl.load(groups.first + group + 1, mask=valid, other=0), valid
 
 
 @triton.jit
 def _class_sums_kernel(
     logits_ptr: tl.tensor,
     shaping: LogitShaping,
-    member_ptr: tl.tensor,
-    first_ptr: tl.tensor,
-    order_ptr: tl.tensor,
+    tokens: IndexGroups,
     sum_ptr: tl.tensor,
     best_ptr: tl.tensor,
     vocab_size: tl.tensor,
@@ -290,12 +303,12 @@ def _class_sums_kernel(
     LANES: tl.constexpr,
 ) -> None:
     row = tl.program_id(1).to(tl.int64)
-    group, first, last, valid = _load_groups(first_ptr, order_ptr, begin, end, TILE)
+    group, first, last, valid = _load_groups(tokens, begin, end, TILE)
     top = tl.full((TILE, LANES), _LOW, tl.float32)
     total = tl.zeros((TILE, LANES), tl.float32)
     for start in range(0, tl.max(last - first, 0), LANES):
         at = first[:, None] + start + tl.arange(0, LANES)[None, :]
-        token = tl.load(member_ptr + at, mask=at < last[:, None], other=vocab_size)
+        token = tl.load(tokens.member + at, mask=at < last[:, None], other=vocab_size)
         x = processed(logits_ptr, row, token, vocab_size, shaping)
         top, total = _add(top, total, x)
     at = row * num_classes + group
@@ -306,21 +319,18 @@ def _class_sums_kernel(
 @triton.jit
 def _arc_weights_kernel(
     class_ptr: tl.tensor,
-    first_ptr: tl.tensor,
-    order_ptr: tl.tensor,
+    links: IndexGroups,
     link_class_ptr: tl.tensor,
-    ends_text_ptr: tl.tensor,
-    may_end_ptr: tl.tensor,
+    endings: _Endings,
     out_ptr: tl.tensor,
     num_arcs: tl.tensor,
     num_classes: tl.tensor,
-    HAS_MAY_END: tl.constexpr,
     TOTAL: tl.constexpr,
     TILE: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
     row = tl.program_id(1).to(tl.int64)
-    arc, first, last, valid = _load_groups(first_ptr, order_ptr, 0, num_arcs, TILE)
+    arc, first, last, valid = _load_groups(links, 0, num_arcs, TILE)
     top = tl.full((TILE, LANES), _LOW, tl.float64)
     total = tl.zeros((TILE, LANES), tl.float32)
     for start in range(0, tl.max(last - first, 0), LANES):
@@ -336,9 +346,9 @@ def _arc_weights_kernel(
         weight = _log_sum(top, total)
     else:
         weight = _maximum(top)
-    if HAS_MAY_END:
-        ends = tl.load(ends_text_ptr + arc, mask=valid, other=0).to(tl.int32)
-        weight = tl.where(ends > tl.load(may_end_ptr + row).to(tl.int32), float("-inf"), weight)
+    if endings.may_end is not None:
+        ends = tl.load(endings.ends_text + arc, mask=valid, other=0).to(tl.int32)
+        weight = tl.where(ends > tl.load(endings.may_end + row).to(tl.int32), float("-inf"), weight)
     tl.store(out_ptr + row * num_arcs + arc, weight, mask=valid)
 
 
@@ -443,40 +453,38 @@ def _run_pass(
     weight: tl.tensor,
     out: tl.tensor,
     step: tl.tensor,
-    tables: tl.tuple,
-    sizes: tl.tuple,
+    fan: Fan,
+    num: _Sizes,
     MAXIMUM: tl.constexpr,
     FEW: tl.constexpr,
     SOME: tl.constexpr,
     JOIN: tl.constexpr,
 ) -> None:
     """Run one pass over all positions, from the states `begin` (STATES,) bool."""
-    few_ptr, some_ptr, join_ptr, place_ptr = tables
-    canvas_len, num_slots, num_states, num_some, num_joined, width = sizes
     ZERO: tl.constexpr = _NO_PATH if MAXIMUM else _ZERO
     ONE: tl.constexpr = 0 if MAXIMUM else 0x3F800000
     values = tl.where(begin, ONE, ZERO).to(tl.int64)
-    few_other, few_at, few_inside = _load_table(few_ptr, FEW[0], num_states, 0, FEW)
+    few_other, few_at, few_inside = _load_table(fan.few, FEW[0], num.states, 0, FEW)
     few_weight = tl.load(weight + few_at, mask=few_inside, other=ZERO)
     if SOME[0] > 0:
-        some_other, some_at, some_inside = _load_table(some_ptr, num_some, SOME[1], 0, SOME)
-        some_at += FEW[0] * num_states
+        some_other, some_at, some_inside = _load_table(fan.some, num.some, SOME[1], 0, SOME)
+        some_at += FEW[0] * num.states
         some_weight = tl.load(weight + some_at, mask=some_inside, other=ZERO)
-        joined_row, _, _ = _load_table(join_ptr, num_joined, width, num_some - 1, JOIN)
+        joined_row, _, _ = _load_table(fan.join, num.joined, num.width, num.some - 1, JOIN)
         state = tl.arange(0, FEW[1])
-        place = tl.load(place_ptr + state, mask=state < num_states, other=0).to(tl.int32) - num_states
+        place = tl.load(fan.place + state, mask=state < num.states, other=0).to(tl.int32) - num.states
         is_joined = place >= 0
         place = tl.maximum(place, 0)
-    _store_values(out, values, num_states, MAXIMUM)
-    for position in range(canvas_len):
+    _store_values(out, values, num.states, MAXIMUM)
+    for position in range(num.canvas):
         few = tl.reshape(tl.gather(values, few_other, 0), FEW)
         if SOME[0] > 0:
             some = tl.reshape(tl.gather(values, some_other, 0), SOME)
         values = _combine(tl.reshape(few_weight, FEW), few, 0, MAXIMUM)
         if SOME[0] > 0:
             rows = _combine(tl.reshape(some_weight, SOME), some, 1, MAXIMUM)
-        if position + 1 < canvas_len:  # the next weights are loaded early, to hide the latency
-            weight += step * num_slots
+        if position + 1 < num.canvas:  # the next weights are loaded early, to hide the latency
+            weight += step * num.slots
         few_weight = tl.load(weight + few_at, mask=few_inside, other=ZERO)
         if SOME[0] > 0:
             some_weight = tl.load(weight + some_at, mask=some_inside, other=ZERO)
@@ -487,8 +495,8 @@ def _run_pass(
                 k, m = _split(rows)
                 joined = _sum(k, m, 1)
             values = tl.where(is_joined, tl.gather(joined, place, 0), values)
-        out += step * num_states
-        _store_values(out, values, num_states, MAXIMUM)
+        out += step * num.states
+        _store_values(out, values, num.states, MAXIMUM)
 
 
 @triton.jit
@@ -496,17 +504,9 @@ def _passes_kernel(
     weight_ptr: tl.tensor,
     start_ptr: tl.tensor,
     end_ptr: tl.tensor,
-    few_ptr: tl.tensor,
-    some_ptr: tl.tensor,
-    join_ptr: tl.tensor,
-    place_ptr: tl.tensor,
+    fan: Fan,
     out_ptr: tl.tensor,
-    canvas_len: tl.tensor,
-    num_slots: tl.tensor,
-    num_states: tl.tensor,
-    num_some: tl.tensor,
-    num_joined: tl.tensor,
-    width: tl.tensor,
+    num: _Sizes,
     FEW: tl.constexpr,
     SOME: tl.constexpr,
     JOIN: tl.constexpr,
@@ -515,45 +515,43 @@ def _passes_kernel(
     kind = tl.num_programs(1) - 1 - tl.program_id(1)  # 2 forward, 1 backward, 0 best
     is_forward = kind == 2
     index = tl.where(is_forward, 1, 0)  # of the fan
-    tables = (
-        few_ptr + index * FEW[0] * num_states,
-        some_ptr + index * num_some * SOME[1],
-        join_ptr + index * num_joined * width,
-        place_ptr + index * num_states,
+    fan = Fan(
+        fan.few + index * FEW[0] * num.states,
+        fan.some + index * num.some * SOME[1],
+        fan.join + index * num.joined * num.width,
+        fan.place + index * num.states,
+        fan.arc,
     )
-    sizes = (canvas_len, num_slots, num_states, num_some, num_joined, width)
     state = tl.arange(0, FEW[1])
-    at_end = tl.load(end_ptr + row * num_states + state, mask=state < num_states, other=0) != 0
+    at_end = tl.load(end_ptr + row * num.states + state, mask=state < num.states, other=0) != 0
     begin = tl.where(is_forward, state == tl.load(start_ptr + row), at_end)
     step = tl.where(is_forward, 1, -1)
     sequence = tl.program_id(1) * tl.num_programs(0) + row
-    weight = weight_ptr + (sequence * canvas_len + tl.where(is_forward, 0, canvas_len - 1)) * num_slots
-    out = out_ptr + (sequence * (canvas_len + 1) + tl.where(is_forward, 0, canvas_len)) * num_states
+    weight = weight_ptr + (sequence * num.canvas + tl.where(is_forward, 0, num.canvas - 1)) * num.slots
+    out = out_ptr + (sequence * (num.canvas + 1) + tl.where(is_forward, 0, num.canvas)) * num.states
     if kind == 0:
-        _run_pass(begin, weight, out, step, tables, sizes, True, FEW, SOME, JOIN)
+        _run_pass(begin, weight, out, step, fan, num, True, FEW, SOME, JOIN)
     else:
-        _run_pass(begin, weight, out, step, tables, sizes, False, FEW, SOME, JOIN)
+        _run_pass(begin, weight, out, step, fan, num, False, FEW, SOME, JOIN)
 
 
 @triton.jit
 def _choose_kernel(
     weight_ptr: tl.tensor,
     value_ptr: tl.tensor,
-    u_ptr: tl.tensor,
-    first_ptr: tl.tensor,
-    order_ptr: tl.tensor,
+    u_ptr: tl.tensor | None,
+    arcs_out: IndexGroups,
     target_ptr: tl.tensor,
     chosen_ptr: tl.tensor,
     rest_ptr: tl.tensor,
     canvas_len: tl.tensor,
     num_arcs: tl.tensor,
     num_states: tl.tensor,
-    SAMPLE: tl.constexpr,
     TILE: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
     row = tl.program_id(1).to(tl.int64)
-    state, first, last, valid = _load_groups(first_ptr, order_ptr, 0, num_states, TILE)
+    state, first, last, valid = _load_groups(arcs_out, 0, num_states, TILE)
     weights = weight_ptr + row * num_arcs
     values = value_ptr + (row // canvas_len * (canvas_len + 1) + row % canvas_len + 1) * num_states
     top = tl.full((TILE, LANES), _LOW, tl.float64)
@@ -563,7 +561,7 @@ def _choose_kernel(
         top, total = _add(top, total, _load_through(weights, values, target_ptr, at, at < last[:, None]))
     best = tl.max(top, 1)
     aim = tl.zeros((TILE,), tl.float64)
-    if SAMPLE:
+    if u_ptr is not None:
         aim = tl.load(u_ptr + row) * tl.sum(total * _exp(top - best[:, None]), 1).to(tl.float64)
     end = tl.zeros((TILE,), tl.float64)  # the sum of e^x so far
     below = tl.zeros((TILE,), tl.float64)  # the last sum that is not above the aim
@@ -572,7 +570,7 @@ def _choose_kernel(
     for start in range(0, tl.max(last - first, 0), LANES):
         at = first[:, None] + start + tl.arange(0, LANES)[None, :]
         x = _load_through(weights, values, target_ptr, at, at < last[:, None])
-        if SAMPLE:
+        if u_ptr is not None:
             width = _exp(x - best[:, None]).to(tl.float64)
             ends = end[:, None] + tl.cumsum(width, 1)
             is_above = ends > aim[:, None]
@@ -582,7 +580,7 @@ def _choose_kernel(
         else:
             is_above = x == best[:, None]
         chosen = tl.minimum(chosen, tl.min(tl.where(is_above, at, last[:, None]), 1))
-    if SAMPLE:
+    if u_ptr is not None:
         # If rounding leaves no arc above the aim, the last one that is possible is taken.
         own = _load_through(weights, values, target_ptr, tl.minimum(chosen, last_possible), valid)
         rest = (aim - below) / _exp(own - best).to(tl.float64)
@@ -614,7 +612,6 @@ def _follow_kernel(
     rest_ptr: tl.tensor,
     canvas_len: tl.tensor,
     num_states: tl.tensor,
-    SAMPLE: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     state = tl.load(start_ptr + row)
@@ -622,7 +619,7 @@ def _follow_kernel(
     tl.store(path, state)
     for position in range(canvas_len):
         at = (row * canvas_len + position) * num_states + state
-        if SAMPLE:
+        if rests_ptr is not None:
             tl.store(rest_ptr + row * canvas_len + position, tl.load(rests_ptr + at))
         state = tl.load(chosen_ptr + at).to(tl.int64)
         tl.store(path + position + 1, state)
@@ -632,37 +629,33 @@ def _follow_kernel(
 def _class_bias_kernel(
     forward_ptr: tl.tensor,
     backward_ptr: tl.tensor,
-    member_ptr: tl.tensor,
-    first_ptr: tl.tensor,
-    order_ptr: tl.tensor,
+    links: IndexGroups,
     link_arc_ptr: tl.tensor,
     source_ptr: tl.tensor,
     target_ptr: tl.tensor,
-    ends_text_ptr: tl.tensor,
-    may_end_ptr: tl.tensor,
+    endings: _Endings,
     out_ptr: tl.tensor,
     canvas_len: tl.tensor,
     num_states: tl.tensor,
     num_classes: tl.tensor,
-    HAS_MAY_END: tl.constexpr,
     TILE: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
     row = tl.program_id(1).to(tl.int64)
     slot = row // canvas_len * (canvas_len + 1) + row % canvas_len
-    group, first, last, valid = _load_groups(first_ptr, order_ptr, 0, num_classes, TILE)
+    group, first, last, valid = _load_groups(links, 0, num_classes, TILE)
     top = tl.full((TILE, LANES), _LOW, tl.float64)
     total = tl.zeros((TILE, LANES), tl.float32)
     for start in range(0, tl.max(last - first, 0), LANES):
         at = first[:, None] + start + tl.arange(0, LANES)[None, :]
         inside = at < last[:, None]
-        link = tl.load(member_ptr + at, mask=inside, other=0)
+        link = tl.load(links.member + at, mask=inside, other=0)
         arc = tl.load(link_arc_ptr + link, mask=inside, other=0)
         source = tl.load(source_ptr + arc, mask=inside, other=0)
         target = tl.load(target_ptr + arc, mask=inside, other=0)
-        if HAS_MAY_END:
-            ends = tl.load(ends_text_ptr + arc, mask=inside, other=0).to(tl.int32)
-            inside = inside & (ends <= tl.load(may_end_ptr + row).to(tl.int32))
+        if endings.may_end is not None:
+            ends = tl.load(endings.ends_text + arc, mask=inside, other=0).to(tl.int32)
+            inside = inside & (ends <= tl.load(endings.may_end + row).to(tl.int32))
         x = tl.load(forward_ptr + slot * num_states + source, mask=inside, other=float("-inf"))
         x += tl.load(backward_ptr + (slot + 1) * num_states + target, mask=inside, other=float("-inf"))
         top, total = _add(top, total, x)

@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma.checks import require_tensor
 from dgemma.diffusion.draws import purpose_word
 
 
@@ -14,9 +13,7 @@ def uniform(seeds: Tensor, block: Tensor, step: Tensor, num_positions: int, purp
 
     Example: `uniform(state.seeds, state.block, state.step, 256, "token")`.
     """
-    for name, numbers in (("seeds", seeds), ("block", block), ("step", step)):
-        rule = f"be contiguous int64 {tuple(seeds.shape)}"
-        require_tensor(numbers, f"uniform {name}", rule, shape=seeds.shape, dtypes=(torch.int64,), contiguous=True)
+    assert all(numbers.dtype == torch.int64 and numbers.is_contiguous() for numbers in (seeds, block, step))
     out = torch.empty(seeds.shape[0], num_positions, dtype=torch.float64, device=seeds.device)
     word = purpose_word(purpose)
     _uniform_kernel[(seeds.shape[0],)](

@@ -8,8 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma.checks import require_tensor
-
 
 def embed(
     tokens: Tensor, table: Tensor, next_weight: Tensor, update: Tensor | None, *, scale: float, norm: bool, eps: float
@@ -22,13 +20,9 @@ def embed(
     Example: `x, normed = embed(canvas.flatten(), table, weight, update, scale=53.0, norm=True, eps=1e-6)`.
     """
     num_tokens, width = tokens.shape[0], table.shape[1]
-    rule = "be contiguous (M,) int64"
-    require_tensor(tokens, "embed tokens", rule, shape=(None,), dtypes=(torch.int64,), contiguous=True)
-    require_tensor(table, "embed table", "be contiguous (V, D)", shape=(None, None), contiguous=True)
-    require_tensor(next_weight, "embed next_weight", f"be ({width},)", shape=(width,))
-    if update is not None:
-        shape = (num_tokens, width)
-        require_tensor(update, "embed update", f"be contiguous {shape}", shape=shape, contiguous=True)
+    assert tokens.is_contiguous()
+    assert table.is_contiguous()
+    assert update is None or update.is_contiguous()
     x = torch.empty(num_tokens, width, dtype=table.dtype, device=table.device)
     normed = torch.empty_like(x)
     block = triton.next_power_of_2(width)

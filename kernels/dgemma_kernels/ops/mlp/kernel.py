@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma.checks import require, require_tensor
 from dgemma_kernels.blocks import gelu_tanh_times, inside, load_rows, rows_of, store_rows_rounded
 from dgemma_kernels.formats import format_of
 from dgemma_kernels.formats.float8 import Quantized
@@ -24,8 +23,7 @@ def geglu(gate_up: Tensor) -> Tensor:
 
     Example: `geglu(torch.mm(x, gate_up_weight.T))`.
     """
-    fits = gate_up.ndim == 2 and gate_up.shape[1] % 2 == 0 and gate_up.is_contiguous()
-    require(fits, "geglu.gate_up", "be contiguous (M, 2F)", gate_up)
+    assert gate_up.is_contiguous()
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_rows, width, dtype=gate_up.dtype, device=gate_up.device)
     _geglu_kernel[(triton.cdiv(num_rows, 4), triton.cdiv(width, 256))](
@@ -42,36 +40,15 @@ def geglu_float8(gate_up: Tensor, row_scale: Tensor, col_scale: Tensor) -> Quant
     Example: `geglu_float8(multiply_unscaled(x, weight, one), x.scale, weight.scale)`.
     """
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    if not gate_up.is_contiguous() or row_scale.shape != (num_rows,) or col_scale.shape != (2 * width,):
-        raise ValueError(
-            f"geglu_float8 must get contiguous (M, 2F), (M,) and (2F,), got {tuple(gate_up.shape)}, "
-            f"{tuple(row_scale.shape)} and {tuple(col_scale.shape)}."
-        )
+    assert gate_up.is_contiguous()
+    assert row_scale.shape == (num_rows,)
+    assert col_scale.shape == (2 * width,)
     values = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=gate_up.device)
     scale = torch.empty(num_rows, dtype=torch.float32, device=gate_up.device)
     launch = rows_of(num_rows, width)
     grid = (triton.cdiv(num_rows, launch["ROWS"]),)
     _geglu_float8_kernel[grid](gate_up, row_scale, col_scale, values, scale, num_rows, **launch)
     return Quantized(values=values, scale=scale, dtype=gate_up.dtype)
-
-
-def gate_up_geglu(x: Tensor, gate_up_weight: Tensor) -> Tensor:
-    """Return geglu(x @ gate_up_weight.T): a library product, then GeGLU. One kernel for both was not faster.
-
-    x: (M, D), gate_up_weight: (2F, D), gate rows first → (M, F).
-
-    Example: `hidden = gate_up_geglu(dense_in, torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)))`.
-    """
-    if x.ndim != 2 or gate_up_weight.ndim != 2 or gate_up_weight.shape[1] != x.shape[1] or gate_up_weight.shape[0] % 2:
-        raise ValueError(
-            f"gate_up_geglu operands must be (M, D) and (2F, D), got {tuple(x.shape)} and "
-            f"{tuple(gate_up_weight.shape)}."
-        )
-    if x.dtype != gate_up_weight.dtype or not (x.is_contiguous() and gate_up_weight.is_contiguous()):
-        raise ValueError(
-            f"gate_up_geglu must get contiguous tensors of one dtype, got {x.dtype} and {gate_up_weight.dtype}."
-        )
-    return geglu(torch.mm(x, gate_up_weight.T))
 
 
 def dense_mlp(
@@ -87,21 +64,11 @@ def dense_mlp(
     """
     num_rows, width = x.shape
     hidden_width = down_weight.shape[1]
-    if gate_up_weight.shape != (2 * hidden_width, width) or down_weight.shape[0] != width:
-        raise ValueError(
-            f"dense_mlp operands must be (M, D), (2F, D) and (D, F), got {tuple(x.shape)}, "
-            f"{tuple(gate_up_weight.shape)} and {tuple(down_weight.shape)}."
-        )
-    if not x.dtype == gate_up_weight.dtype == down_weight.dtype:
-        raise ValueError(
-            f"dense_mlp must get tensors of one dtype, got {x.dtype}, {gate_up_weight.dtype}, {down_weight.dtype}."
-        )
-    if not all(tensor.is_contiguous() for tensor in (x, gate_up_weight, down_weight, progress)):
-        raise ValueError("dense_mlp must get contiguous tensors. Call .contiguous() on them first.")
-    require_tensor(progress, "dense_mlp.progress", "be (2,) int32", shape=(2,), dtypes=(torch.int32,))
+    assert gate_up_weight.shape == (2 * hidden_width, width)
+    assert all(tensor.is_contiguous() for tensor in (x, gate_up_weight, down_weight))
     config = config or dense_config(num_rows, x.device, format_of(x))
     if config is None:
-        return torch.mm(gate_up_geglu(x, gate_up_weight), down_weight.T)
+        return torch.mm(geglu(torch.mm(x, gate_up_weight.T)), down_weight.T)
     hidden = torch.empty(num_rows, hidden_width, dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)
     _dense_mlp_kernel[(config.programs,)](

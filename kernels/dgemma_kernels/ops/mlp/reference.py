@@ -17,11 +17,6 @@ def geglu_float8(gate_up: Tensor, row_scale: Tensor, col_scale: Tensor) -> Quant
     return quantize(geglu((gate_up * row_scale[:, None] * col_scale).to(gate_up.dtype)))
 
 
-def gate_up_geglu(x: Tensor, gate_up_weight: Tensor) -> Tensor:
-    """Return geglu(x @ gate_up_weight.T). (M, D), (2F, D) → (M, F)."""
-    return geglu(x @ gate_up_weight.T)
-
-
 def dense_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, progress: Tensor) -> Tensor:
-    """Return gate_up_geglu(x) @ down_weight.T; `progress` is not used. (M, D), (2F, D), (D, F), (2,) → (M, D)."""
-    return gate_up_geglu(x, gate_up_weight) @ down_weight.T
+    """Return geglu(x @ gate_up_weight.T) @ down_weight.T: (M, D), (2F, D), (D, F) → (M, D). `progress` is not used."""
+    return geglu(x @ gate_up_weight.T) @ down_weight.T

@@ -4,15 +4,13 @@ Statistics and products are float32. Values round to the model's dtype where the
 DiffusionGemma) rounds them. Reference: `reference.py`.
 """
 
-import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma.checks import require
 from dgemma_kernels.blocks import (
     MANY_ROWS,
     blocks_of,
@@ -29,7 +27,22 @@ from dgemma_kernels.formats.float8 import Quantized
 from dgemma_kernels.formats.fourbit import OrderedRows
 from dgemma_kernels.ops.configs import dependent_launch
 
-_MAX_WIDTH = 16384
+
+class ResidualNorms(NamedTuple):
+    """Weights (D,): of the norm after attention, and of the inputs of dense MLP, experts and router."""
+
+    post: Any
+    dense: Any
+    expert: Any
+    router: Any
+
+
+class TailNorms(NamedTuple):
+    """Weights (D,) of the norms at the end of a layer: of the dense output, of the experts', and of their sum."""
+
+    dense: Any
+    expert: Any
+    post: Any
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -37,10 +50,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
     Example: `rms_norm(hidden, layer.input_layernorm.weight, 1e-6)`.
     """
-    _require_rows("rms_norm", x=x)
-    _require_vectors("rms_norm", x.shape[-1], weight=weight)
-    out = torch.empty_like(x)
-    width = x.shape[-1]
+    out, width = torch.empty_like(x), x.shape[-1]
+    assert x.is_contiguous()
+    assert weight is None or weight.shape == (width,)
     _rms_norm_kernel[(x.numel() // width,)](x, weight, out, eps, **blocks_of(width))
     return out
 
@@ -50,7 +62,7 @@ def round_rows(x: Tensor) -> Quantized:
 
     Example: `round_rows(normed).values.dtype` is `torch.float8_e4m3fn`.
     """
-    _require_rows("round_rows", x=x)
+    assert x.is_contiguous()
     width = x.shape[-1]
     values, scale = empty_rows(x, True)
     num_rows = x.numel() // width
@@ -70,18 +82,16 @@ def scale_rows(
 ) -> Tensor:
     """Multiply x (M, D) by `factor`, by scales of its rows (M,), and by scales of its columns (D,) unless None.
 
-    x may have parts (P, M, D), which are added first. Scales are float32. The result (M, D) is in `dtype`, by default
-    that of x.
+    Scales are float32. The result (M, D) is in `dtype`, by default that of x.
 
     Example: `scale_rows(product, rows.scale, weight.scale, dtype=torch.bfloat16)`.
     """
-    _require_rows("scale_rows", x=x)
-    *parts, num_rows, width = x.shape
-    _require_vectors("scale_rows", num_rows, row_scale=row_scale)
-    _require_vectors("scale_rows", width, col_scale=col_scale)
+    num_rows, width = x.shape
+    assert x.is_contiguous()
+    assert row_scale.shape == (num_rows,)
     out = torch.empty(num_rows, width, dtype=dtype or x.dtype, device=x.device)
     _scale_rows_kernel[(triton.cdiv(num_rows, 4), triton.cdiv(width, 256))](
-        x, row_scale, col_scale, out, num_rows, width, factor, PARTS=math.prod(parts), ROWS=4, BLOCK=256, num_warps=4
+        x, row_scale, col_scale, out, num_rows, width, factor, ROWS=4, BLOCK=256, num_warps=4
     )
     return out
 
@@ -89,10 +99,7 @@ def scale_rows(
 def attention_residual(
     attention: Tensor,
     residual: Tensor,
-    post_weight: Tensor,
-    dense_weight: Tensor,
-    expert_weight: Tensor,
-    router_scale: Tensor,
+    norms: ResidualNorms,
     eps: float,
     *,
     scales: tuple[Tensor, Tensor] | None = None,
@@ -102,37 +109,30 @@ def attention_residual(
 ) -> tuple[Tensor, Tensor | Quantized, Tensor | Quantized | OrderedRows, Tensor]:
     """Return the residual stream after attention, and the inputs of dense MLP, experts and router.
 
-    x = residual + norm(attention) * post_weight. With n = norm(x), returns
-    (x, n * dense_weight, n * expert_weight, n * router_scale * D**-0.5). attention, residual: (M, D), others (D,);
-    all four results (M, D). `scales` (M,) and (D,) multiply the rows and columns of `attention` first. With `float8`
-    the experts' input is rounded to float8, with one scale per row; with `float8_dense` that of the dense MLP. With
-    `ordered` the experts' input is rounded to `OrderedRows`.
+    x = residual + norm(attention) * norms.post. With n = norm(x), returns
+    (x, n * norms.dense, n * norms.expert, n * norms.router * D**-0.5). attention, residual and all results: (M, D).
+    `scales` (M,) and (D,) multiply the rows and columns of `attention` first. With `float8` the experts' input is
+    rounded to float8, with one scale per row; with `float8_dense` that of the dense MLP. With `ordered` the experts'
+    input is rounded to `OrderedRows`.
 
-    Example: `x, dense_in, expert_in, router_in = attention_residual(attention, x, *weights, eps=1e-6)`.
+    Example: `x, dense_in, expert_in, router_in = attention_residual(attention, x, norms, eps=1e-6)`.
     """
-    _require_rows("attention_residual", attention=attention, residual=residual)
-    width = residual.shape[-1]
-    vectors = {"post_weight": post_weight, "dense_weight": dense_weight, "expert_weight": expert_weight}
-    _require_vectors("attention_residual", width, **vectors, router_scale=router_scale)
+    num_rows, width = residual.shape
+    assert attention.shape == residual.shape
+    assert attention.is_contiguous()
+    assert residual.is_contiguous()
     x, router = torch.empty_like(residual), torch.empty_like(residual)
     dense, dense_scale = empty_rows(residual, float8_dense)
     expert, expert_scale = empty_rows(residual, float8 or ordered)
     expert_sums = None
     if ordered:
-        if width % 64 or width > 4096:
-            require(False, "attention_residual ordered rows", "have 64, 128, ... or 4096 columns", width)
-        expert_sums = torch.empty(residual.numel() // width, 2, 64, dtype=torch.bfloat16, device=residual.device)
-    row_scale, col_scale = scales or (None, None)
-    num_rows = residual.numel() // width
+        assert width % 64 == 0 and width <= 4096, width  # noqa: PT018
+        expert_sums = torch.empty(num_rows, 2, 64, dtype=torch.bfloat16, device=residual.device)
     _attention_residual_kernel[(num_rows,)](
         attention,
         residual,
-        post_weight,
-        dense_weight,
-        expert_weight,
-        router_scale,
-        row_scale,
-        col_scale,
+        ResidualNorms(*norms),
+        *(scales or (None, None)),
         x,
         dense,
         dense_scale,
@@ -157,9 +157,7 @@ def layer_tail(
     residual: Tensor,
     dense: Tensor,
     expert_rows: Tensor,
-    dense_weight: Tensor,
-    expert_weight: Tensor,
-    post_weight: Tensor,
+    norms: TailNorms,
     layer_scalar: Tensor,
     next_weight: Tensor,
     eps: float,
@@ -171,40 +169,28 @@ def layer_tail(
     """Return the end of a layer and the first norm of the next, from the dense output and the weighted expert rows.
 
     moe = Σ_k expert_rows[:, k], in the order of k, so that every run gives the same sum;
-    x = (residual + norm(norm(dense) * dense_weight + norm(moe) * expert_weight) * post_weight) * layer_scalar;
+    x = (residual + norm(norm(dense) * norms.dense + norm(moe) * norms.expert) * norms.post) * layer_scalar;
     returns (x, norm(x) * next_weight). residual, dense: (M, D), expert_rows: (M, A, D), layer_scalar: (1,) or (M,),
-    the other weights (D,). `scales` (M,) and (D,) multiply the rows and columns of `dense` first. With `float8` the
+    next_weight: (D,). `scales` (M,) and (D,) multiply the rows and columns of `dense` first. With `float8` the
     second result is rounded to float8, with one scale per row. With `alone`, twice as many threads share a row. This is
     faster for a single row, and adds in another order.
 
-    Example: `x, normed = layer_tail(x, dense, rows, *weights, layer.layer_scalar, next_input_layernorm.weight, 1e-6)`.
+    Example: `x, normed = layer_tail(x, dense, rows, norms, layer.layer_scalar, next_input_layernorm.weight, 1e-6)`.
     """
-    _require_rows("layer_tail", residual=residual, dense=dense)
-    width = residual.shape[-1]
-    vectors = {"dense_weight": dense_weight, "expert_weight": expert_weight, "post_weight": post_weight}
-    _require_vectors("layer_tail", width, **vectors, next_weight=next_weight)
-    _require_vectors("layer_tail", layer_scalar.numel(), layer_scalar=layer_scalar)
-    if layer_scalar.numel() not in (1, residual.numel() // width):
-        require(False, "layer_tail.layer_scalar", "be (1,) or (M,)", layer_scalar)
-    num_active = expert_rows.shape[-2]
-    if expert_rows.shape != (residual.numel() // width, num_active, width) or not expert_rows.is_contiguous():
-        rule = f"be contiguous (M, A, D) for a residual of {tuple(residual.shape)}"
-        require(False, "layer_tail.expert_rows", rule, expert_rows)
+    (num_rows, width), num_active = residual.shape, expert_rows.shape[1]
+    assert expert_rows.shape == (num_rows, num_active, width)
+    assert layer_scalar.numel() in (1, num_rows)
+    assert all(tensor.is_contiguous() for tensor in (residual, dense, expert_rows, layer_scalar))
     x = torch.empty_like(residual)
     normed, normed_scale = empty_rows(residual, float8)
-    row_scale, col_scale = scales or (None, None)
-    num_rows = residual.numel() // width
     _layer_tail_kernel[(num_rows,)](
         residual,
         dense,
         expert_rows,
-        dense_weight,
-        expert_weight,
-        post_weight,
+        TailNorms(*norms),
         layer_scalar,
         next_weight,
-        row_scale,
-        col_scale,
+        *(scales or (None, None)),
         x,
         normed,
         normed_scale,
@@ -325,7 +311,6 @@ def _scale_rows_kernel(
     num_rows: tl.tensor,
     width: tl.tensor,
     factor: tl.tensor,
-    PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -333,8 +318,6 @@ def _scale_rows_kernel(
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = (row < num_rows) & (cols < width)
     values = tl.load(x + row * width + cols, mask=mask, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        values += tl.load(x + (row + part * num_rows) * width + cols, mask=mask, other=0.0).to(tl.float32)
     values *= tl.load(row_scale + row, mask=row < num_rows, other=0.0) * factor
     if col_scale is not None:
         values *= tl.load(col_scale + cols, mask=cols < width, other=0.0)
@@ -345,10 +328,7 @@ def _scale_rows_kernel(
 def _attention_residual_kernel(
     attention: tl.tensor,
     residual: tl.tensor,
-    post_weight: tl.tensor,
-    dense_weight: tl.tensor,
-    expert_weight: tl.tensor,
-    router_scale: tl.tensor,
+    norms: ResidualNorms,
     row_scale: tl.tensor,
     col_scale: tl.tensor,
     x: tl.tensor,
@@ -370,25 +350,25 @@ def _attention_residual_kernel(
     # For few rows all loads come first: a load after a reduction would wait for memory again, about a microsecond. For
     # many, registers are worth more: more programs run at once.
     if not MANY:
-        post = load_row(post_weight, WIDTH, BLOCK)
-        dense_w = load_row(dense_weight, WIDTH, BLOCK)
-        expert_w = load_row(expert_weight, WIDTH, BLOCK)
-        router_w = load_row(router_scale, WIDTH, BLOCK)
+        post = load_row(norms.post, WIDTH, BLOCK)
+        dense_w = load_row(norms.dense, WIDTH, BLOCK)
+        expert_w = load_row(norms.expert, WIDTH, BLOCK)
+        router_w = load_row(norms.router, WIDTH, BLOCK)
     wait_for_launches_before(DEPENDENT)
     update = _load_scaled(attention, row_scale, col_scale, WIDTH, BLOCK)
     before = load_row(residual + row, WIDTH, BLOCK)
 
     scale = inverse_rms(update, WIDTH, eps)
     if MANY:
-        post = load_row(post_weight, WIDTH, BLOCK)
+        post = load_row(norms.post, WIDTH, BLOCK)
     after = add_attention(update, scale, before, post, dtype)
     for i in tl.static_range(len(after)):
         store_block(x + row, after[i], i, WIDTH)
     scale = inverse_rms(after, WIDTH, eps)
     if MANY:
-        dense_w = load_row(dense_weight, WIDTH, BLOCK)
-        expert_w = load_row(expert_weight, WIDTH, BLOCK)
-        router_w = load_row(router_scale, WIDTH, BLOCK)
+        dense_w = load_row(norms.dense, WIDTH, BLOCK)
+        expert_w = load_row(norms.expert, WIDTH, BLOCK)
+        router_w = load_row(norms.router, WIDTH, BLOCK)
     dense_in = ()
     expert_in = ()
     for i in tl.static_range(len(after)):
@@ -408,9 +388,7 @@ def _layer_tail_kernel(
     residual: tl.tensor,
     dense: tl.tensor,
     expert_rows: tl.tensor,
-    dense_weight: tl.tensor,
-    expert_weight: tl.tensor,
-    post_weight: tl.tensor,
+    norms: TailNorms,
     layer_scalar: tl.tensor,
     next_weight: tl.tensor,
     row_scale: tl.tensor,
@@ -432,9 +410,9 @@ def _layer_tail_kernel(
     if SCALAR_PER_ROW:
         layer_scalar += number
     if not MANY:  # as above
-        expert_w = load_row(expert_weight, WIDTH, BLOCK)
-        dense_w = load_row(dense_weight, WIDTH, BLOCK)
-        post = load_row(post_weight, WIDTH, BLOCK)
+        expert_w = load_row(norms.expert, WIDTH, BLOCK)
+        dense_w = load_row(norms.dense, WIDTH, BLOCK)
+        post = load_row(norms.post, WIDTH, BLOCK)
         following = load_row(next_weight, WIDTH, BLOCK)
     wait_for_launches_before(DEPENDENT)
     scalar = tl.load(layer_scalar).to(tl.float32)
@@ -454,9 +432,9 @@ def _layer_tail_kernel(
     moe_scale = inverse_rms(moe, WIDTH, eps)
     dense_rms = inverse_rms(dense_out, WIDTH, eps)
     if MANY:
-        expert_w = load_row(expert_weight, WIDTH, BLOCK)
-        dense_w = load_row(dense_weight, WIDTH, BLOCK)
-        post = load_row(post_weight, WIDTH, BLOCK)
+        expert_w = load_row(norms.expert, WIDTH, BLOCK)
+        dense_w = load_row(norms.dense, WIDTH, BLOCK)
+        post = load_row(norms.post, WIDTH, BLOCK)
         following = load_row(next_weight, WIDTH, BLOCK)
     both = ()
     for i in tl.static_range(len(moe)):
@@ -508,19 +486,3 @@ def _store_ordered(out: tl.tensor, scale: tl.tensor, sums: tl.tensor, row: tl.tu
         tl.store(at_sums, group_sums)
         tl.store(at_sums + 64, (exact - group_sums.to(tl.float32)).to(tl.bfloat16))
         store_block(out, rounded.reshape(BLOCK // 16, 2, 8).permute(0, 2, 1).reshape(BLOCK), i, WIDTH)
-
-
-def _require_rows(owner: str, **tensors: Tensor) -> None:
-    first = next(iter(tensors.values()))
-    for name, tensor in tensors.items():
-        if tensor.shape != first.shape or tensor.dtype != first.dtype or not tensor.is_contiguous():
-            rule, fix = f"be contiguous {tuple(first.shape)} {first.dtype}", f"Its strides are {tensor.stride()}."
-            require(False, f"{owner}.{name}", rule, tensor, fix)
-    if not first.is_floating_point() or not 1 <= first.shape[-1] <= _MAX_WIDTH:
-        require(False, f"{owner} rows", f"have 1 to {_MAX_WIDTH} floating-point values", first)
-
-
-def _require_vectors(owner: str, width: int, **tensors: Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        if tensor is not None and (tensor.shape != (width,) or not tensor.is_contiguous()):
-            require(False, f"{owner}.{name}", f"be contiguous ({width},)", tensor)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from dgemma_kernels.formats.float8 import Quantized, quantize
 from dgemma_kernels.formats.fourbit import OrderedRows, order_rows
+from dgemma_kernels.ops.norms.kernel import ResidualNorms, TailNorms
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -29,21 +30,15 @@ def scale_rows(
     factor: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Multiply x (M, D) by `factor`, by scales of its rows (M,), and by scales of its columns (D,) unless None.
-
-    x may have parts (P, M, D), which are added first.
-    """
-    scaled = x.reshape(-1, *x.shape[-2:]).sum(0) * (row_scale * factor)[:, None]
+    """Multiply x (M, D) by `factor`, by scales of its rows (M,), and by scales of its columns (D,) unless None."""
+    scaled = x * (row_scale * factor)[:, None]
     return (scaled if col_scale is None else scaled * col_scale).to(dtype or x.dtype)
 
 
 def attention_residual(
     attention: Tensor,
     residual: Tensor,
-    post_weight: Tensor,
-    dense_weight: Tensor,
-    expert_weight: Tensor,
-    router_scale: Tensor,
+    norms: ResidualNorms,
     eps: float,
     *,
     scales: tuple[Tensor, Tensor] | None = None,
@@ -51,7 +46,8 @@ def attention_residual(
     float8_dense: bool = False,
     ordered: bool = False,
 ) -> tuple[Tensor, Tensor | Quantized, Tensor | Quantized | OrderedRows, Tensor]:
-    """Return (x, dense input, expert input, router input) from the attention's output. All (M, D); weights (D,)."""
+    """Return (x, dense input, expert input, router input) from the attention's output. All are (M, D)."""
+    post_weight, dense_weight, expert_weight, router_scale = norms
     x = residual + rms_norm(_scale(attention, scales), post_weight, eps)
     router = rms_norm(x, None, eps) * router_scale * x.shape[-1] ** -0.5
     dense, expert = rms_norm(x, dense_weight, eps), rms_norm(x, expert_weight, eps)
@@ -63,9 +59,7 @@ def layer_tail(
     residual: Tensor,
     dense: Tensor,
     expert_rows: Tensor,
-    dense_weight: Tensor,
-    expert_weight: Tensor,
-    post_weight: Tensor,
+    norms: TailNorms,
     layer_scalar: Tensor,
     next_weight: Tensor,
     eps: float,
@@ -74,6 +68,7 @@ def layer_tail(
     float8: bool = False,
 ) -> tuple[Tensor, Tensor | Quantized]:
     """Return (x, next layer's normed input) from the dense output (M, D) and weighted expert rows (M, A, D)."""
+    dense_weight, expert_weight, post_weight = norms
     wide = expert_rows.to(torch.promote_types(expert_rows.dtype, torch.float32))
     moe = wide.sum(-2).to(residual.dtype)
     both = rms_norm(_scale(dense, scales), dense_weight, eps) + rms_norm(moe, expert_weight, eps)

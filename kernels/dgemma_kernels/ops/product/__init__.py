@@ -1,5 +1,5 @@
-"""Products that a library computes slowly: of one row, of a long inner dimension, or while other kernels run."""
+"""The product of one row."""
 
-from dgemma_kernels.ops.product.kernel import multiply_beside, multiply_deep, multiply_row
+from dgemma_kernels.ops.product.kernel import multiply_row
 
-__all__ = ["multiply_beside", "multiply_deep", "multiply_row"]
+__all__ = ["multiply_row"]

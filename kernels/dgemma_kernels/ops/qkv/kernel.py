@@ -50,10 +50,14 @@ def prepare_qkv(
 
     Example: `queries = prepare_qkv(x @ w.T, wq, wk, inv_freq, start, length, keys, values, num_heads=16, eps=1e-6)`.
     """
-    _check(projected, query_weight, key_weight, inv_freq, start, length, keys, values, num_heads, scales, rotary_pairs)
-    batch, kv_heads, _, head_dim = keys.shape
+    batch, kv_heads, capacity, head_dim = keys.shape
     has_value = projected.shape[1] == (num_heads + 2 * kv_heads) * head_dim
     num_tokens = projected.shape[0] // batch
+    assert has_value or projected.shape[1] == (num_heads + kv_heads) * head_dim
+    assert not has_value or rotary_pairs is None
+    assert num_tokens <= capacity
+    assert projected.is_contiguous()
+    assert keys.stride()[2:] == values.stride()[2:] == (head_dim, 1)
     shape, dtype = (batch, num_tokens, num_heads, head_dim), torch.float8_e4m3fn if float8 else projected.dtype
     queries = torch.empty(shape, dtype=dtype, device=projected.device)
     query_scale = torch.empty(shape[:3], dtype=torch.float32, device=projected.device) if float8 else None
@@ -212,73 +216,3 @@ def _prepare_qkv_kernel(
             at_key = key_ptr + batch * key_batch_stride + key_head * key_head_stride + slot + pair[None, :]
             tl.store(at_key, turned_low)
             tl.store(at_key + HALF, turned_high)
-
-
-def _check(
-    projected: Tensor,
-    query_weight: Tensor,
-    key_weight: Tensor,
-    inv_freq: Tensor,
-    start: Tensor,
-    length: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    num_heads: int,
-    scales: tuple[Tensor, Tensor] | None,
-    rotary_pairs: int | None,
-) -> None:
-    if keys.dim() != 4 or keys.shape != values.shape:
-        raise ValueError(
-            f"prepare_qkv keys and values must both be (B, K, capacity, H), got {tuple(keys.shape)} and "
-            f"{tuple(values.shape)}."
-        )
-    batch, kv_heads, capacity, head_dim = keys.shape
-    if keys.stride()[2:] != (head_dim, 1) or values.stride()[2:] != (head_dim, 1):
-        raise ValueError(
-            "prepare_qkv keys and values must be contiguous in their last two dimensions. Call .contiguous()."
-        )
-    if head_dim < 4 or head_dim & (head_dim - 1):
-        raise ValueError(f"prepare_qkv head_dim must be a power of two >= 4, got {head_dim}.")
-    widths = ((num_heads + 2 * kv_heads) * head_dim, (num_heads + kv_heads) * head_dim)
-    if projected.dim() != 2 or not projected.is_contiguous() or projected.shape[0] % batch:
-        raise ValueError(f"prepare_qkv projected must be contiguous (B·T, heads·H), got {tuple(projected.shape)}.")
-    if projected.shape[1] not in widths:
-        raise ValueError(
-            f"prepare_qkv projected must have {widths[0]} columns (q, k, v) or {widths[1]} (q, k) for {num_heads} "
-            f"query and {kv_heads} key heads of {head_dim}, got {projected.shape[1]}."
-        )
-    if rotary_pairs is not None and (projected.shape[1] == widths[0] or not 0 <= rotary_pairs <= head_dim // 2):
-        raise ValueError(
-            f"prepare_qkv rotary_pairs must be 0 to {head_dim // 2}, for a layer without v_proj, got {rotary_pairs} "
-            f"and {projected.shape[1]} columns. Omit it."
-        )
-    if projected.shape[0] // batch > capacity:
-        raise ValueError(
-            f"prepare_qkv capacity must be at least the {projected.shape[0] // batch} new tokens, got {capacity}. "
-            "Grow the buffers."
-        )
-    if projected.dtype not in (torch.bfloat16, torch.float16, torch.float32) or {keys.dtype, values.dtype} != {
-        projected.dtype
-    }:
-        raise ValueError(
-            f"prepare_qkv projected, keys and values must share one dtype of bfloat16, float16, float32, got "
-            f"{projected.dtype}, {keys.dtype}, {values.dtype}."
-        )
-    if scales is not None and [scale.numel() for scale in scales] != list(projected.shape):
-        raise ValueError(
-            f"prepare_qkv scales must have one value per row and column of {tuple(projected.shape)}, got "
-            f"{[tuple(scale.shape) for scale in scales]}."
-        )
-    for name, weight in (("query_weight", query_weight), ("key_weight", key_weight)):
-        if weight.shape != (head_dim,) or not weight.is_contiguous():
-            raise ValueError(f"prepare_qkv {name} must be contiguous ({head_dim},), got {tuple(weight.shape)}.")
-    if inv_freq.shape != (head_dim // 2,) or inv_freq.dtype != torch.float32 or not inv_freq.is_contiguous():
-        raise ValueError(
-            f"prepare_qkv inv_freq must be contiguous float32 ({head_dim // 2},), got {inv_freq.dtype} "
-            f"{tuple(inv_freq.shape)}."
-        )
-    for name, numbers in (("start", start), ("length", length)):
-        if numbers.shape != (batch,) or numbers.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"prepare_qkv {name} must be ({batch},) int32 or int64, got {tuple(numbers.shape)} {numbers.dtype}."
-            )

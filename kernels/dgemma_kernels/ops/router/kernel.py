@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma.checks import require_tensor
 from dgemma_kernels.blocks import MANY_ROWS, inside, wait_for_launches_before
 from dgemma_kernels.ops.configs import dependent_launch
 
@@ -65,13 +64,9 @@ def route(
     """
     num_tokens, width = router_input.shape
     num_experts = proj.shape[0]
-    rule = f"be (E, {width}) {router_input.dtype}"
-    require_tensor(proj, "route.proj", rule, shape=(None, width), dtypes=(router_input.dtype,))
-    require_tensor(per_expert_scale, "route.per_expert_scale", f"be ({num_experts},)", shape=(num_experts,))
-    if not 1 <= num_active <= num_experts <= 256:
-        raise ValueError(f"route.num_active must be in 1..E with E <= 256, got {num_active} of {num_experts} experts.")
-    if not (router_input.is_contiguous() and proj.is_contiguous() and per_expert_scale.is_contiguous()):
-        raise ValueError("route must get contiguous tensors. Call .contiguous() on them first.")
+    assert proj.shape == (num_experts, width)
+    assert router_input.is_contiguous()
+    assert proj.is_contiguous()
     experts = max(triton.next_power_of_2(num_experts), 16)
     depth, steps = _split_depth(experts, proj.dtype), 1
     rows = 16 if num_tokens <= 16 else 32 if num_tokens <= 512 else 64
@@ -135,20 +130,11 @@ def sort_by_expert(index: Tensor, counts: Tensor, rows_per_tile: int) -> ExpertT
 
     Example: `tiles = sort_by_expert(index, counts, expert_config(256, index.device).rows)`.
     """
-    rule = "be contiguous (M, A) int32"
-    require_tensor(index, "sort_by_expert.index", rule, shape=(None, None), dtypes=(torch.int32,), contiguous=True)
     num_tokens, num_active = index.shape
     num_pairs, chunk, num_experts = index.numel(), tokens_per_count(num_tokens), counts.shape[-1]
     num_chunks = triton.cdiv(num_tokens, chunk)
-    require_tensor(
-        counts,
-        "sort_by_expert.counts",
-        f"be contiguous ({num_chunks}, E) int32",
-        shape=(num_chunks, None),
-        dtypes=(torch.int32,),
-        contiguous=True,
-        fix="Use those of route or reference.count_pairs.",
-    )
+    assert index.is_contiguous()
+    assert counts.shape[0] == num_chunks
     # Every expert with rows has at most one partly filled tile.
     max_tiles = num_pairs // rows_per_tile + min(num_experts, num_pairs)
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=index.device)

@@ -10,11 +10,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma.checks import require_tensor
 from dgemma_kernels.blocks import blocks_of, inside, load_row, store_block, store_rounded, wait_for_launches_before
 from dgemma_kernels.formats.float8 import Quantized
 from dgemma_kernels.ops.configs import dependent_launch
-from dgemma_kernels.ops.norms.kernel import add_attention, as_rows, empty_rows, inverse_rms, router_input
+from dgemma_kernels.ops.norms.kernel import (
+    ResidualNorms,
+    add_attention,
+    as_rows,
+    empty_rows,
+    inverse_rms,
+    router_input,
+)
 from dgemma_kernels.ops.router.kernel import ExpertTiles, choose_experts
 
 _ROWS = 128  # of a batch per program of `settle_token`
@@ -23,10 +29,7 @@ _ROWS = 128  # of a batch per program of `settle_token`
 def score_token(
     attention: Tensor,
     residual: Tensor,
-    post_weight: Tensor,
-    dense_weight: Tensor,
-    expert_weight: Tensor,
-    router_scale: Tensor,
+    norms: ResidualNorms,
     proj: Tensor,
     eps: float,
     *,
@@ -35,29 +38,21 @@ def score_token(
     """Return the residual stream after attention, the inputs of dense MLP and experts, and the experts' scores.
 
     The results are those of `norms.attention_residual` for one row, with the product of `router.route` instead of the
-    router's input. attention, residual: (1, D), proj: (E, D), the other weights (D,) → (1, D) three times, (E,). With
-    `float8` the experts' input is rounded to float8.
+    router's input. attention, residual: (1, D), proj: (E, D) → (1, D) three times, (E,). With `float8` the experts'
+    input is rounded to float8.
 
-    Example: `x, dense_in, expert_in, scores = score_token(attended, x, *layer.residual_norms, layer.router, 1e-6)`.
+    Example: `x, dense_in, expert_in, scores = score_token(attended, x, layer.residual_norms, layer.router, 1e-6)`.
     """
     num_experts, width = proj.shape
-    for name, row in (("attention", attention), ("residual", residual)):
-        rule = f"be contiguous (1, {width}) {proj.dtype}"
-        require_tensor(row, f"score_token.{name}", rule, shape=(1, width), dtypes=(proj.dtype,), contiguous=True)
-    weights = {"post_weight": post_weight, "dense_weight": dense_weight, "expert_weight": expert_weight}
-    for name, weight in {**weights, "router_scale": router_scale}.items():
-        require_tensor(weight, f"score_token.{name}", f"be contiguous ({width},)", shape=(width,), contiguous=True)
-    require_tensor(proj, "score_token.proj", "be contiguous (E, D)", shape=(None, None), contiguous=True)
+    assert attention.shape == residual.shape == (1, width)
+    assert proj.is_contiguous()
     x, dense = torch.empty_like(residual), torch.empty_like(residual)
     expert, expert_scale = empty_rows(residual, float8)
     scores = torch.empty(num_experts, dtype=proj.dtype, device=proj.device)
     _score_token_kernel[(1 + num_experts,)](
         attention,
         residual,
-        post_weight,
-        dense_weight,
-        expert_weight,
-        router_scale,
+        ResidualNorms(*norms),
         proj,
         x,
         dense,
@@ -83,11 +78,6 @@ def choose_token(
     Example: `weights, tiles = choose_token(scores, layer.per_expert_scale, 8, expert_config(1, device).rows)`.
     """
     num_experts, device = scores.shape[0], scores.device
-    if scores.shape != per_expert_scale.shape or not 1 <= num_active <= num_experts <= 256:
-        raise ValueError(
-            f"choose_token must get scores and scales (E,) with A <= E <= 256, got {tuple(scores.shape)}, "
-            f"{tuple(per_expert_scale.shape)} and A = {num_active}."
-        )
     weights = torch.empty(1, num_active, dtype=torch.float32, device=device)
     pairs, finished = (torch.empty(num_active, dtype=torch.int32, device=device) for _ in range(2))
     tiles = torch.empty(num_active, 3, dtype=torch.int32, device=device)
@@ -119,11 +109,8 @@ def settle_token(drawn: Tensor, entropy: Tensor, state: Tensor, stops: Tensor, p
     Example: `settle_token(drawn, entropy, state, torch.tensor([1, 106], device="cuda"), 0)`.
     """
     batch = state.shape[1]
-    if state.shape[0] != 5 or drawn.shape != (batch, 1) or entropy.shape != (batch,) or not state.is_contiguous():
-        raise ValueError(
-            f"settle_token must get (B, 1), (B,) and contiguous (5, B), got {tuple(drawn.shape)}, "
-            f"{tuple(entropy.shape)} and {tuple(state.shape)}."
-        )
+    assert state.shape == (5, batch)
+    assert state.is_contiguous()
     out = torch.empty_like(state)
     _settle_token_kernel[(triton.cdiv(batch, _ROWS),)](
         drawn,
@@ -146,10 +133,7 @@ def settle_token(drawn: Tensor, entropy: Tensor, state: Tensor, stops: Tensor, p
 def _score_token_kernel(
     attention: tl.tensor,
     residual: tl.tensor,
-    post_weight: tl.tensor,
-    dense_weight: tl.tensor,
-    expert_weight: tl.tensor,
-    router_scale: tl.tensor,
+    norms: ResidualNorms,
     proj: tl.tensor,
     x: tl.tensor,
     dense: tl.tensor,
@@ -164,10 +148,10 @@ def _score_token_kernel(
 ) -> None:
     """Compute residual stream and inputs in program 0, and the score of one expert in every other program."""
     dtype = x.dtype.element_ty
-    post = load_row(post_weight, WIDTH, BLOCK)
+    post = load_row(norms.post, WIDTH, BLOCK)
     if tl.program_id(0) == 0:
-        dense_w = load_row(dense_weight, WIDTH, BLOCK)
-        expert_w = load_row(expert_weight, WIDTH, BLOCK)
+        dense_w = load_row(norms.dense, WIDTH, BLOCK)
+        expert_w = load_row(norms.expert, WIDTH, BLOCK)
         wait_for_launches_before(DEPENDENT)
         update = load_row(attention, WIDTH, BLOCK)
         before = load_row(residual, WIDTH, BLOCK)
@@ -181,7 +165,7 @@ def _score_token_kernel(
         store_rounded(expert, expert_scale, expert_in, WIDTH)
     else:
         number = tl.program_id(0) - 1
-        router_w = load_row(router_scale, WIDTH, BLOCK)
+        router_w = load_row(norms.router, WIDTH, BLOCK)
         row = load_row(proj + number * WIDTH, WIDTH, BLOCK)
         wait_for_launches_before(DEPENDENT)
         update = load_row(attention, WIDTH, BLOCK)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from dgemma_kernels.formats.float8 import Quantized, quantize
+from dgemma_kernels.ops.norms.kernel import ResidualNorms
 from dgemma_kernels.ops.norms.reference import attention_residual
 from dgemma_kernels.ops.router.kernel import ExpertTiles
 from dgemma_kernels.ops.router.reference import route
@@ -12,18 +13,14 @@ from dgemma_kernels.ops.router.reference import route
 def score_token(
     attention: Tensor,
     residual: Tensor,
-    post_weight: Tensor,
-    dense_weight: Tensor,
-    expert_weight: Tensor,
-    router_scale: Tensor,
+    norms: ResidualNorms,
     proj: Tensor,
     eps: float,
     *,
     float8: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | Quantized, Tensor]:
     """Return (x, dense input, expert input), (1, D) each, and the scores (E,)."""
-    norms = (post_weight, dense_weight, expert_weight, router_scale)
-    x, dense, expert, router = attention_residual(attention, residual, *norms, eps)
+    x, dense, expert, router = attention_residual(attention, residual, norms, eps)
     assert isinstance(dense, Tensor)
     assert isinstance(expert, Tensor)
     return x, dense, quantize(expert) if float8 else expert, (router @ proj.T)[0]

@@ -1,6 +1,7 @@
 """Statistics, samples and soft probabilities from the logits."""
 
 from dgemma_kernels.ops.vocabulary.kernel import (
+    Shaping,
     SoftProbabilities,
     VocabularyStatistics,
     pack_allowed,
@@ -10,6 +11,7 @@ from dgemma_kernels.ops.vocabulary.kernel import (
 )
 
 __all__ = [
+    "Shaping",
     "SoftProbabilities",
     "VocabularyStatistics",
     "pack_allowed",

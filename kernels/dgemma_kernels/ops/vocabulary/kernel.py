@@ -15,8 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma.checks import require, require_tensor
-
 CHUNK = 4096
 
 
@@ -25,6 +23,17 @@ class Bias(NamedTuple):
 
     values: Tensor
     token_class: Tensor
+
+
+class Shaping(NamedTuple):
+    """The distribution softmax(cap(logits) / temperature + bias) over the allowed tokens, for logits (R, V)."""
+
+    temperature: Tensor  # (B,) float32 with B dividing R, one for each R / B consecutive rows
+    softcap: float | None = 30.0  # c caps to c·tanh(x / c)
+    allowed: Tensor | None = (
+        None  # (A, ceil(V / 32)) int32 of `pack_allowed`, with A dividing R; a token or more per row
+    )
+    bias: Bias | None = None
 
 
 class VocabularyStatistics(NamedTuple):
@@ -66,38 +75,26 @@ def pack_allowed(allowed: Tensor) -> Tensor:
 
     Example: `pack_allowed(torch.ones(1, 64, dtype=torch.bool))` is `[[-1, -1]]`.
     """
-    require_tensor(allowed, "pack_allowed allowed", "be (A, V) bool", shape=(None, None), dtypes=(torch.bool,))
     bits = torch.nn.functional.pad(allowed, (0, -allowed.shape[1] % 32)).unflatten(1, (-1, 32))
     words = (bits.long() << torch.arange(32, device=allowed.device)).sum(-1)
     return words.to(torch.int32)  # the top bit wraps to the sign
 
 
-def vocabulary_statistics(
-    logits: Tensor,
-    temperature: Tensor,
-    *,
-    softcap: float | None = 30.0,
-    allowed: Tensor | None = None,
-    bias: Bias | None = None,
-) -> VocabularyStatistics:
-    """Compute statistics of softmax(cap(logits) / temperature) over the allowed tokens.
+def vocabulary_statistics(logits: Tensor, shaping: Shaping) -> VocabularyStatistics:
+    """Compute statistics of the shaped logits (R, V), which are contiguous.
 
-    logits: (R, V) contiguous, from the head's product. temperature: (B,) float32 with B dividing R, one for each R / B
-    consecutive rows. softcap c caps to c·tanh(x / c). allowed: (A, ceil(V / 32)) int32 from `pack_allowed`, with A
-    dividing R and at least one token per row. bias: added to the processed logits, one value per row and class.
-
-    Example: `vocabulary_statistics(logits, torch.tensor([0.8], device="cuda")).entropy`.
+    Example: `vocabulary_statistics(logits, Shaping(torch.tensor([0.8], device="cuda"))).entropy`.
     """
-    shaping = shape_logits("vocabulary_statistics", logits, temperature, softcap, allowed, bias)
+    operands = shape_logits(logits, shaping)
     num_rows, vocab_size = logits.shape
     num_chunks = triton.cdiv(vocab_size, CHUNK)
     chunks = torch.empty((3, num_rows, num_chunks), dtype=torch.float32, device=logits.device)
     rows = torch.empty((5, num_rows), dtype=torch.float32, device=logits.device)
     argmax = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    _sweep_kernel[(num_chunks, num_rows)](logits, shaping, *chunks, vocab_size, CHUNK=CHUNK, num_warps=2)
+    _sweep_kernel[(num_chunks, num_rows)](logits, operands, *chunks, vocab_size, CHUNK=CHUNK, num_warps=2)
     _merge_kernel[(num_rows,)](
         logits,
-        shaping,
+        operands,
         *chunks,
         *rows,
         argmax,
@@ -111,31 +108,21 @@ def vocabulary_statistics(
     return VocabularyStatistics(entropy, argmax, confidence, margin, log_normalizer, best, chunks[0], chunks[1])
 
 
-def sample(
-    logits: Tensor,
-    statistics: VocabularyStatistics,
-    u: Tensor,
-    temperature: Tensor,
-    *,
-    softcap: float | None = 30.0,
-    allowed: Tensor | None = None,
-    bias: Bias | None = None,
-) -> Tensor:
+def sample(logits: Tensor, statistics: VocabularyStatistics, u: Tensor, shaping: Shaping) -> Tensor:
     """Sample by inverse CDF in vocabulary order, one uniform per row: u (R,) float64 in [0, 1) → tokens (R,) int64.
 
     The other arguments must be those that `statistics` was computed from.
 
-    Example: `sample(logits, statistics, state.uniform("token").flatten(), temperature)`.
+    Example: `sample(logits, statistics, state.uniform("token").flatten(), shaping)`.
     """
-    shaping = shape_logits("sample", logits, temperature, softcap, allowed, bias)
     num_rows, vocab_size = logits.shape
-    rule = f"be contiguous ({num_rows},) float64"
-    require_tensor(u, "sample u", rule, shape=(num_rows,), dtypes=(torch.float64,), contiguous=True)
+    assert u.shape == (num_rows,)
+    assert u.dtype == torch.float64
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     num_chunks = statistics.chunk_best.shape[1]
     _sample_kernel[(num_rows,)](
         logits,
-        shaping,
+        shape_logits(logits, shaping),
         statistics.chunk_best,
         statistics.chunk_sum,
         u,
@@ -150,14 +137,7 @@ def sample(
 
 
 def soft_probabilities(
-    logits: Tensor,
-    statistics: VocabularyStatistics,
-    temperature: Tensor,
-    *,
-    softcap: float | None = 30.0,
-    allowed: Tensor | None = None,
-    bias: Bias | None = None,
-    float8: bool = False,
+    logits: Tensor, statistics: VocabularyStatistics, shaping: Shaping, *, float8: bool = False
 ) -> SoftProbabilities:
     """Return the self-conditioning distribution (R, V), for the product with the embedding.
 
@@ -165,16 +145,16 @@ def soft_probabilities(
     divided by their sum, which is known only at the end; `scale` is its inverse. The largest weight is 1, or 448 with
     `float8`.
 
-    Example: `weights, scale = soft_probabilities(logits, statistics, temperature)`.
+    Example: `weights, scale = soft_probabilities(logits, statistics, shaping)`.
     """
-    shaping = shape_logits("soft_probabilities", logits, temperature, softcap, allowed, bias)
+    operands = shape_logits(logits, shaping)
     num_rows, vocab_size = logits.shape
     weights = torch.empty_like(logits, dtype=torch.float8_e4m3fn if float8 else None)
     num_chunks = triton.cdiv(vocab_size, CHUNK)
     chunk_sum = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=logits.device)
     scale = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     _soft_probabilities_kernel[(num_chunks, num_rows)](
-        logits, shaping, statistics.best, weights, chunk_sum, vocab_size, CHUNK=CHUNK, FLOAT8=float8, num_warps=2
+        logits, operands, statistics.best, weights, chunk_sum, vocab_size, CHUNK=CHUNK, FLOAT8=float8, num_warps=2
     )
     _soft_scale_kernel[(num_rows,)](
         chunk_sum, scale, num_chunks, CHUNKS=triton.next_power_of_2(num_chunks), num_warps=1
@@ -422,37 +402,13 @@ def _soft_scale_kernel(
     tl.store(scale_ptr + row, 1.0 / total)
 
 
-def shape_logits(
-    owner: str,
-    logits: Tensor,
-    temperature: Tensor,
-    softcap: float | None,
-    allowed: Tensor | None,
-    bias: Bias | None,
-) -> LogitShaping:
-    """Return these arguments of `owner` as one argument of its kernels, after a check of their shapes and dtypes."""
-    require_tensor(
-        logits,
-        f"{owner} logits",
-        "be contiguous (R, V) of bfloat16, float16 or float32",
-        shape=(None, None),
-        dtypes=(torch.bfloat16, torch.float16, torch.float32),
-        contiguous=True,
-        fix="Flatten the canvas first.",
-    )
+def shape_logits(logits: Tensor, shaping: Shaping) -> LogitShaping:
+    """Return the shaping of logits (R, V) as one argument of a kernel."""
     num_rows, vocab_size = logits.shape
-    if temperature.dim() != 1 or temperature.dtype != torch.float32 or num_rows % temperature.shape[0]:
-        rule = f"be (B,) float32 with B dividing the {num_rows} rows"
-        require(False, f"{owner} temperature", rule, temperature)
-    if allowed is not None and (
-        allowed.dim() != 2
-        or allowed.dtype != torch.int32
-        or allowed.shape[1] != triton.cdiv(vocab_size, 32)
-        or num_rows % allowed.shape[0]
-        or not allowed.is_contiguous()
-    ):
-        rule = f"be contiguous int32 (A, {triton.cdiv(vocab_size, 32)}) with A dividing the {num_rows} rows"
-        require(False, f"{owner} allowed", rule, allowed, "Use pack_allowed.")
+    temperature, softcap, allowed, bias = shaping
+    assert logits.is_contiguous()
+    assert num_rows % temperature.shape[0] == 0
+    assert allowed is None or num_rows % allowed.shape[0] == 0
     return LogitShaping(
         temperature=temperature,
         allowed=allowed,

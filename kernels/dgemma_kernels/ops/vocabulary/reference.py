@@ -7,19 +7,12 @@ from torch import Tensor
 from dgemma.diffusion.prediction import Prediction
 from dgemma_kernels.formats.float8 import quantize
 from dgemma_kernels.ops.vocabulary import kernel
-from dgemma_kernels.ops.vocabulary.kernel import Bias, SoftProbabilities, VocabularyStatistics
+from dgemma_kernels.ops.vocabulary.kernel import Shaping, SoftProbabilities, VocabularyStatistics
 
 
-def vocabulary_statistics(
-    logits: Tensor,
-    temperature: Tensor,
-    *,
-    softcap: float | None = 30.0,
-    allowed: Tensor | None = None,
-    bias: Bias | None = None,
-) -> VocabularyStatistics:
-    """Compute statistics of softmax(cap(logits) / temperature): logits (R, V), temperature (B,) with B dividing R."""
-    x = _processed(logits, temperature, softcap, allowed, bias)
+def vocabulary_statistics(logits: Tensor, shaping: Shaping) -> VocabularyStatistics:
+    """Compute statistics of the shaped logits (R, V)."""
+    x = _processed(logits, shaping)
     chunk = kernel.CHUNK
     padded = F.pad(x, (0, -x.shape[1] % chunk), value=-torch.inf).unflatten(1, (-1, chunk))
     chunk_best = padded.amax(-1)
@@ -41,33 +34,16 @@ def vocabulary_statistics(
     )
 
 
-def sample(
-    logits: Tensor,
-    statistics: VocabularyStatistics,
-    u: Tensor,
-    temperature: Tensor,
-    *,
-    softcap: float | None = 30.0,
-    allowed: Tensor | None = None,
-    bias: Bias | None = None,
-) -> Tensor:
+def sample(logits: Tensor, statistics: VocabularyStatistics, u: Tensor, shaping: Shaping) -> Tensor:
     """Sample by inverse CDF in vocabulary order, one uniform per row: u (R,) float64 → tokens (R,)."""
-    prediction = Prediction(_processed(logits, temperature, softcap, allowed, bias)[None])
-    return prediction.sample(u[None])[0]
+    return Prediction(_processed(logits, shaping)[None]).sample(u[None])[0]
 
 
 def soft_probabilities(
-    logits: Tensor,
-    statistics: VocabularyStatistics,
-    temperature: Tensor,
-    *,
-    softcap: float | None = 30.0,
-    allowed: Tensor | None = None,
-    bias: Bias | None = None,
-    float8: bool = False,
+    logits: Tensor, statistics: VocabularyStatistics, shaping: Shaping, *, float8: bool = False
 ) -> SoftProbabilities:
     """Return the softmax of the processed logits rounded to their dtype, (R, V) in that dtype or in float8."""
-    x = _processed(logits, temperature, softcap, allowed, bias).to(logits.dtype)
+    x = _processed(logits, shaping).to(logits.dtype)
     probabilities = x.softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
     if float8:
         rounded = quantize(probabilities)
@@ -76,9 +52,8 @@ def soft_probabilities(
     return SoftProbabilities((probabilities / scale[:, None]).to(x.dtype), scale)
 
 
-def _processed(
-    logits: Tensor, temperature: Tensor, softcap: float | None, allowed: Tensor | None, bias: Bias | None
-) -> Tensor:
+def _processed(logits: Tensor, shaping: Shaping) -> Tensor:
+    temperature, softcap, allowed, bias = shaping
     num_rows, vocab_size = logits.shape
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap is not None:
