@@ -49,7 +49,7 @@ def test_a_level_per_position_is_the_level_of_the_row_repeated(canvas):
     model = dgemma.DiffusionGemma(CONDITIONED)
     by_row = model.embed_canvas(canvas, None, levels(0.2, 0.9))
     by_position = model.embed_canvas(canvas, None, levels(0.2, 0.9)[:, None].expand(2, 32))
-    assert torch.equal(by_row, by_position)
+    torch.testing.assert_close(by_row, by_position)  # products of other sizes may round differently
 
 
 def test_both_ends_are_finite_and_gradients_reach_the_weights(canvas):

@@ -20,6 +20,7 @@ from dgemma.model.causal import CausalRule, CausalState
 from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig
 from dgemma.model.denoiser import Denoiser
 from dgemma.model.diffusion import DiffusionGemma
+from dgemma.model.inputs import check_prefix, check_tokens
 from dgemma.run.knobs import Knobs
 from dgemma.run.records import StepRecord
 from dgemma_kernels.engine.cache import BufferPool, FusedCache, memory_of
@@ -331,14 +332,14 @@ class FusedDenoiser(Denoiser[FusedCache]):
 
     def _check_canvas(self, canvas: Tensor, cache: FusedCache) -> FusedCache:
         own = self._own(cache)
-        self._model.check_tokens(canvas, own, "canvas")
+        check_tokens(self._model, canvas, own, "canvas")
         return own
 
     def _check_prefix(
         self, tokens: Tensor, cache: FusedCache | None, attention_mask: Tensor | None
     ) -> tuple[FusedCache, Tensor | None]:
         fused = self.new_cache(tokens.shape[0]) if cache is None else self._own(cache)
-        return fused, self._model.check_prefix(tokens, fused, attention_mask)
+        return fused, check_prefix(self._model, tokens, fused, attention_mask)
 
     def _own(self, cache: FusedCache) -> FusedCache:
         if not isinstance(cache, FusedCache) or cache.pool is not self._pool:

@@ -12,14 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgemma.checks import read_device, read_dtype, require, require_tensor, typed
+from dgemma.checks import read_device, read_dtype, require, typed
 from dgemma.diffusion.prediction import Prediction, SoftCap
 from dgemma.model.attention import Mask
 from dgemma.model.backbone import KeysValues, Layer, run_layers
-from dgemma.model.cache import Cache, LayerCache, PrefixCache
+from dgemma.model.cache import LayerCache, PrefixCache
 from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig
 from dgemma.model.denoiser import Denoiser
 from dgemma.model.experts import Experts, ReleasedExperts
+from dgemma.model.inputs import check_cache, check_condition, check_ids, check_prefix, check_tokens
 from dgemma.model.layers import GatedMLP, RMSNorm, rms_norm, wide_dtype
 from dgemma.model.masks import canvas_mask, causal_mask
 from dgemma.model.memory import MemoryReport, report_memory
@@ -205,7 +206,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         Example: `cache = model.encode(prompt_tokens)`.
         """
         cache = self._cache_for(tokens, cache)
-        real = self.check_prefix(tokens, cache, attention_mask)
+        real = check_prefix(self, tokens, cache, attention_mask)
         self._read(tokens, cache, real)
         return cache
 
@@ -219,7 +220,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         Example: `model.causal_logits(tokens)[:, -1].argmax(-1)` is the greedy next token.
         """
         cache = self._cache_for(tokens, cache)
-        real = self.check_prefix(tokens, cache, attention_mask)
+        real = check_prefix(self, tokens, cache, attention_mask)
         return self._head(self._read(tokens, cache, real)).logits
 
     def denoise(
@@ -238,8 +239,8 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
 
         Example: `model.denoise(canvas, cache, self_cond=prediction.shaped(temperature=0.8)).entropy`.
         """
-        self.check_tokens(canvas, self._own(cache), "canvas")
-        self._check_condition(canvas, self_cond, self_cond_mask)
+        check_tokens(self, canvas, check_cache(self.config, cache), "canvas")
+        check_condition(self.config, canvas, self_cond, self_cond_mask)
         signal = None if self_cond is None else self.soft_embedding(self_cond, self_cond_mask)
         x = self.embed_canvas(canvas, signal, noise_level)
         positions = cache.lengths[:, None] + torch.arange(canvas.shape[1], device=canvas.device)
@@ -364,84 +365,10 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         logits = F.linear(hidden, self.embed_tokens.weight)
         return Prediction(logits, (SoftCap(self.config.final_logit_softcapping),))
 
-    def _check_condition(self, canvas: Tensor, self_cond: Any, self_cond_mask: Any) -> None:
-        shape = (*canvas.shape, self.config.vocab_size)
-        is_dense = isinstance(self_cond, Tensor) and self_cond.layout is torch.strided
-        fits = isinstance(self_cond, Prediction) or (is_dense and self_cond.is_floating_point())
-        if self_cond is not None and (not fits or tuple(self_cond.shape) != shape):
-            require(False, "DiffusionGemma self_cond", f"be a Prediction or logits of shape {shape}", self_cond)
-        if self_cond_mask is not None:
-            rule = f"be one flag per row, ({len(canvas)},)"
-            require_tensor(self_cond_mask, "DiffusionGemma self_cond_mask", rule, shape=(len(canvas),))
-
     def _cache_for(self, tokens: Tensor, cache: PrefixCache | None) -> PrefixCache:
         """Return the cache that `tokens` extend; a new one for None."""
-        _check_ids(tokens, "tokens")
-        return self.new_cache(tokens.shape[0]) if cache is None else self._own(cache)
-
-    def _own(self, cache: Any) -> PrefixCache:
-        """Return the cache; raise unless a model with these layers made it."""
-        fits = isinstance(cache, PrefixCache) and len(cache.layers) == len(self.layers)
-        for number, layer in enumerate(cache.layers if fits else ()):
-            shape = self.config.layer_shape(number)
-            fits = fits and layer.window == shape.window
-            fits = fits and (layer.keys.shape[1], layer.keys.shape[3]) == (shape.num_key_value_heads, shape.head_dim)
-        require(fits, "DiffusionGemma cache", "come from encode of this model", cache)
-        return cache
-
-    def check_prefix(self, tokens: Tensor, cache: Cache, attention_mask: Tensor | None) -> Tensor | None:
-        """Check the arguments of `encode`; return which of tokens (B, T) are real, None if all are."""
-        self.check_tokens(tokens, cache, "tokens")
-        if attention_mask is None:
-            return None
-        num_new = tokens.shape[1]
-        rule = "be a tensor of 1 for a real token and 0 for padding"
-        require_tensor(attention_mask, "DiffusionGemma.encode attention_mask", rule, shape=(None, None))
-        same = attention_mask.is_meta == tokens.is_meta
-        require(same, "DiffusionGemma.encode attention_mask", f"be on {tokens.device}", attention_mask)
-        if tuple(attention_mask.shape) not in {(tokens.shape[0], num_new), (tokens.shape[0], cache.num_seen + num_new)}:
-            raise ValueError(
-                f"DiffusionGemma.encode attention_mask must be (batch, cached + new) = "
-                f"{(tokens.shape[0], cache.num_seen + num_new)} or (batch, new) = {(tokens.shape[0], num_new)}, "
-                f"got {tuple(attention_mask.shape)}. Give 1 for a real token and 0 for padding."
-            )
-        seen, real = attention_mask.to(self.device, torch.bool).tensor_split([-num_new], dim=1)
-        if torch.compiler.is_compiling():
-            return real
-        if seen.shape[1] and not torch.equal(seen.sum(1), cache.lengths):
-            raise ValueError(
-                "DiffusionGemma.encode attention_mask must keep the mask of the cached tokens: "
-                f"{cache.lengths.tolist()} real tokens per row, got {seen.sum(1).tolist()}."
-            )
-        return None if bool(real.all()) else real
-
-    def check_tokens(self, tokens: Tensor, cache: Cache, name: str) -> None:
-        """Check tokens (B, T), the prefix's or a canvas's, against the cache they are read with."""
-        _check_ids(tokens, name)
-        if tokens.device != self.device:
-            raise ValueError(
-                f"DiffusionGemma {name} must be on the model's device {self.device}, got {tokens.device}. Move it."
-            )
-        if tokens.shape[0] == 0 or (name == "canvas" and tokens.shape[1] == 0):
-            raise ValueError(f"DiffusionGemma {name} must not be empty, got shape {tuple(tokens.shape)}.")
-        if tokens.shape[0] != cache.batch_size:
-            raise ValueError(
-                f"DiffusionGemma {name} must have the cache's batch size {cache.batch_size}, got {tokens.shape[0]}. "
-                f"Encode the prefix for each row, or cache.select(rows)."
-            )
-        if cache.num_slots + tokens.shape[1] > self.config.max_position_embeddings:
-            raise ValueError(
-                f"DiffusionGemma {name} must end within max_position_embeddings {self.config.max_position_embeddings}, "
-                f"got {cache.num_slots} cached + {tokens.shape[1]} new. Shorten the prompt."
-            )
-        # A GPU is not checked: it would have to synchronise, and a wrong id raises a device-side assertion anyway.
-        if tokens.device.type == "cpu" and not torch.compiler.is_compiling() and tokens.numel():
-            low, high = int(tokens.min()), int(tokens.max())
-            if low < 0 or high >= self.config.vocab_size:
-                raise ValueError(
-                    f"DiffusionGemma {name} must hold ids in [0, {self.config.vocab_size}), got {low}..{high}. "
-                    f"Use the checkpoint's own tokenizer."
-                )
+        check_ids(tokens, "tokens")
+        return self.new_cache(tokens.shape[0]) if cache is None else check_cache(self.config, cache)
 
 
 def require_experts(model: nn.Module, owner: str) -> None:
@@ -461,8 +388,3 @@ def require_experts(model: nn.Module, owner: str) -> None:
 def _num_weights(module: nn.Module) -> int:
     quantized = sum(weight.shape.numel() for _, weight in quantized_weights(module))
     return sum(p.numel() for p in module.parameters()) + quantized
-
-
-def _check_ids(tokens: Tensor, name: str) -> None:
-    rule = "be integer ids of shape (batch, length)"
-    require_tensor(tokens, f"DiffusionGemma {name}", rule, shape=(None, None), dtypes=(torch.int64, torch.int32))

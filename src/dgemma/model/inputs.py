@@ -1,0 +1,99 @@
+"""Checks of what `encode` and `denoise` get: tokens, their mask, a cache and self-conditioning."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dgemma.checks import require, require_tensor
+from dgemma.diffusion.prediction import Prediction
+from dgemma.model.cache import Cache, PrefixCache
+from dgemma.model.config import ModelConfig
+
+_REAL = "be a tensor of 1 for a real token and 0 for padding"
+
+
+class _Model(Protocol):
+    config: ModelConfig
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+def check_ids(tokens: Tensor, name: str) -> None:
+    rule = "be integer ids of shape (batch, length)"
+    require_tensor(tokens, f"DiffusionGemma {name}", rule, shape=(None, None), dtypes=(torch.int64, torch.int32))
+
+
+def check_tokens(model: _Model, tokens: Tensor, cache: Cache, name: str) -> None:
+    """Check tokens (B, T), the prefix's or a canvas's, against the cache they are read with."""
+    check_ids(tokens, name)
+    owner, config, (batch_size, num_new) = f"DiffusionGemma {name}", model.config, tokens.shape
+    require(tokens.device == model.device, owner, f"be on the model's device {model.device}", tokens.device, "Move it.")
+    if batch_size == 0 or (name == "canvas" and num_new == 0):
+        raise ValueError(f"{owner} must not be empty, got shape {tuple(tokens.shape)}.")
+    if batch_size != cache.batch_size:
+        raise ValueError(
+            f"{owner} must have the cache's batch size {cache.batch_size}, got {batch_size}. Encode the prefix for "
+            "each row, or cache.select(rows)."
+        )
+    if cache.num_slots + num_new > config.max_position_embeddings:
+        raise ValueError(
+            f"{owner} must end within max_position_embeddings {config.max_position_embeddings}, got {cache.num_slots} "
+            f"cached + {num_new} new. Shorten the prompt."
+        )
+    # A GPU is not checked: it would have to synchronise, and a wrong id raises a device-side assertion anyway.
+    if tokens.device.type == "cpu" and not torch.compiler.is_compiling() and tokens.numel():
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= config.vocab_size:
+            raise ValueError(
+                f"{owner} must hold ids in [0, {config.vocab_size}), got {low}..{high}. Use the checkpoint's own "
+                "tokenizer."
+            )
+
+
+def check_prefix(model: _Model, tokens: Tensor, cache: Cache, attention_mask: Tensor | None) -> Tensor | None:
+    """Check the arguments of `encode`; return which of tokens (B, T) are real, None if all are."""
+    check_tokens(model, tokens, cache, "tokens")
+    if attention_mask is None:
+        return None
+    owner, (batch_size, num_new) = "DiffusionGemma.encode attention_mask", tokens.shape
+    require_tensor(attention_mask, owner, _REAL, shape=(None, None))
+    require(attention_mask.is_meta == tokens.is_meta, owner, f"be on {tokens.device}", attention_mask)
+    whole, new = (batch_size, cache.num_seen + num_new), (batch_size, num_new)
+    if tuple(attention_mask.shape) not in (whole, new):
+        raise ValueError(
+            f"{owner} must be (batch, cached + new) = {whole} or (batch, new) = {new}, got "
+            f"{tuple(attention_mask.shape)}. Give 1 for a real token and 0 for padding."
+        )
+    seen, real = attention_mask.to(model.device, torch.bool).tensor_split([-num_new], dim=1)
+    if torch.compiler.is_compiling():
+        return real
+    if seen.shape[1] and not torch.equal(seen.sum(1), cache.lengths):
+        raise ValueError(
+            f"{owner} must keep the mask of the cached tokens: {cache.lengths.tolist()} real tokens per row, got "
+            f"{seen.sum(1).tolist()}."
+        )
+    return None if bool(real.all()) else real
+
+
+def check_cache(config: ModelConfig, cache: Any) -> PrefixCache:
+    """Return the cache; raise unless a model with these layers made it."""
+    fits = isinstance(cache, PrefixCache) and len(cache.layers) == config.num_hidden_layers
+    for number, layer in enumerate(cache.layers if fits else ()):
+        shape, keys = config.layer_shape(number), layer.keys.shape
+        fits = fits and (layer.window, keys[1], keys[3]) == (shape.window, shape.num_key_value_heads, shape.head_dim)
+    require(fits, "DiffusionGemma cache", "come from encode of this model", cache)
+    return cache  # type: ignore[no-any-return]
+
+
+def check_condition(config: ModelConfig, canvas: Tensor, self_cond: Any, self_cond_mask: Any) -> None:
+    """Check a prediction or logits (B, C, V), and one flag per row."""
+    shape = (*canvas.shape, config.vocab_size)
+    is_dense = isinstance(self_cond, Tensor) and self_cond.layout is torch.strided
+    fits = isinstance(self_cond, Prediction) or (is_dense and self_cond.is_floating_point())
+    if self_cond is not None and (not fits or tuple(self_cond.shape) != shape):
+        require(False, "DiffusionGemma self_cond", f"be a Prediction or logits of shape {shape}", self_cond)
+    if self_cond_mask is not None:
+        rule = f"be one flag per row, ({len(canvas)},)"
+        require_tensor(self_cond_mask, "DiffusionGemma self_cond_mask", rule, shape=(len(canvas),))
