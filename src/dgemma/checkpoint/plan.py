@@ -51,10 +51,7 @@ class LoadPlan:
         return self.entries[self.sources(ours)[0]].decode is not None
 
     def read_weight(self, ours: str, read: Callable[[str], Tensor]) -> Weight:
-        """Read one of our weights, quantised or plain. `read` returns a stored tensor by its name in the files.
-
-        Example: `plan.read_weight("layers.0.experts.down_proj", read)`.
-        """
+        """Read one of our weights, quantised or plain. `read` returns a stored tensor by its name in the files."""
         if ours in self.whole:
             weight = self.read_entry(self.whole[ours], read)
         else:
@@ -80,10 +77,7 @@ class LoadPlan:
 def make_plan(
     config: ModelConfig, expected: Mapping[str, Tensor], contents: Contents, *, plain_gemma4: bool
 ) -> LoadPlan:
-    """Match the model's tensors with those in the files. One error lists all mismatches, wrong config fields first.
-
-    Example: `make_plan(config, model.state_dict(), read_contents(published, stored), plain_gemma4=False)`.
-    """
+    """Match the model's tensors with those in the files. One error lists all mismatches, wrong config fields first."""
     entries = contents.entries
     shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
     plan = LoadPlan(entries=entries, shapes=shapes, vision=[name for name in entries if VISION.match(name)])
@@ -211,8 +205,5 @@ def _without_trivial_index(weight: IntWeight) -> IntWeight:
 
 
 def first(items: list[str]) -> list[str]:
-    """Shorten a list of names for an error message.
-
-    Example: `first(["a", "b"])` is ["a", "b"].
-    """
+    """Shorten a list of names for an error message."""
     return items if len(items) <= _MOST_NAMED else [*items[:_MOST_NAMED], f"and {len(items) - _MOST_NAMED} more"]

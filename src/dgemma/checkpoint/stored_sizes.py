@@ -16,10 +16,7 @@ _HEADS = {SLIDING: ("head_dim", "num_key_value_heads"), FULL: ("global_head_dim"
 
 
 def contradictions(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Return a sentence for every field that contradicts `shapes`, the stored shapes by our tensor names.
-
-    Example: `contradictions(config, {"embed_tokens.weight": (512, 64)})` is [] if the config has 512 and 64.
-    """
+    """Return a sentence for every field that contradicts `shapes`, the stored shapes by our tensor names."""
 
     def size(name: str, dim: int) -> int:
         """Return a stored size, 0 if there is none."""

@@ -23,8 +23,6 @@ def read_contents(published: Mapping[str, Any], stored: Mapping[str, Stored]) ->
     """Return the weights of a checkpoint by published name, from its config and headers. No weight is read.
 
     An unknown `quant_method`, or a setting that dgemma cannot run, is a ValueError.
-
-    Example: `read_contents(read_published(folder, "config.json"), read_headers(folder)).entries`.
     """
     config = Settings({} if published.get("quantization_config") is None else published["quantization_config"])
     if published.get("quantization") is not None and "quant_method" not in config:
@@ -35,10 +33,7 @@ def read_contents(published: Mapping[str, Any], stored: Mapping[str, Stored]) ->
 
 
 def report_files(contents: Contents, stored: Mapping[str, Stored]) -> MemoryReport:
-    """Return the format and the bytes of each part of a checkpoint's text weights.
-
-    Example: `print(report_files(contents, read_headers(folder)))`.
-    """
+    """Return the format and the bytes of each part of a checkpoint's text weights."""
     weights = [
         (
             our_names(name)[0],

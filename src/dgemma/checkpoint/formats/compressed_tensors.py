@@ -73,10 +73,7 @@ class _ConfigGroup:
 
 
 def read_compressed(config: Settings, stored: Mapping[str, Stored]) -> Contents:
-    """Return descriptions of the weights in a compressed-tensors checkpoint. No weight is read.
-
-    Example: `read_compressed(Settings(published["quantization_config"]), read_headers(folder)).entries`.
-    """
+    """Return descriptions of the weights in a compressed-tensors checkpoint. No weight is read."""
     groups, ignore = _groups(config), Names(config.names("ignore"))
 
     def group_of(module: str) -> _ConfigGroup | None:
@@ -253,10 +250,7 @@ _KINDS = {  # kinds of linear layers, and the names of their modules in the file
 
 
 def published_tensors(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
-    """Return the tensors that store a weight, by published name. Experts are stored one by one, as in published files.
-
-    Example: `published_tensors("model.decoder.layers.0.mlp.up_proj.weight", weight).keys()`.
-    """
+    """Return the tensors that store a weight, by published name. Experts are stored one by one, as published."""
     if isinstance(weight, IntWeight) and (weight.bias is not None or weight.group_index is not None):
         raise ValueError(
             f"{name} has a bias or a group index, which save_pretrained cannot write. Quantise the original model."
@@ -310,10 +304,7 @@ def _pack_rows(codes: Tensor) -> Tensor:
 
 
 def describe_weights(weights: Mapping[str, QuantizedWeight]) -> dict[str, Any]:
-    """Return the quantization_config of a checkpoint with these quantised weights. Keys of `weights` are our names.
-
-    Example: `describe_weights(dict(quantized_weights(model)))["config_groups"]`.
-    """
+    """Return the quantization_config of a checkpoint with these quantised weights. Keys of `weights` are our names."""
     settings: dict[str, tuple[str, dict[str, Any]]] = {}
     for name, weight in weights.items():
         kind = _kind_of(name)

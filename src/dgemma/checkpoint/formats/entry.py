@@ -55,10 +55,7 @@ class Contents:
 
 
 def plain_entry(name: str, stored: Stored) -> Entry:
-    """Return the entry of a plain tensor.
-
-    Example: `plain_entry("model.decoder.norm.weight", headers["model.decoder.norm.weight"]).shape`.
-    """
+    """Return the entry of a plain tensor."""
     return Entry(tensors={"weight": name}, shape=stored.shape, format=stored.dtype)
 
 
@@ -68,8 +65,6 @@ def coded_modules(
     """Yield each module that is stored in codes, and its tensors by role: {"weight": "a.b.weight"}.
 
     Other tensors are added to the contents as plain weights. Scales of the prefix cache are skipped.
-
-    Example: `dict(coded_modules(contents, headers, ("weight", "weight_scale")))["model.decoder.layers.0.mlp.up_proj"]`.
     """
     grouped: dict[str, dict[str, str]] = {}
     roles = frozenset(roles)
@@ -89,10 +84,7 @@ def coded_modules(
 
 
 def plain_linears(contents: Contents) -> list[str]:
-    """Return the names of the linear layers that are stored as plain tensors.
-
-    Example: `plain_linears(contents)` is [] if all are stored in codes.
-    """
+    """Return the names of the linear layers that are stored as plain tensors."""
     plain = [name.removesuffix(".weight") for name, entry in contents.entries.items() if entry.decode is None]
     return [module for module in plain if is_linear(module)]
 
@@ -106,8 +98,6 @@ def header_problems(
     """Return what is wrong with the tensors of a module; `expected` has the dtypes and the shape of every role.
 
     A single number may be stored with or without a dimension.
-
-    Example: `header_problems("a.b", {"scales": "a.b.scales"}, headers, {"scales": (FLOATS, (4, 1))})`.
     """
     problems = []
     for role, (dtypes, shape) in expected.items():
@@ -123,38 +113,26 @@ def header_problems(
 
 
 def weight_name(module: str) -> str:
-    """Return the published name of a module's weight. Fused experts are parameters, without ".weight".
-
-    Example: `weight_name("layers.0.experts.down_proj")` is "layers.0.experts.down_proj".
-    """
+    """Return the published name of a module's weight. Fused experts are parameters, without ".weight"."""
     return module if re.search(r"\.experts\.(gate_up|down)_proj$", module) else f"{module}.weight"
 
 
 def is_linear(module: str) -> bool:
-    """Return True for the name of a linear layer of the text model, and False for fused experts.
-
-    Example: `is_linear("model.decoder.layers.0.experts.3.up_proj")`.
-    """
+    """Return True for the name of a linear layer of the text model, and False for fused experts."""
     if VISION.match(module) or weight_name(module) == module:
         return False
     return re.search(r"(_proj|router\.proj)$", module) is not None
 
 
 def aliases(module: str) -> set[str]:
-    """Return the names by which a config may call a module: encoder and decoder share their weights.
-
-    Example: `"model.encoder.language_model.layers.0.router.proj" in aliases("model.decoder.layers.0.router.proj")`.
-    """
+    """Return the names by which a config may call a module: encoder and decoder share their weights."""
     ours = our_names(module)[0]
     prefixes = ("", "model.", "model.decoder.", "model.encoder.language_model.", "model.language_model.")
     return {module, *(prefix + ours for prefix in prefixes)}
 
 
 class Names:
-    """A list of module names in a config, which may have "re:" expressions and wildcards.
-
-    Example: `"model.decoder.layers.0.mlp.up_proj" in Names(["lm_head", "*mlp*"])`.
-    """
+    """A list of module names in a config, which may have "re:" expressions and wildcards."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
         patterns = list(patterns)

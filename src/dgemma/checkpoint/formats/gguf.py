@@ -61,10 +61,7 @@ _FREQUENCIES = "rope_freqs.weight"  # read into the config, not into a weight
 
 
 def find_gguf(path: str | Path) -> Path | None:
-    """Return the GGUF file that a path names: a file, or the only one in a folder without safetensors; else None.
-
-    Example: `find_gguf("diffusiongemma-Q4_K_M.gguf")`.
-    """
+    """Return the GGUF file that a path names: a file, or the only one in a folder without safetensors; else None."""
     path = Path(path).expanduser()
     if path.suffix == ".gguf":
         return path
@@ -77,10 +74,7 @@ def find_gguf(path: str | Path) -> Path | None:
 
 
 def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Stored], Contents]:
-    """Return the config.json of a GGUF file, and descriptions of its tensors and weights. No weight is read.
-
-    Example: `published, stored, contents = read_gguf(Path("diffusiongemma-Q4_K_M.gguf"))`.
-    """
+    """Return the config.json of a GGUF file, and descriptions of its tensors and weights. No weight is read."""
     opened = _open(file)
     stored, contents = {}, Contents(entries={})
     for tensor in opened.tensors:
@@ -104,10 +98,7 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Stored], Contents]:
 
 @contextmanager
 def open_gguf(file: Path, device: str) -> Iterator[Callable[[str], Tensor]]:
-    """Open a GGUF file; yield a function that returns a named tensor: its floats, or its bytes (..., bytes per row).
-
-    Example: `with open_gguf(file, "cpu") as read: read("output_norm.weight")`.
-    """
+    """Open a GGUF file; yield a function that returns a named tensor: its floats, or its bytes (..., bytes per row)."""
     opened = _open(file)
     tensors = {tensor.name: tensor for tensor in opened.tensors}
 

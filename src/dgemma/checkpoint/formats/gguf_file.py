@@ -33,8 +33,6 @@ class GgufFile:
     """The metadata and the tensors of a GGUF file.
 
     Numbers and texts are Python values, lists of numbers are arrays, and of a list of texts only its length is kept.
-
-    Example: `GgufFile.open(Path("model.gguf")).metadata["general.architecture"]`.
     """
 
     data: mmap.mmap

@@ -26,10 +26,7 @@ _PACKINGS = ("auto_round:auto_gptq", "auto_gptq", "auto_round:gptqmodel")
 
 
 def read_gptq(config: Settings, stored: Mapping[str, Stored]) -> Contents:
-    """Return the weights that a GPTQ or AutoRound checkpoint stores. No weight is read.
-
-    Example: `read_gptq(Settings(published["quantization_config"]), read_headers(folder)).entries`.
-    """
+    """Return the weights that a GPTQ or AutoRound checkpoint stores. No weight is read."""
     if config.values["quant_method"] != "gptq":
         config.choose("packing_format", *_PACKINGS)
         config.choose("data_type", "int", absent="int")

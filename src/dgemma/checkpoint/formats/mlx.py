@@ -27,8 +27,6 @@ def read_mlx(config: Settings, stored: Mapping[str, Stored]) -> Contents:
 
     The config has default bits and groups. Under the name of a module it may have others, or false for a module that
     is not quantised.
-
-    Example: `read_mlx(Settings(published["quantization"]), read_headers(folder)).entries`.
     """
     contents = Contents(entries={})
     for module, tensors in coded_modules(contents, stored, _REQUIRED):

@@ -23,10 +23,7 @@ _UNUSED = ("input_scale",)  # scale of activations, which stay in the model's dt
 
 
 def read_modelopt(config: Settings, stored: Mapping[str, Stored]) -> Contents:
-    """Return the weights that a ModelOpt checkpoint stores. No weight is read.
-
-    Example: `read_modelopt(Settings(published["quantization_config"]), read_headers(folder)).entries`.
-    """
+    """Return the weights that a ModelOpt checkpoint stores. No weight is read."""
     if "quantization" in config:  # hf_quant_config.json nests the same fields and has another name for `ignore`
         config = config.section("quantization")
     config.choose("quant_algo", "NVFP4")

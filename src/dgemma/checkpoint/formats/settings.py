@@ -7,10 +7,7 @@ from dgemma.checks import as_int, require, show
 
 
 class Settings:
-    """A dictionary of a config. `null` means the same as an absent key.
-
-    Example: `Settings({"bits": 4}).choose("bits", 4, 8)` is 4.
-    """
+    """A dictionary of a config. `null` means the same as an absent key."""
 
     def __init__(self, values: Any, owner: str = "quantization_config") -> None:
         require(isinstance(values, Mapping), owner, "be a dictionary", values, "Download config.json again.")
