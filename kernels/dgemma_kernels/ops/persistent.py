@@ -152,12 +152,12 @@ class _Slot(NamedTuple):
     phase: gl.tensor
 
 
-def describe_rows(rows: Tensor) -> tuple[TensorDescriptor, ...]:
+def describe_rows(rows: Tensor) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor]:
     """Describe the three blocks of rows that a step copies.
 
     Example: `Operands(*describe_rows(hidden), None, proj, None, None, out)`.
     """
-    return tuple(_describe(rows, [size.value]) for size in (_ALL, _FEW, _MORE))
+    return _describe(rows, [_ALL.value]), _describe(rows, [_FEW.value]), _describe(rows, [_MORE.value])
 
 
 def describe_weights(weights: Tensor, *, gated: bool = False, flipped: bool = False) -> TensorDescriptor:
