@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dgemma.model.denoiser import Denoiser
 
-_CHUNK = 1 << 27  # bytes at a time
+_CHUNK = 1 << 24  # bytes at a time
 _ODD = -7046029254386353131  # 2⁶⁴ divided by the golden ratio, as a signed number
 
 
@@ -54,10 +54,11 @@ def _sums(tensor: Tensor, dtype: torch.dtype) -> list[int]:
     """Return a sum of every chunk's bits. Each word of 64 bits has its own odd factor, so that order matters."""
     sums = []
     flat = tensor.detach().flatten()
-    for part in flat.split(max(1, _CHUNK // max(dtype.itemsize, 1))):
+    factors = torch.arange(min(_CHUNK, flat.numel() * dtype.itemsize + 7) // 8, device=flat.device) * _ODD | 1
+    for part in flat.split(_CHUNK // dtype.itemsize):
         data = part.to(dtype).contiguous().view(torch.uint8)
         words = data.new_zeros(-(-len(data) // 8) * 8)
         words[: len(data)] = data
-        factors = torch.arange(len(words) // 8, device=data.device) * _ODD | 1
-        sums.append((words.view(torch.int64) * factors).sum())
+        words = words.view(torch.int64)
+        sums.append(words.mul_(factors[: len(words)]).sum())
     return torch.stack(sums).tolist() if sums else []
