@@ -488,7 +488,7 @@ def test_functions_that_need_experts_refuse_a_released_model_and_do_not_change_i
     with pytest.raises(ValueError, match=r"add_lora model must have its experts, .* or accelerate it without rel"):
         add_lora(model, LoRA(targets=("attention",)))
     with pytest.raises(ValueError, match="train model must have its experts, "):
-        train(model, objective, None, config, out=tmp_path / "run")
+        train(model, objective, lambda step, rows: None, config, out=tmp_path / "run")
     with pytest.raises(RuntimeError, match="has taken the experts out of this model"):
         model.save_pretrained(tmp_path / "saved")
     assert list(model.modules()) == modules
