@@ -312,7 +312,7 @@ def prepare_training(folder: Path) -> Any:
 def attempt_training(context: Any, source: random.Random, folder: Path) -> int:
     """Damage the last checkpoint or the log of a run. A change of the state must be noticed."""
     copy = _copy(context.folder, folder)
-    path = copy / source.choice(("step-000002/run.json", "step-000002/state.safetensors", "log.jsonl"))
+    path = copy / source.choice(("step-000002/run.json", "step-000002/state-00000-of-00001.safetensors", "log.jsonl"))
     before = path.read_bytes()
     if path.suffix != ".safetensors" and source.random() < 0.6:
         lines = before.splitlines() if path.suffix == ".jsonl" else [before]
@@ -321,7 +321,7 @@ def attempt_training(context: Any, source: random.Random, folder: Path) -> int:
         path.write_bytes(b"\n".join(lines) + b"\n")
     elif not _odd_file(path, source):
         path.write_bytes(damage_bytes(before, source))
-    elif path.name == "state.safetensors" and not path.exists():
+    elif path.name == "state-00000-of-00001.safetensors" and not path.exists():
         (path.parent / ".metadata").write_bytes(pickle.dumps(Payload()))
     log = TrainLog(copy / "log.jsonl")
     log.lines(), log.column("loss")

@@ -320,7 +320,10 @@ def test_another_kind_of_optimizer_continues_from_the_weights_alone(tmp_path, fi
     shutil.copytree(tmp_path / "changed", tmp_path / "again")
     changed, result = run(tmp_path / "changed", optimizer=second, allow_changes=True, on_step=stop_at(4))
     # The fourth step by hand: the saved weights and a new optimizer.
-    by_hand, half = next_token.model(), load_file(tmp_path / "again" / "step-000003" / "state.safetensors")
+    by_hand, half = (
+        next_token.model(),
+        load_file(tmp_path / "again" / "step-000003" / "state-00000-of-00001.safetensors"),
+    )
     by_hand.load_state_dict({name: half[f"model.{name}"] for name in by_hand.state_dict()})
     settings = config()
     rows = {"rows": range(4), "micro_batch_size": 4, "steps": range(3, 4), "device": torch.device("cpu")}
@@ -525,7 +528,7 @@ def test_adapters_resume_without_the_frozen_weights_being_saved(tmp_path):
     straight, resumed = adapted(), adapted()
     _, result = run(tmp_path / "straight", model=straight)
     _, half = run(tmp_path / "resumed", model=resumed, on_step=stop_at(2))
-    with safe_open(half.checkpoint / "state.safetensors", "pt") as file:
+    with safe_open(half.checkpoint / "state-00000-of-00001.safetensors", "pt") as file:
         assert not any(name == "model.embed_tokens.weight" for name in file.keys())  # noqa: SIM118 (no mapping)
     resumed = adapted()
     run(tmp_path / "resumed", model=resumed)

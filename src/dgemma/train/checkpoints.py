@@ -136,8 +136,8 @@ class Checkpoints:
             shutil.rmtree(new, ignore_errors=True)
             new.mkdir(parents=True)
         self.parallel.barrier()
-        paths = self.parallel.save(new, state)
-        files = self.parallel.collect({path.name: _crc32(path) for path in paths})
+        path = self.parallel.save(new, state)
+        files = self.parallel.collect({path.name: _crc32(path)})
         if self.parallel.is_main:
             write_json(new / _RUN_FILE, {**run, "files": files})
             os.rename(new, final)

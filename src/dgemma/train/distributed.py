@@ -26,7 +26,7 @@ from dgemma.checks import require
 from dgemma.model.experts import Experts, Routing, combine, dispatch, group_by_expert
 from dgemma.model.layers import replace_weights, wide_dtype
 from dgemma.model.quantized import quantized_weights
-from dgemma.train.parallel import Model, Parallel, Result, save_parts
+from dgemma.train.parallel import Model, Parallel, Result
 
 _TORCHRUN = "torchrun --nproc-per-node 2 train.py"
 
@@ -78,13 +78,9 @@ class FullySharded(Parallel):
         self._running = False
 
     def _require_sizes(self, expert_parallel: int, replicas: int) -> None:
-        for name, value in (("expert_parallel", expert_parallel), ("replicas", replicas)):
-            require(value >= 1, f"FullySharded.{name}", "be >= 1", value, "Use 1 or more.")
-        if self.world_size % (expert_parallel * replicas):
-            raise ValueError(
-                f"FullySharded.expert_parallel times replicas must divide the {self.world_size} processes, got "
-                f"{expert_parallel} x {replicas}. Start a multiple of {expert_parallel * replicas} processes."
-            )
+        fits = min(expert_parallel, replicas) >= 1 and self.world_size % (expert_parallel * replicas) == 0
+        rule = f"have a product that divides the {self.world_size} processes"
+        require(fits, "FullySharded.expert_parallel and replicas", rule, (expert_parallel, replicas))
 
     def __enter__(self) -> Self:
         return self
@@ -107,10 +103,10 @@ class FullySharded(Parallel):
 
         mixed: layers are gathered in bfloat16; everything else stays in float32 for the loop's autocast.
         """
-        if any(quantized_weights(model)):
-            raise ValueError(
-                "FullySharded model must have unquantised weights. Train a quantised model in one process."
-            )
+        is_plain = not any(quantized_weights(model))
+        require(
+            is_plain, "FullySharded model", "have unquantised weights", type(model).__name__, "Train it in one process."
+        )
         narrow = mixed or next(model.parameters()).dtype.itemsize < 4
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if mixed else None,
@@ -145,10 +141,7 @@ class FullySharded(Parallel):
         """Move a module to the device, with the weights of the main process."""
         tensors = [*module.parameters(), *module.buffers()]
         if any(tensor.is_meta for tensor in tensors):
-            if self.is_main:
-                raise ValueError(
-                    "FullySharded.prepare model must have weights on the main process, got meta tensors. Load them."
-                )
+            require(not self.is_main, "FullySharded model", "have weights on the main process", "meta tensors")
             module.to_empty(device=self.device)
         else:
             module.to(self.device)
@@ -213,9 +206,6 @@ class FullySharded(Parallel):
         entries: list[dict[str, Result]] = [{}] * self.world_size
         dist.all_gather_object(entries, dict(named))
         return {name: value for of_process in entries for name, value in of_process.items()}
-
-    def save(self, folder: Path, state: Mapping[str, Tensor]) -> list[Path]:
-        return save_parts(folder, state, rank=self.rank, world_size=self.world_size)
 
     def save_pretrained(self, model: nn.Module, folder: Path) -> None:
         """Gather the weights on the main process, one tensor at a time, and write them there."""
@@ -291,11 +281,8 @@ def spread_experts(experts: Experts, mesh: DeviceMesh) -> None:
     Example: `spread_experts(layer.experts, init_device_mesh("cuda", (8,)))`.
     """
     num_experts = experts.gate_up_proj.shape[0]
-    if num_experts % mesh.size():
-        raise ValueError(
-            f"FullySharded.expert_parallel must divide the model's {num_experts} experts, got {mesh.size()}. Use a "
-            "divisor."
-        )
+    divides = num_experts % mesh.size() == 0
+    require(divides, "FullySharded.expert_parallel", f"divide the model's {num_experts} experts", mesh.size())
     for name, weight in list(experts.named_parameters()):
         part = weight.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
         spread = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)

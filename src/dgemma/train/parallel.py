@@ -10,14 +10,13 @@ The training loop uses parallelism only through `Parallel`. A subclass must foll
   call `save` with the same names. `load_state` must be able to read it with any number of processes.
 - Only the main process makes folders, renames them and writes text, between two barriers.
 
-The files of a state are one safetensors file, or one per process with its parts of the tensors. N processes can write a
-state and M can read it, with other meshes and placements or with no process group. Nothing is unpickled: the place of
-each part in its tensor is JSON in the file's metadata.
+The files of a state are one safetensors file per process, with its parts of the tensors. N processes can write a state
+and M can read it, with other meshes and placements or with no process group. Nothing is unpickled: the place of each
+part in its tensor is JSON in the file's metadata.
 """
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,10 +33,7 @@ Model = TypeVar("Model", bound=nn.Module)
 Result = TypeVar("Result")
 
 ADAPTERS_FILE = "adapters.safetensors"
-STATE_FILE = "state.safetensors"
-_PART_FILE = re.compile(r"state-(\d{5})-of-(\d{5})\.safetensors")
 _PARTS = "parts"  # the metadata entry with the place of each part
-_PICKLE = ".metadata"  # a file of torch.distributed.checkpoint, which earlier versions wrote
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -115,9 +111,9 @@ class Parallel:
         """Scale the gradients to a joint norm of at most `max_norm`; return the norm before scaling, shape ()."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
-    def save(self, folder: Path, state: Mapping[str, Tensor]) -> list[Path]:
-        """Write named tensors into an existing, empty folder; return the files that this process wrote."""
-        return save_whole(folder, state)
+    def save(self, folder: Path, state: Mapping[str, Tensor]) -> Path:
+        """Write this process's parts of named tensors into an existing, empty folder; return the file."""
+        return save_parts(folder, state, rank=self.rank, world_size=self.world_size)
 
     def save_pretrained(self, model: nn.Module, folder: Path) -> None:
         """Write the whole model with its own `save_pretrained`, once. If the model has adapters, write only those."""
@@ -138,16 +134,7 @@ class TensorPart(NamedTuple):
     dtype: torch.dtype | None
 
 
-def save_whole(folder: Path, state: Mapping[str, Tensor]) -> list[Path]:
-    """Write whole tensors to one file; return its path.
-
-    Example: `save_whole(folder, {"model.norm.weight": weight})`.
-    """
-    write_tensors(folder / STATE_FILE, state)
-    return [folder / STATE_FILE]
-
-
-def save_parts(folder: Path, state: Mapping[str, Tensor], *, rank: int, world_size: int) -> list[Path]:
+def save_parts(folder: Path, state: Mapping[str, Tensor], *, rank: int, world_size: int) -> Path:
     """Write this process's parts of DTensors; the first process also writes the other tensors. Return the file.
 
     If several processes hold the same part, only the first of them writes it.
@@ -165,9 +152,13 @@ def save_parts(folder: Path, state: Mapping[str, Tensor], *, rank: int, world_si
             for chunk in tensor.__create_chunk_list__():  # one, or none if there were fewer rows than processes
                 tensors[name] = tensor.to_local()  # type: ignore[attr-defined]
                 places[name] = {"whole": list(tensor.shape), "offset": list(chunk.offsets)}
-    path = folder / f"state-{rank:05d}-of-{world_size:05d}.safetensors"
+    path = folder / _part_name(rank, world_size)
     write_tensors(path, tensors, metadata={_PARTS: json.dumps(places)})
-    return [path]
+    return path
+
+
+def _part_name(rank: int, world_size: int) -> str:
+    return f"state-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 def stored_names(folder: Path) -> set[str]:
@@ -199,15 +190,9 @@ def load_state(folder: Path, state: Mapping[str, Tensor]) -> None:
 
 def _read_parts(folder: Path) -> dict[str, list[TensorPart]]:
     """Return the parts of every stored tensor, after checking that they fill it."""
-    if (folder / STATE_FILE).exists():
-        paths = [folder / STATE_FILE]
-    else:
-        paths = sorted(path for path in folder.iterdir() if _PART_FILE.fullmatch(path.name))
-        numbers = [tuple(map(int, found.groups())) for path in paths if (found := _PART_FILE.fullmatch(path.name))]
-        if not paths and (folder / _PICKLE).exists():
-            raise ValueError("an earlier version wrote it as a pickle, which this one never reads")
-        if numbers != [(rank, len(paths)) for rank in range(len(paths))] or not paths:
-            raise ValueError(f"{STATE_FILE} or a file of some process is missing")
+    paths = sorted(folder.glob("state-*.safetensors"))
+    if not paths or [path.name for path in paths] != [_part_name(rank, len(paths)) for rank in range(len(paths))]:
+        raise ValueError("the file of some process is missing")
     stored: dict[str, list[TensorPart]] = {}
     for path in paths:
         with open_tensors(path) as file:
