@@ -13,7 +13,7 @@ import dgemma
 from dgemma import DiffusionGemma, HybridNoise, MaskNoise, UniformNoise
 from dgemma.diffusion import nelbo
 from dgemma.diffusion.schedule import ClippedLinear, OneMinusCosine
-from dgemma.train import Bound, CrossEntropy, LeaveOneOut, Loss, TrainBatch, one_pass
+from dgemma.train import Bound, CrossEntropy, LeaveOneOut, Loss, RowMean, TrainBatch, one_pass
 from dgemma.train.objective import Objective
 
 VOCAB, CANVAS_LEN, EOS, MASK = 40, 6, 1, 4
@@ -637,6 +637,16 @@ def test_a_loss_of_ones_own_is_a_function_of_the_logits_at_each_position(model, 
     text, z = filled(1), calls[0]["z"][1, 0]  # the row with one canvas
     distance = denoised(model, text, z, 0).softmax(-1) - F.one_hot(text, VOCAB)
     torch.testing.assert_close(sums[1], distance.square().sum(), atol=1e-5, rtol=1e-4)
+
+
+def test_a_mean_of_rows_adds_up_over_micro_batches():
+    loss = RowMean(lambda model, batch, seeds: batch.length * seeds.double())
+    whole = loss.reduce(loss(None, BATCH, seeds=SEEDS))
+    parts = [(BATCH.select(rows), SEEDS[rows]) for rows in (slice(0, 1), slice(1, 3))]
+    totals = {"row": sum(loss.total_counts(*part)["row"] for part in parts)}
+    assert whole.item() == pytest.approx((18 * 11 + 6 * 12 + 8 * 13) / 3)
+    shares = [loss.reduce(loss(None, batch, seeds=seeds), totals).item() for batch, seeds in parts]
+    assert sum(shares) == pytest.approx(whole.item())
 
 
 def test_batches_that_do_not_fit_the_model_are_refused(model):
