@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import dgemma
+from dgemma.run.records import BlockCommit
 from rowwise import RowwiseDenoiser
 
 PROMPT = torch.tensor([[2, 7, 9]])
@@ -17,7 +18,7 @@ def test_a_decision_shows_the_shapes_of_its_tensors():
 
 def test_numbers_of_rows_are_shown_as_numbers():
     steps, finished = torch.tensor([3, 4]), torch.tensor([True, False])
-    commit = dgemma.BlockCommit(block=1, tokens=torch.zeros(2, 16), finished=finished, steps=steps)
+    commit = BlockCommit(block=1, tokens=torch.zeros(2, 16), finished=finished, steps=steps)
     assert repr(commit) == "BlockCommit(block=1, tokens=float32 (2, 16), finished=[True, False], steps=[3, 4])"
 
 

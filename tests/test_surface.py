@@ -23,13 +23,11 @@ RUN = "Knobs Trajectory generate generate_many start_state step stream"
 TASKS = "Guided Slot calibrate decide_many edit generate_causal infill observe slots sweep"
 CONSTRAINTS = "Choice Grammar JsonSchema Regex ToolCalls"
 MODULES = "data presets sampling train view"
-# Results, base classes and helpers. Earlier versions listed most of them at the top of the package.
+# Results, base classes and helpers.
 UNLISTED = """
-BlockCommit BlockRefinement CacheMark ConfidenceGap ConstantTemperature Conventions DenoiseState DenoiserConfig
-EndOfText FactorThreshold FilledTemplate FirstHitting Generation GenerationDefaults Infilling KLASS LeaveOneOutGibbs
-LinearTemperature Moment Noise Observation P2 Pass Plan Prediction PrefixCache ReMDM RecordedStep Reply
-StableAndConfident StepCap StepRecord StopRule Sweep SweepRow TokenBatch TokenCache TokenEditing ToolCall Unchanged
-apply_changes default_sampler denoise_canvas describe_noise describe_sampler learnt_noise read_plan schedule settle
+ConstantTemperature DenoiseState DenoiserConfig Generation GenerationDefaults LeaveOneOutGibbs LinearTemperature Noise
+Prediction PrefixCache StableAndConfident StepCap StepRecord StopRule TokenCache apply_changes default_sampler
+describe_noise describe_sampler learnt_noise read_plan schedule settle
 """
 
 

@@ -4,58 +4,47 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 import dgemma.sampling as sampling
-from dgemma.checkpoint.tokenizer import ByteTokenizer, Reply, TokenBatch, Tokenizer, ToolCall
+from dgemma.checkpoint.tokenizer import ByteTokenizer, Tokenizer
 from dgemma.constraints.languages import Choice, Grammar, JsonSchema, Regex, ToolCalls
 from dgemma.diffusion import schedule
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.model import presets
-from dgemma.model.cache import CacheMark, PrefixCache
-from dgemma.model.config import Conventions, DenoiserConfig, GenerationDefaults, ModelConfig
+from dgemma.model.cache import PrefixCache
+from dgemma.model.config import DenoiserConfig, GenerationDefaults, ModelConfig
 from dgemma.model.denoiser import Denoiser
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.run.changes import apply_changes
 from dgemma.run.defaults import default_sampler, learnt_noise
 from dgemma.run.generate import generate, stream
 from dgemma.run.knobs import Knobs
-from dgemma.run.loop import denoise_canvas
 from dgemma.run.many import generate_many
-from dgemma.run.plan import Plan, read_plan
-from dgemma.run.records import BlockCommit, Moment, RecordedStep, StepRecord
+from dgemma.run.plan import read_plan
+from dgemma.run.records import StepRecord
 from dgemma.run.step import settle, start_state, step
 from dgemma.run.trajectory import Generation, Trajectory
 from dgemma.sampling import (
-    KLASS,
-    P2,
     Ancestral,
-    BlockRefinement,
     Confidence,
-    ConfidenceGap,
     ConstantTemperature,
     Decision,
-    EndOfText,
     EntropyBound,
-    FactorThreshold,
-    FirstHitting,
     LeaveOneOutGibbs,
     LinearTemperature,
-    ReMDM,
     Sampler,
     StableAndConfident,
     StepCap,
     StopRule,
     Threshold,
-    TokenEditing,
-    Unchanged,
 )
 from dgemma.sampling.named import describe_noise, describe_sampler
-from dgemma.study.observe import Observation, Pass, observe
-from dgemma.study.sweep import Sweep, SweepRow, sweep
+from dgemma.study.observe import observe
+from dgemma.study.sweep import sweep
 from dgemma.tasks.autoregressive import generate_causal
 from dgemma.tasks.guidance import Guided
-from dgemma.tasks.infill import Infilling, edit, infill
-from dgemma.tasks.slots import FilledTemplate, Slot, calibrate, decide_many, slots
+from dgemma.tasks.infill import edit, infill
+from dgemma.tasks.slots import Slot, calibrate, decide_many, slots
 from dgemma.tasks.wrapped import TokenCache, wrap
 
 __all__ = [
@@ -105,49 +94,23 @@ __all__ = [
 LISTED = tuple(__all__)
 # Results, base classes and helpers. `dgemma.NAME` works, but `dir(dgemma)` does not list them.
 __all__ += [
-    "KLASS",
-    "P2",
-    "BlockCommit",
-    "BlockRefinement",
-    "CacheMark",
-    "ConfidenceGap",
     "ConstantTemperature",
-    "Conventions",
     "DenoiseState",
     "DenoiserConfig",
-    "EndOfText",
-    "FactorThreshold",
-    "FilledTemplate",
-    "FirstHitting",
     "Generation",
     "GenerationDefaults",
-    "Infilling",
     "LeaveOneOutGibbs",
     "LinearTemperature",
-    "Moment",
     "Noise",
-    "Observation",
-    "Pass",
-    "Plan",
     "Prediction",
     "PrefixCache",
-    "ReMDM",
-    "RecordedStep",
-    "Reply",
     "StableAndConfident",
     "StepCap",
     "StepRecord",
     "StopRule",
-    "Sweep",
-    "SweepRow",
-    "TokenBatch",
     "TokenCache",
-    "TokenEditing",
-    "ToolCall",
-    "Unchanged",
     "apply_changes",
     "default_sampler",
-    "denoise_canvas",
     "describe_noise",
     "describe_sampler",
     "learnt_noise",

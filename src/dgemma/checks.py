@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
-from typing import Annotated, Any, Literal, TextIO, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TextIO, TypeVar, get_type_hints
 
 import numpy as np
 import torch
@@ -181,18 +181,6 @@ def check_finite(owner: Any, field: str, *, above: float | None = None, fix: str
     """
     check_size(owner, field, above=above, fix=fix)
     require_field(math.isfinite(getattr(owner, field)), owner, field, "be finite", fix)
-
-
-def check_choice(owner: Any, field: str, *, fix: str = "") -> None:
-    """Require one of the names in the field's annotation, a `Literal`. Raise a TypeError if it is not a `Literal`.
-
-    Example: `check_choice(self, "quota")` for a field `quota: Literal["fixed", "cosine"]`.
-    """
-    # A subclass may annotate the field as a str, or have annotations that cannot be read.
-    hints = (_hints_of(kind).get(field) for kind in type(owner).__mro__)
-    names = next(get_args(hint) for hint in hints if get_origin(hint) is Literal)
-    value = getattr(owner, field)
-    require_field(isinstance(value, str) and value in names, owner, field, f"be {' or '.join(map(repr, names))}", fix)
 
 
 def check_block_len(owner: Any) -> None:

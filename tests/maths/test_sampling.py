@@ -118,7 +118,7 @@ def test_a_run_with_corrections_has_the_law_of_the_levels_it_promises():
 def test_first_hitting_tells_the_time_of_its_own_clock():
     state = fresh_state(torch.full((2, 3), 2), dgemma.MaskNoise(3, mask_token_id=2), 8)
     state = replace(state, memory=torch.tensor([0.3, 0.6], dtype=torch.float64))
-    assert level_told(dgemma.FirstHitting())(state).tolist() == [0.3, 0.6]
+    assert level_told(dgemma.sampling.FirstHitting())(state).tolist() == [0.3, 0.6]
 
 
 ALLOWED = {6: torch.arange(6) < 3, 30: torch.arange(30) < 3}

@@ -254,7 +254,7 @@ def test_streaming_gives_drafts_and_committed_blocks_for_any_batch():
         (dgemma.EntropyBound(bound=9e9), 1),
         (dgemma.Threshold(tau=0.0), 1),
         (dgemma.Confidence(), 8),  # its quota: a share of the canvas each step
-        (dgemma.ReMDM(), 8),  # it masks tokens again, so a full canvas is not done
+        (dgemma.sampling.ReMDM(), 8),  # it masks tokens again, so a full canvas is not done
     ],
     ids=["entropy-bound", "threshold", "confidence", "remdm"],
 )

@@ -121,5 +121,5 @@ def test_training_under_another_noise_resets_bound_and_sampler():
 
 
 def test_names_are_those_of_the_command_line():
-    assert rebuild_sampler({"name": "klass", "tau": 0.8}) == dgemma.KLASS(tau=0.8)
+    assert rebuild_sampler({"name": "klass", "tau": 0.8}) == dgemma.sampling.KLASS(tau=0.8)
     assert {kind.__name__ for kind in SAMPLERS.values()} == {type(sampler).__name__ for sampler in EVERY}

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from dgemma.checks import check_choice, require, require_field, show
+from dgemma.checks import check_types, require, require_field, show
 from dgemma.files import read_json
 from dgemma.model.gemma4 import GEMMA4_TYPES, config_from_gemma4
 
@@ -244,8 +244,7 @@ class Conventions:
     self_cond_logits: Literal["rounded", "float32"] = "rounded"
 
     def __post_init__(self) -> None:
-        check_choice(self, "sliding_prefix")
-        check_choice(self, "self_cond_logits")
+        check_types(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dgemma.checks import check_choice
+from dgemma.checks import check_types
 from dgemma.diffusion.decision import Decision, transition
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
@@ -29,8 +29,7 @@ class Ancestral(Sampler):
     redecides: ClassVar[frozenset[str]] = frozenset({"uniform", "hybrid"})
 
     def __post_init__(self) -> None:
-        fix = 'A network trained by cross-entropy predicts the "mean".'
-        check_choice(self, "parametrisation", fix=fix)
+        check_types(self)
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         if self.parametrisation == "loo":

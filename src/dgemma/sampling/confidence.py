@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dgemma.checks import check_block_len, check_choice, check_finite, require_field
+from dgemma.checks import check_block_len, check_finite, check_types, require_field
 from dgemma.diffusion import draws
 from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.prediction import Prediction
@@ -45,8 +45,7 @@ class Confidence(Sampler):
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask"})
 
     def __post_init__(self) -> None:
-        check_choice(self, "order")
-        check_choice(self, "quota")
+        check_types(self)
         check_block_len(self)
         check_finite(self, "order_temperature", fix="Use 0 for a strict order.")
         if self.order == "random":

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dgemma.checks import check_choice, check_size
+from dgemma.checks import check_size, check_types
 from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
@@ -39,8 +39,7 @@ class EntropyBound(Sampler):
 
     def __post_init__(self) -> None:
         check_size(self, "bound", unit="nats", fix="Use 0 for one token per step.")
-        check_choice(self, "order")
-        check_choice(self, "commit")
+        check_types(self)
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         score = certainty(prediction, self.order).masked_fill(~state.open, -torch.inf)

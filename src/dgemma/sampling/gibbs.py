@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dgemma.checks import check_choice, check_count, check_size
+from dgemma.checks import check_count, check_size, check_types
 from dgemma.diffusion import draws
 from dgemma.diffusion.decision import Decision, transition
 from dgemma.diffusion.prediction import Prediction
@@ -46,7 +46,7 @@ class LeaveOneOutGibbs(Sampler):
         check_count(self, "num_positions", fix="Use 1 for exact corrections.")
         if self.choice_temperature is not None:
             check_size(self, "choice_temperature", fix="Use None to pick at random.")
-        check_choice(self, "parametrisation")
+        check_types(self)
 
     def start(self, state: DenoiseState) -> Tensor:
         return state.noise_level

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dgemma.checks import check_choice, check_probability, require_field
+from dgemma.checks import check_probability, check_types, require_field
 from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.schedule import Loop
@@ -40,7 +40,7 @@ class ReMDM(Sampler):
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask"})
 
     def __post_init__(self) -> None:
-        check_choice(self, "strategy")
+        check_types(self)
         if self.eta is not None:
             require_field(self.strategy != "conf", self, "eta", 'be None for strategy "conf"', "Its σ has no scale.")
             check_probability(self, "eta", fix="It is the probability of masking a token again.")

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dgemma.checks import as_int, check_choice, check_count, check_size, require_field
+from dgemma.checks import as_int, check_count, check_size, check_types, require_field
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 
@@ -101,7 +101,7 @@ class StableAndConfident(StopRule):
     def __post_init__(self) -> None:
         check_count(self, "stability", least=0, fix="Use 0 for entropy alone.")
         check_size(self, "confidence", above=0, unit="nats", fix="Use 0.005, as published.")
-        check_choice(self, "compare")
+        check_types(self)
 
     def start(self, state: DenoiseState) -> Tensor:
         batch_size, canvas_len = state.canvas.shape
