@@ -46,7 +46,6 @@ OPERATIONS = {  # by a part of a kernel's name; the first that matches
     "_rms_norm": "functions between products",
     "_after_": "functions between products",
     "_attention_residual": "functions between products",
-    "_gated_gradient": "functions between products",
     "_choices_": "sorting and counting",
     "_choose_experts": "sorting and counting",
     "sdpa": "attention",

@@ -6,7 +6,7 @@ import torch
 
 from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.experts import kernel as experts
-from dgemma_kernels.ops.grouped import adapters, gates
+from dgemma_kernels.ops.grouped import adapters
 from dgemma_kernels.ops.grouped import kernel as grouped
 from dgemma_kernels.ops.mlp import kernel as mlp
 from dgemma_kernels.ops.norms import kernel as norms
@@ -45,7 +45,6 @@ def run_training(num_tokens: int = 256) -> None:
         grouped.multiply_tokens(x, gate_up, narrow, wide, order, ends, tiles, gated=gated)
     grouped.multiply_tokens(x, down.mT, narrow, low.mT, order, ends, tiles)
     hidden, of_wide = empty(num_tokens * A, F), empty(num_tokens * A, 2 * F)
-    gates.gated_gradient(of_wide, hidden, empty(num_tokens, A).float(), order)
     grouped.multiply_rows(hidden, low, ends)
     adapters.contract_and_outer(hidden, narrow, low.mT, ends, scale=2.0, by_row=empty(num_tokens * A).float())
     adapters.contract_and_outer(of_wide, narrow, wide, ends, scale=2.0)

@@ -93,7 +93,7 @@ def test_a_step_with_the_kernels_is_as_exact_as_the_plain_one(kernels_on_cpu):
     kernel_loss, kernel_gradients = step(fast=True)
     assert kernels_on_cpu == {
         *("choose_experts", "weigh_choices", "weigh_choices_gradient", "group_choices"),
-        *("multiply_tokens", "multiply_rows", "gated_gradient", "contract_and_outer"),
+        *("multiply_tokens", "multiply_rows", "contract_and_outer"),
         *("contract", "contract_gradient", "expand", "expand_gradient"),
         *("norm_heads", "norm_heads_gradient"),
         *("rms_norm", "rms_norm_gradient", "after_attention_gradient", "after_experts", "after_experts_gradient"),
@@ -124,7 +124,7 @@ def test_the_first_step_starts_to_compile_its_kernels_ahead(rank, kernels_on_cpu
     names = {
         adapters: ("contract", "contract_gradient", "expand", "expand_gradient"),
         choices: ("choose_experts", "group_choices", "weigh_choices", "weigh_choices_gradient"),
-        grouped: ("contract_and_outer", "gated_gradient", "multiply_rows"),
+        grouped: ("contract_and_outer", "multiply_rows"),
         heads: ("norm_heads", "norm_heads_gradient"),
         residual: ("after_attention_gradient", "after_experts", "after_experts_gradient", "rms_norm_gradient"),
     }

@@ -274,19 +274,12 @@ def uses_kernel(weights: Weight, x: Tensor) -> TypeGuard[Tensor]:
     )
 
 
+@fused
 def geglu_gradient(wide: Tensor, pulled: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return hidden values (R, F), gradients of gate and up (R, 2F), and those of the routing weights by row, (R,).
 
     pulled: the gradient of the hidden values (R, F), before it is multiplied by the routing weights (M, A).
     """
-    if runs_kernels(wide) and wide.dtype != torch.float64:  # the kernel computes in float32
-        return grouped.gated_gradient(wide, pulled, weights.contiguous(), order)
-    return _gated_and_grad(wide, pulled, weights, order)
-
-
-@fused
-def _gated_and_grad(wide: Tensor, pulled: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `geglu_gradient` by automatic differentiation."""
     hidden, pull_back = torch.func.vjp(plain(gated_gelu), *wide.chunk(2, dim=-1))  # type: ignore[misc]
     by_row, exact = weights.flatten()[order][:, None], pulled.to(wide_dtype(pulled))
     return hidden, torch.cat(pull_back((by_row * exact).to(hidden.dtype)), -1), (hidden * exact).sum(-1)

@@ -117,7 +117,7 @@ def _other_calls(sizes: _StepSizes, dtype: torch.dtype) -> Iterator[partial[Any]
     for weight, added in ((None, None), (vector, None), (vector, x)):
         yield partial(residual.rms_norm_gradient, x, x, weight, 1e-6, added)
     weights = _empty(num_tokens, sizes.top_k, dtype=torch.float32)
-    chosen, order = _empty(*weights.shape, dtype=torch.int64), _empty(num_rows, dtype=torch.int64)
+    chosen = _empty(*weights.shape, dtype=torch.int64)
     logits, scales = empty(num_tokens, num_experts), empty(num_experts)
     yield partial(choices.choose_experts, logits, scales, sizes.top_k)
     yield partial(choices.group_choices, chosen, num_experts)
@@ -126,7 +126,6 @@ def _other_calls(sizes: _StepSizes, dtype: torch.dtype) -> Iterator[partial[Any]
     gate_and_up, hidden, narrow = (empty(num_rows, columns) for columns in (2 * inner, inner, rank))
     ends, by_row = _empty(num_experts, dtype=torch.int32), _empty(num_rows, dtype=torch.float32)
     up_b, down_a = empty(num_experts, 2 * inner, rank), empty(num_experts, rank, inner)
-    yield partial(grouped.gated_gradient, gate_and_up, hidden, weights, order)
     if rank <= FEW_OUTPUTS:
         yield partial(grouped.multiply_rows, hidden, down_a, ends, scale=2.0)
         yield partial(grouped.contract_and_outer, gate_and_up, narrow, up_b, ends, scale=2.0)

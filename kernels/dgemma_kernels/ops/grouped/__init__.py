@@ -1,14 +1,12 @@
 """Products of tokens with the weights and adapters of their experts."""
 
 from dgemma_kernels.ops.grouped.adapters import contract_and_outer
-from dgemma_kernels.ops.grouped.gates import gated_gradient
 from dgemma_kernels.ops.grouped.kernel import ExpertProduct, calls_of_products, multiply_rows, multiply_tokens
 
 __all__ = [
     "ExpertProduct",
     "calls_of_products",
     "contract_and_outer",
-    "gated_gradient",
     "multiply_rows",
     "multiply_tokens",
 ]

@@ -52,9 +52,3 @@ def contract_and_outer(
     starts = [0, *ends.tolist()]
     groups = [slice(start, end) for start, end in pairwise(starts)]
     return of_narrow, torch.stack([rows[group].T @ narrow[group] for group in groups])
-
-
-def gated_gradient(wide: Tensor, pulled: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Differentiate `gated_gelu`."""
-    hidden, pull_back = torch.func.vjp(gated_gelu, *wide.chunk(2, dim=-1))  # type: ignore[misc]
-    return hidden, torch.cat(pull_back(weights.flatten()[order][:, None] * pulled), -1), (hidden * pulled).sum(-1)
