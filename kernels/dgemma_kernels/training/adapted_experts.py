@@ -11,13 +11,21 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dgemma.doors import plain
-from dgemma.model.experts import Routing, combine, dispatch, group_by_expert, product_by_group
+from dgemma.model.experts import Routing
 from dgemma.model.layers import gated_gelu, wide_dtype
 from dgemma.model.quantized import Weight
 from dgemma.train.lora import AdaptedExperts
 from dgemma_kernels.ops import grouped
 from dgemma_kernels.training.adapted_linear import product_dtype, scaled_product
-from dgemma_kernels.training.experts import TiledGroups, outer_by_group, sum_choices
+from dgemma_kernels.training.experts import (
+    TiledGroups,
+    combine,
+    dispatch,
+    group_by_expert,
+    outer_by_group,
+    product_by_group,
+    sum_choices,
+)
 from dgemma_kernels.training.fused import fused, runs_kernels
 
 FEW_OUTPUTS = 16  # a product with at most this many outputs has its own kernel
@@ -50,7 +58,7 @@ def forward(experts: AdaptedExperts, x: Tensor, routing: Routing, kept: Kept | N
         trained = trained_weights(experts)
         mixed: Tensor = _KeptOutput.apply(experts, kept or Kept(), x, routing.weights, routing.experts, *trained)
         return mixed
-    groups: Any = group_by_expert(routing.experts, experts.gate_up_proj.shape[0])
+    groups = group_by_expert(routing.experts, experts.gate_up_proj.shape[0])
     hidden = hidden_of(experts, x, narrow_of(experts, x, groups), groups)
     return mix(experts, hidden, routing.weights, groups, x.dtype)
 

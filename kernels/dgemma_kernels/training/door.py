@@ -79,7 +79,7 @@ def accelerate_training(model: DiffusionGemma, *, replay: bool = True) -> Iterat
             f"accelerate_training model must be on a GPU, got one on {model.device}. Move it, or train without."
         )
     on_gpu = model.device.type == "cuda"
-    own = {
+    own: dict[Callable[..., Any], Callable[..., Any]] = {
         Updater.measure: Replays() if replay else measure,
         canvases.uniform_at: _uniform_at,
         QuantizedWeight.decode: _decode,
@@ -107,7 +107,7 @@ def _compiled_layers(model: DiffusionGemma) -> Iterator[None]:
     finally:
         for module in each:
             # torch has no public function for this. Compiling `forward` instead would not compile its hooks.
-            module._compiled_call_impl = None  # type: ignore[assignment]
+            module._compiled_call_impl = None
 
 
 def _uniform_at(seeds: Tensor, block: Tensor, position: Tensor, word: Tensor) -> Tensor:

@@ -153,7 +153,7 @@ def compiled(function: Callable[..., Any], *, dynamic: bool | None = None) -> Ca
     """
     # Without the first option, fusion would skip the rounding between operations, which is part of the result. The
     # second one makes sums over up to 16 values part of elementwise kernels, which read memory several times faster.
-    options = {"emulate_precision_casts": True, "unroll_reductions_threshold": 17}
+    options: dict[str, Any] = {"emulate_precision_casts": True, "unroll_reductions_threshold": 17}
     fast = torch.compile(function, dynamic=dynamic, options=options)
 
     @torch.no_grad()  # with gradients, and for inputs that require them, it would be compiled again

@@ -90,5 +90,13 @@ def feed_forward(layer: Layer, x: Tensor, attended: Tensor, scalar: Tensor, kept
         mixed = adapted_experts.forward(layer.experts, inputs, routing, kept)
     else:
         mixed = layer.experts(inputs, routing)
-    norms = layer.post_feedforward_layernorm_1, layer.post_feedforward_layernorm_2, layer.post_feedforward_layernorm
-    return _after_experts(residual, layer.mlp(dense), mixed, *(norm.weight for norm in norms), scalar, eps)
+    return _after_experts(
+        residual,
+        layer.mlp(dense),
+        mixed,
+        layer.post_feedforward_layernorm_1.weight,
+        layer.post_feedforward_layernorm_2.weight,
+        layer.post_feedforward_layernorm.weight,
+        scalar,
+        eps,
+    )

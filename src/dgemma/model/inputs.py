@@ -84,7 +84,7 @@ def check_cache(config: ModelConfig, cache: Any) -> PrefixCache:
         shape, keys = config.layer_shape(number), layer.keys.shape
         fits = fits and (layer.window, keys[1], keys[3]) == (shape.window, shape.num_key_value_heads, shape.head_dim)
     require(fits, "DiffusionGemma cache", "come from encode of this model", cache)
-    return cache  # type: ignore[no-any-return]
+    return cache
 
 
 def check_condition(config: ModelConfig, canvas: Tensor, self_cond: Any, self_cond_mask: Any) -> None:
