@@ -41,7 +41,7 @@ IN_FUNCTIONS = {
     "dgemma.cli.writing": {"readline"},  # not on Windows
     "dgemma.data.vocabulary": {"tokenizers", "transformers"},
     "dgemma.eval.__main__": {"dgemma.eval.harness", "lm_eval.__main__"},
-    "dgemma.run.spread": {"ray"},
+    "dgemma.run.on_ray": {"ray", "ray.util"},
     "dgemma.view.gif": {"PIL", "matplotlib"},
     "dgemma_kernels.training.fused": {"torch._inductor.async_compile", "torch._inductor.compile_fx"},
     "dgemma_kernels.ops.ahead": {"torch._inductor.async_compile", "torch._inductor.runtime.cache_dir_utils"},

@@ -153,7 +153,7 @@ def test_a_checkpoint_brings_its_own_tokenizer():
 @pytest.mark.parametrize(
     ("prompts", "options", "message"),
     [
-        ("text", {}, "prompts must be a collection of prompts, got 'text'. Write .prompt.."),
+        ("text", {}, "prompts must be .*, got 'text'"),
         ([[5]], {"batch_size": 0}, "batch_size must be an integer of at least 1, got 0."),
         ([[5]], {"seed": 0.5}, "seed must be an integer"),
         ([[5]], {"stepz": 1}, "unexpected keyword argument 'stepz'"),

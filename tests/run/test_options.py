@@ -7,9 +7,9 @@ import torch
 
 import dgemma
 from dgemma.run.many import ManyOptions
+from dgemma.run.on_ray import generate_on_ray
 from dgemma.run.options import GenerateOptions, RunOptions, defaults_of
 from dgemma.run.plan import read_plan
-from dgemma.run.spread import generate_on_ray, generate_with_torchrun
 from dgemma.tasks.infill import InfillOptions
 
 
@@ -20,7 +20,6 @@ from dgemma.tasks.infill import InfillOptions
         (dgemma.stream, RunOptions),
         (dgemma.generate_many, ManyOptions),
         (generate_on_ray, ManyOptions),
-        (generate_with_torchrun, ManyOptions),
         (read_plan, RunOptions),
         (dgemma.infill, InfillOptions),
         (dgemma.edit, InfillOptions),
@@ -46,7 +45,7 @@ def test_an_unknown_option_is_refused_by_the_function_that_got_it(function):
         function(dgemma.DiffusionGemma(dgemma.presets.tiny()), torch.full((1, 3), 5), stepz=3)
 
 
-@pytest.mark.parametrize("function", [dgemma.generate_many, generate_on_ray, generate_with_torchrun])
+@pytest.mark.parametrize("function", [dgemma.generate_many, generate_on_ray])
 @pytest.mark.parametrize(
     ("prompts", "options", "named"),
     [
@@ -56,23 +55,11 @@ def test_an_unknown_option_is_refused_by_the_function_that_got_it(function):
     ],
 )
 def test_functions_for_many_prompts_refuse_the_same_arguments_before_they_start(function, prompts, options, named):
-    more = {"workers": 1} if function is generate_on_ray else {}
+    model, more = dgemma.DiffusionGemma(dgemma.presets.tiny()), {}
+    if function is generate_on_ray:
+        model, more = lambda: model, {"workers": 1}
     with pytest.raises(ValueError, match=f"{function.__name__} {named}"):
-        function(dgemma.DiffusionGemma(dgemma.presets.tiny()), prompts, **options, **more)
-
-
-@pytest.mark.parametrize("function", [dgemma.generate_many, generate_on_ray, generate_with_torchrun])
-def test_functions_for_many_prompts_take_slots_for_batch_size_but_not_both(function, recwarn):
-    more = {"workers": 1} if function is generate_on_ray else {}
-    model = dgemma.DiffusionGemma(dgemma.presets.tiny())
-    with pytest.raises(ValueError, match=f"{function.__name__} batch_size must be an integer of at least 1, got 0"):
-        function(model, ["Once"], slots=0, **more)
-    with pytest.raises(
-        TypeError, match=f"{function.__name__} slots is the earlier name of batch_size. Pass only batch"
-    ):
-        function(model, ["Once"], slots=2, batch_size=2, **more)
-    assert not recwarn.list
-    assert "slots" not in inspect.signature(function).parameters
+        function(model, prompts, **options, **more)
 
 
 def test_a_model_that_is_not_a_denoiser_is_refused():

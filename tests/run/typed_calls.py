@@ -6,7 +6,7 @@ An `ignore` that is not needed is an error, because `warn_unused_ignores` is set
 import torch
 
 import dgemma
-from dgemma.run.spread import generate_with_torchrun
+from dgemma.run.on_ray import generate_on_ray
 
 model, tokens = dgemma.DiffusionGemma(dgemma.presets.tiny()), torch.full((1, 8), 5)
 dgemma.generate(model, tokens, steps=3, temperature=0.5, sampler=dgemma.EntropyBound(), record=True, seed=[4])
@@ -15,7 +15,6 @@ for _ in dgemma.stream(model, tokens, stop=None, frozen=None):
     pass
 dgemma.edit(model, tokens, noise_level=0.4, allowed=[7, 8], record_top=3)
 dgemma.generate_many(model, ["Once"], batch_size=2, steps=3, out="run.jsonl")
-dgemma.generate_many(model, ["Once"], slots=2)
 
 dgemma.generate(model, tokens, stepz=3)  # type: ignore[call-arg]
 dgemma.generate(model, tokens, steps="many")  # type: ignore[arg-type]
@@ -25,7 +24,7 @@ dgemma.edit(model, tokens, stepz=3)  # type: ignore[call-arg]
 dgemma.edit(model, tokens, record="all")  # type: ignore[arg-type]
 dgemma.generate_many(model, ["Once"], stepz=3)  # type: ignore[call-arg]
 dgemma.generate_many(model, ["Once"], batch_size="8")  # type: ignore[arg-type]
-generate_with_torchrun(model, ["Once"], canvas=tokens)  # type: ignore[call-arg]
+generate_on_ray(lambda: model, ["Once"], workers=1, canvas=tokens)  # type: ignore[call-arg]
 
 dgemma.train.TrainConfig(steps=1, batch_size=1, precision="weights")
 dgemma.train.TrainConfig(steps=1, batch_size=1, precision="fp8")  # type: ignore[arg-type]

@@ -357,11 +357,6 @@ def test_a_local_server_does_not_answer_for_other_hosts(model):
 def test_a_server_without_rows_is_refused(model):
     with pytest.raises(ValueError, match="create_app batch_size must be >= 1, got 0"):
         create_app(model, TOKENIZER, name="toy", batch_size=0)
-    with (
-        pytest.warns(DeprecationWarning, match="create_app slots is now batch_size"),
-        pytest.raises(ValueError, match="create_app batch_size must be >= 1, got 0"),
-    ):
-        create_app(model, TOKENIZER, name="toy", slots=0)
 
 
 class Slow(RowwiseDenoiser):

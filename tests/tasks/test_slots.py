@@ -238,15 +238,6 @@ def test_a_real_model_gives_a_distribution_over_the_options(model, noise):
         torch.testing.assert_close(one.probabilities, other.probabilities, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("function", "templates"), [(slots, [[BOS]]), (decide_many, [[[BOS]]])])
-def test_the_earlier_name_of_batch_size_works_with_a_warning(function, templates):
-    with (
-        pytest.warns(DeprecationWarning, match=f"{function.__name__} max_rows is now batch_size"),
-        pytest.raises(ValueError, match=f"{function.__name__} batch_size must be an integer of at least 1, got 0"),
-    ):
-        function(ToyModel(), templates, noise=toy.mask_noise(), max_rows=0)
-
-
 def test_under_uniform_noise_probabilities_are_means_over_draws(model):
     template = [[2, 40, 41], Slot([[50], [51]]), [60, 61]]
     law = slots(model, template, num_draws=3, seed=4).answers[0].probabilities

@@ -1,7 +1,6 @@
 """`dgemma generate`, `race`, `chat`, `infill`, `edit` and `sudoku`: text and boards from noise, with a live view."""
 
 import argparse
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,6 @@ from dgemma.data import sudoku
 from dgemma.run.defaults import warn_of_noise
 from dgemma.run.generate import generate, stream
 from dgemma.run.many import PromptFile, generate_many
-from dgemma.run.spread import generate_with_torchrun
 from dgemma.run.trajectory import Generation
 from dgemma.sampling import EntropyBound, StableAndConfident
 from dgemma.tasks.autoregressive import stream_causal
@@ -65,14 +63,9 @@ def _generate_many(arguments: argparse.Namespace) -> None:
         )
     prompts = PromptFile(arguments.input, as_chats=arguments.chat)
     num_prompts = len(prompts)  # now, so that a missing file is noticed before the model is loaded
-    is_shared, rank = "TORCHELASTIC_RUN_ID" in os.environ, int(os.environ.get("LOCAL_RANK", 0))
-    if is_shared and arguments.device is None and torch.cuda.is_available():
-        arguments.device = f"cuda:{rank}"
     writer = loading.load_writer(arguments)
-    is_quiet = arguments.quiet or (is_shared and os.environ["RANK"] != "0")
-    if not is_quiet:
-        _note_length(arguments, writer)
-    results = (generate_with_torchrun if is_shared else generate_many)(
+    _note_length(arguments, writer)
+    results = generate_many(
         writer.denoiser,
         prompts,
         batch_size=arguments.batch_size,
@@ -80,12 +73,12 @@ def _generate_many(arguments: argparse.Namespace) -> None:
         tokenizer=writer.tokenizer,
         in_order=False,
         max_new_tokens=arguments.max_new_tokens,
-        progress=not is_quiet,
+        progress=not arguments.quiet,
         **writer.settings,
     )
     for _ in results:
         pass
-    if not is_quiet:
+    if not arguments.quiet:
         print(f"{arguments.out} holds {output.counted(num_prompts, 'result')}.", file=sys.stderr)
 
 

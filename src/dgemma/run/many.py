@@ -6,20 +6,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Unpack
+from typing import Annotated, Any, Protocol, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.checks import as_int, as_lists, check_flags, require, short_repr, show
+from dgemma.checks import as_int, as_lists, require, short_repr, show
 from dgemma.files import open_file
 from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.model.identity import fingerprint
 from dgemma.printing import progress_bar
 from dgemma.run.batch import Batch, Row
-from dgemma.run.options import Default, TextOptions, fill_in, renames, select, takes_options
+from dgemma.run.options import Default, TextOptions, fill_in, select, takes_options
 from dgemma.run.plan import Plan, read_plan
 from dgemma.run.run_file import RunFile
 
@@ -43,7 +43,7 @@ class Completion:
 
 
 class ManyOptions(TextOptions, total=False):
-    """Options of `generate_many`, which describes them, and of its forms on several GPUs."""
+    """Options of `generate_many`, which describes them, and of `generate_on_ray`."""
 
     batch_size: Annotated[int, Default(8)]
     out: str | Path | None
@@ -52,18 +52,8 @@ class ManyOptions(TextOptions, total=False):
     progress: Annotated[bool, Default(True)]
 
 
-class ManyOrSlots(ManyOptions, total=False):
-    """The options of `generate_many`, for type checkers: `slots` is the earlier name of `batch_size`."""
-
-    slots: int
-
-
-takes_slots = renames("slots", "batch_size", warn=False)
-
-
-@takes_slots
 @takes_options(ManyOptions)
-def generate_many(model: Denoiser, prompts: Iterable[Any], **options: Unpack[ManyOrSlots]) -> Iterator[Completion]:
+def generate_many(model: Denoiser, prompts: Iterable[Any], **options: Unpack[ManyOptions]) -> Iterator[Completion]:
     """Generate from many prompts, `batch_size` at a time, and yield a `Completion` for each.
 
     When a row finishes, the next prompt takes its place; the other rows do not wait. In float32 on a CPU the tokens are
@@ -84,29 +74,20 @@ def generate_many(model: Denoiser, prompts: Iterable[Any], **options: Unpack[Man
     """
     check_denoiser("generate_many", model)
     many = read_many("generate_many", prompts, options)
-    reader = PromptReader(model, many["tokenizer"], select(options, TextOptions))
-    file = None if many["out"] is None else RunFile(many["out"], reader.describe())
-    completed = _complete(model, reader, enumerate(prompts), batch_size=many["batch_size"], file=file)
-    return present(completed, prompts, in_order=many["in_order"], progress=many["progress"])
+    worker = Worker(model, many["tokenizer"], many["batch_size"], select(options, TextOptions))
+    return run_prompts(worker, prompts, worker.reader.describe(), many)
 
 
 def read_many(owner: str, prompts: Iterable[Any], options: ManyOptions) -> ManyOptions:
-    """Check the prompts and the options of `generate_many`, and fill in the defaults.
+    """Check what the types of the options of `generate_many` do not say, and fill in the defaults.
 
     Example: `read_many("generate_many", ["Once"], {})["batch_size"]` is 8.
     """
     many = fill_in(options, ManyOptions)
-    tokenizer, out, batch_size = many["tokenizer"], many["out"], as_int(many["batch_size"])
-    check_flags(owner, in_order=many["in_order"], progress=many["progress"])
-    is_tokenizer = tokenizer is None or isinstance(tokenizer, Tokenizer)
-    require(is_tokenizer, f"{owner} tokenizer", "be a Tokenizer or None", tokenizer)
-    require(out is None or isinstance(out, str | Path), f"{owner} out", "be a path or None", out)
-    is_count = batch_size is not None and batch_size >= 1
-    require(is_count, f"{owner} batch_size", "be an integer of at least 1", many["batch_size"])
-    is_one = isinstance(prompts, str | bytes | Mapping | type) or getattr(prompts, "ndim", 1) == 0
-    if is_one or not isinstance(prompts, Iterable):
-        raise ValueError(f"{owner} prompts must be a collection of prompts, got {show(prompts)}. Write [prompt].")
-    return ManyOptions(**{**many, "batch_size": batch_size or 1})
+    require(many["batch_size"] >= 1, f"{owner} batch_size", "be an integer of at least 1", many["batch_size"])
+    is_one = isinstance(prompts, str | bytes | Mapping) or getattr(prompts, "ndim", 1) == 0
+    require(not is_one, f"{owner} prompts", "be a collection of prompts", prompts, "Write [prompt].")
+    return many
 
 
 class PromptFile:
@@ -148,7 +129,8 @@ class PromptReader:
 
     def __init__(self, model: Denoiser, tokenizer: Tokenizer | None, options: Mapping[str, Any]) -> None:
         seed = as_int(options.get("seed", 0))
-        require(seed is not None, "generate_many seed", "be an integer", options.get("seed"), "Prompt i has seed + i.")
+        if seed is None:
+            require(False, "generate_many seed", "be an integer", options.get("seed"), "Prompt i has seed + i.")
         self._model, self._options, self._seed = model, dict(options), seed or 0
         self._given_tokenizer = tokenizer
         self._loaded: Tokenizer | None = None
@@ -256,30 +238,74 @@ def _as_entry(prompt: Any, owner: str) -> Mapping[str, Any]:
     raise ValueError(f"{owner} must be a text, a chat or token ids (N,), got {show(prompt)}.")
 
 
+class Worker:
+    """One model with its batch, which takes prompts and returns the results of those that are finished.
+
+    Example: `worker = Worker(model, None, 8, {"steps": 16}); worker.add(0, "Once"); worker.finished()`.
+    """
+
+    def __init__(
+        self, model: Denoiser, tokenizer: Tokenizer | None, batch_size: int, options: Mapping[str, Any]
+    ) -> None:
+        self.reader, self.batch_size = PromptReader(model, tokenizer, options), batch_size
+        self._batch = Batch(model)
+        self._running: dict[int, Any] = {}  # prompts by index
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._batch) < self.batch_size
+
+    def add(self, index: int, prompt: Any) -> None:
+        """Take a prompt. It starts at the next step."""
+        self._batch.add(self.reader.read(index, prompt))
+        self._running[index] = prompt
+
+    def finished(self) -> list[Completion]:
+        """Take one step of all prompts, and return the results of those that finished in it."""
+        ended = [row for row in self._batch.step() if row.ended]
+        return [self.reader.complete(row, self._running.pop(row.index)) for row in ended]
+
+
+class Workers(Protocol):
+    """The interface of `Worker`, which the workers on Ray also have."""
+
+    @property
+    def has_room(self) -> bool: ...
+    def add(self, index: int, prompt: Any) -> None: ...
+    def finished(self) -> list[Completion]: ...
+
+
+def run_prompts(
+    workers: Workers, prompts: Iterable[Any], settings: Mapping[str, Any], many: ManyOptions
+) -> Iterator[Completion]:
+    """Yield the result of every prompt, and write it to the file; results that are in the file are read from it."""
+    file = None if many["out"] is None else RunFile(many["out"], settings)
+    completed = _complete(workers, enumerate(prompts), file, settings["pad_token_id"])
+    total = len(prompts) if isinstance(prompts, Sized) else None
+    return _show(_sort(completed) if many["in_order"] else completed, total=total, progress=many["progress"])
+
+
 def _complete(
-    model: Denoiser, reader: PromptReader, prompts: Iterator[tuple[int, Any]], *, batch_size: int, file: RunFile | None
+    workers: Workers, prompts: Iterator[tuple[int, Any]], file: RunFile | None, pad_token_id: int
 ) -> Iterator[Completion]:
     """Yield results as they finish, or as they are found in the file."""
-    batch = Batch(model)
     running: dict[int, Any] = {}  # prompts by index
     with nullcontext() if file is None else file:
         while True:
-            while len(batch) < batch_size and (following := next(prompts, None)) is not None:
+            while workers.has_room and (following := next(prompts, None)) is not None:
                 index, prompt = following
                 if file is not None and index in file:
                     yield load_completion(file, index, prompt)
                 else:
-                    batch.add(reader.read(index, prompt))
+                    workers.add(index, prompt)
                     running[index] = prompt
             if not running:
                 return
-            for row in batch.step():
-                if row.ended:
-                    prompt = running.pop(row.index)
-                    completion = reader.complete(row, prompt)
-                    if file is not None:
-                        file.append(store_completion(completion, prompt, row.plan.pad_token_id))
-                    yield completion
+            for completion in workers.finished():
+                prompt = running.pop(completion.index)
+                if file is not None:
+                    file.append(store_completion(completion, prompt, pad_token_id))
+                yield completion
 
 
 def store_completion(completion: Completion, prompt: Any, pad_token_id: int) -> dict[str, Any]:
@@ -300,24 +326,11 @@ def load_completion(file: RunFile, index: int, prompt: Any) -> Completion:
             f"{file.path} must be continued with the prompts that it began with, but prompt {index} differs. "
             "Use the old prompts, or another file."
         )
-    return restore_completion(stored, file.settings)
-
-
-def restore_completion(stored: dict[str, Any], settings: Mapping[str, Any]) -> Completion:
-    """Return the result that `store_completion` stored, with its padding."""
     stored = {"text": None, **stored}
     steps, tokens = torch.tensor(stored.pop("steps")), torch.tensor(stored.pop("new_tokens"), dtype=torch.int64)
-    padding = len(steps) * settings["canvas_length"] - len(tokens)
-    new_tokens = nn.functional.pad(tokens, (0, padding), value=settings["pad_token_id"])
+    padding = len(steps) * file.settings["canvas_length"] - len(tokens)
+    new_tokens = nn.functional.pad(tokens, (0, padding), value=file.settings["pad_token_id"])
     return Completion(**stored, new_tokens=new_tokens, steps=steps)
-
-
-def present(
-    completed: Iterator[Completion], prompts: Iterable[Any], *, in_order: bool, progress: bool
-) -> Iterator[Completion]:
-    """Yield results by index if `in_order`, otherwise as they finish, with a progress bar."""
-    total = len(prompts) if isinstance(prompts, Sized) else None
-    return _show(_sort(completed) if in_order else completed, total=total, progress=progress)
 
 
 def _sort(completed: Iterator[Completion]) -> Iterator[Completion]:

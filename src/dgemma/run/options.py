@@ -2,12 +2,12 @@
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_type_hints
 
 from torch import Tensor
 
+from dgemma.checks import typed
 from dgemma.constraints.languages import Regex
 from dgemma.diffusion.noise import Noise
 from dgemma.run.arguments import Allowed
@@ -81,7 +81,7 @@ def defaults_of(options: type) -> dict[str, Any]:
 
 
 def takes_options(options: type) -> Callable[[Function], Function]:
-    """Show a function's `**options` in its signature, and raise for unknown options.
+    """Show a function's `**options` in its signature, refuse unknown ones, and check the types of all arguments.
 
     Example: `inspect.signature(dgemma.generate).parameters["steps"]`.
     """
@@ -95,40 +95,23 @@ def takes_options(options: type) -> Callable[[Function], Function]:
         names = {p.name for p in (*own, *listed)}
 
         @functools.wraps(function)
-        def checked(*args: Any, **kwargs: Any) -> Any:
+        def named(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        named.__signature__ = signature.replace(parameters=[*own, *listed])  # type: ignore[attr-defined]
+        checked = typed(named)
+
+        @functools.wraps(checked)
+        def known(*args: Any, **kwargs: Any) -> Any:
             unknown = sorted(kwargs.keys() - names)
             if unknown:
                 raise TypeError(
                     f"{function.__name__} got an unexpected keyword argument '{unknown[0]}'. "
                     f"It takes {', '.join(sorted(names))}."
                 )
-            return function(*args, **kwargs)
+            return checked(*args, **kwargs)
 
-        checked.__signature__ = signature.replace(parameters=[*own, *listed])  # type: ignore[attr-defined]
-        return checked  # type: ignore[return-value]
-
-    return decorate
-
-
-def renames(old: str, new: str, *, warn: bool = True) -> Callable[[Function], Function]:
-    """Accept the earlier name of a keyword argument. The signature shows only the new one.
-
-    Example: `renames("max_rows", "batch_size")`, as the outermost decorator of a function.
-    """
-
-    def decorate(function: Function) -> Function:
-        @functools.wraps(function)
-        def renamed(*args: Any, **kwargs: Any) -> Any:
-            if old in kwargs:
-                if new in kwargs:
-                    raise TypeError(f"{function.__name__} {old} is the earlier name of {new}. Pass only {new}.")
-                if warn:
-                    message = f"{function.__name__} {old} is now {new}. Change the name."
-                    warnings.warn(message, DeprecationWarning, stacklevel=2)
-                kwargs[new] = kwargs.pop(old)
-            return function(*args, **kwargs)
-
-        return renamed  # type: ignore[return-value]
+        return known  # type: ignore[return-value]
 
     return decorate
 

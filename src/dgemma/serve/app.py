@@ -17,7 +17,6 @@ from starlette.exceptions import HTTPException
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import require
 from dgemma.model.denoiser import Denoiser
-from dgemma.run.options import renames
 from dgemma.serve.engine import Engine
 from dgemma.serve.errors import ApiError
 from dgemma.serve.gate import Gate, Limits
@@ -27,7 +26,6 @@ from dgemma.serve.service import Service
 from dgemma.view.html import read_policy
 
 
-@renames("slots", "batch_size")
 def create_app(
     model: Denoiser,
     tokenizer: Tokenizer,

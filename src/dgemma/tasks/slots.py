@@ -24,7 +24,7 @@ from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.printing import progress_bar
 from dgemma.run.arguments import check_vocabulary
 from dgemma.run.defaults import learnt_noise
-from dgemma.run.options import Default, fill_in, renames, takes_options
+from dgemma.run.options import Default, fill_in, takes_options
 from dgemma.tasks.option_scores import Blank, Layout, Piece, Reader, layouts_of
 
 _MOST_COMBINATIONS = 4096
@@ -119,8 +119,6 @@ class SlotOptions(TypedDict, total=False):
     batch_size: Annotated[int, Default(8)]
 
 
-@renames("max_rows", "batch_size")
-@typed
 @takes_options(SlotOptions)
 def slots(model: Denoiser, template: Template, **options: Unpack[SlotOptions]) -> FilledTemplate:
     """Fill the slots of one template; `decide_many` describes the options.
@@ -133,8 +131,6 @@ def slots(model: Denoiser, template: Template, **options: Unpack[SlotOptions]) -
     return filler.fill([filler.read("slots template", template, 0)])[0]
 
 
-@renames("max_rows", "batch_size")
-@typed
 @takes_options(SlotOptions)
 def decide_many(
     model: Denoiser, templates: Iterable[Template], *, progress: bool = True, **options: Unpack[SlotOptions]

@@ -1,9 +1,8 @@
-"""Many prompts on several processes: every prompt is answered once, also if workers are lost."""
+"""Many prompts on Ray: every prompt is answered once, also if a worker is lost."""
 
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 
@@ -11,25 +10,13 @@ import pytest
 import torch
 
 import dgemma
-from dgemma.run import spread
+from dgemma.run import on_ray
 from dgemma.run.many import PromptReader
-from dgemma.run.spread import Worker, generate_on_ray
+from dgemma.run.on_ray import generate_on_ray
 from rowwise import RowwiseDenoiser
 
 PROMPTS = [[5 + at % 50, 6 + at % 7] for at in range(40)]
 OPTIONS = {"max_new_tokens": 48, "steps": 3, "eos_token_ids": [1, 2, 3]}
-
-
-def test_a_worker_returns_each_prompt_once_with_the_tokens_of_generate():
-    worker = Worker(RowwiseDenoiser, None, 2, OPTIONS)
-    results = worker.work(enumerate(PROMPTS[:5]))
-    while worker.num_prompts:
-        results += worker.work()
-    assert sorted(result["index"] for result in results) == list(range(5))
-    for result in results:
-        row = torch.tensor([PROMPTS[result["index"]]])
-        want = dgemma.generate(RowwiseDenoiser(), row, seed=[result["index"]], **OPTIONS).new_tokens[0].tolist()
-        assert want[: len(result["new_tokens"])] == result["new_tokens"]
 
 
 class Mortal(RowwiseDenoiser):
@@ -59,7 +46,7 @@ def test_ray_answers_every_prompt_once_when_a_worker_is_killed(tmp_path, monkeyp
         ray.init(address=cluster.address, runtime_env={"env_vars": environment}, log_to_driver=False)
         options = {**OPTIONS, "workers": 2, "gpus_per_worker": 0, "batch_size": 3, "out": tmp_path / "run.jsonl"}
         results = list(generate_on_ray(Mortal, PROMPTS, **options))
-        monkeypatch.setattr(spread, "_Team", None)  # it would wait
+        monkeypatch.setattr(on_ray, "_Team", None)  # it would wait
         with pytest.raises(TypeError):
             generate_on_ray(Mortal, PROMPTS, workers=1)
     finally:
@@ -80,34 +67,3 @@ def check(results, path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines[0]["settings"] == PromptReader(RowwiseDenoiser(), None, OPTIONS).describe()
     assert sorted(line["index"] for line in lines[1:]) == list(range(40))
-
-
-SCRIPT = """
-import json, sys
-from tests.run.test_spread import OPTIONS, PROMPTS, Mortal
-from dgemma.run.spread import generate_with_torchrun
-for result in generate_with_torchrun(Mortal(), PROMPTS, out=sys.argv[1], batch_size=3, **OPTIONS):
-    print(json.dumps([result.index, result.new_tokens.tolist()]))
-"""
-
-
-@pytest.mark.slow
-def test_torchrun_answers_every_prompt_once_when_a_process_is_killed(tmp_path):
-    script, died = tmp_path / "many.py", tmp_path / "died"
-    script.write_text(SCRIPT)
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--max-restarts", "1", str(script), str(tmp_path / "run.jsonl")]
-    done = subprocess.run(
-        command, env={**environment, "DIES_ONCE": str(died)}, capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert died.exists(), "no process was lost"
-    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()[1:]]
-    wanted = list(dgemma.generate_many(RowwiseDenoiser(), PROMPTS, **OPTIONS))
-    assert sorted(line["index"] for line in lines) == list(range(40))
-    for line in lines:
-        assert wanted[line["index"]].new_tokens.tolist()[: len(line["new_tokens"])] == line["new_tokens"]
-    printed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert [index for index, _ in printed[-40:]] == list(range(40))
