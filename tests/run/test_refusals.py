@@ -12,6 +12,7 @@ import torch
 import dgemma
 from dgemma import presets, train
 from dgemma.run.trajectory import Trajectory
+from rowwise import RowwiseDenoiser
 
 TINY = presets.tiny().replace(vocab_size=128, hidden_size=16, num_experts=4, canvas_length=8)
 PROMPT = torch.tensor([[2, 7, 9]])
@@ -77,15 +78,8 @@ def test_numbers_and_tensors_outside_their_range_are_refused_by_name(model, chan
 
 def test_a_canvas_larger_than_the_memory_is_refused_before_it_is_allocated():
     config = TINY.replace(canvas_length=2**31 - 1, max_position_embeddings=2**31 - 1, vocab_size=262_144)
-    knobs = dgemma.Knobs(sampler=dgemma.EntropyBound(), temperature=dgemma.LinearTemperature())
     with pytest.raises(ValueError, match=r"canvas must fit into the .* GiB of cpu"):
-        dgemma.start_state(
-            knobs,
-            dgemma.UniformNoise(config.vocab_size),
-            seeds=torch.arange(1),
-            canvas_len=config.canvas_length,
-            num_steps=2,
-        )
+        dgemma.generate(RowwiseDenoiser(config), PROMPT)
 
 
 def test_a_text_is_not_a_list_of_options():

@@ -110,7 +110,7 @@ def run_bench(arguments: argparse.Namespace) -> None:
     """Time a model on this machine."""
     denoiser = loading.load_denoiser(arguments)
     config, device = denoiser.config, denoiser.device
-    check_memory("bench", arguments.batch_size, config.canvas_length, config.vocab_size, device)
+    check_memory("bench", arguments.batch_size, config, device)
     shape = (arguments.batch_size, arguments.prefix + config.canvas_length)
     tokens = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
     prefix, canvas = tokens.split([arguments.prefix, config.canvas_length], dim=1)

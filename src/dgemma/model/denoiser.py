@@ -41,6 +41,7 @@ class Denoiser(Generic[CacheT]):
 
     takes_noise_level: bool = False  # if True, `denoise` also takes `noise_level` (B,)
     takes_position_levels: bool = False  # if True, that `noise_level` may be (B, C)
+    num_forwards: int = 1  # calls of the network in one `denoise`
     has_causal_mode: bool = False  # if True, `new_cache` and `causal_logits` are defined
     source: Path | None = None  # the checkpoint folder that it was loaded from
     # An engine's own step(state, *, cache, knobs), with the results of `dgemma.step`. If None, a run calls the latter.

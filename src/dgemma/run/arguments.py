@@ -1,10 +1,10 @@
-"""Checks of the arguments of `generate`, before any work is done. Each error names the fix."""
+"""Checks of the arguments of `generate` that their types do not say, before any work is done. Each names the fix."""
 
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from dgemma.checks import as_int, as_lists, as_number, has_values, require, require_tensor, show
+from dgemma.checks import as_int, as_lists, has_values, require, require_tensor, show
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.schedule import LEAST_NOISE
 from dgemma.model.cache import Cache, require_cache
@@ -20,7 +20,8 @@ from dgemma.model.config import DenoiserConfig
 from dgemma.sampling.base import Sampler
 
 MOST_STEPS = 1_000_000  # per canvas; a larger number is certainly a mistake
-Allowed = Tensor | Sequence[int] | Sequence[Sequence[int]] | None
+Allowed = Tensor | np.ndarray | Iterable[Any] | None
+_INTS = (torch.int64, torch.int32)
 _NO_TOKEN = "generate prompt_tokens must hold at least one token per row. Start with the bos token."
 
 
@@ -52,44 +53,40 @@ class Span:
     def block(self, block: int, canvas_len: int, rows: Tensor) -> dict[str, Any]:
         """The part of the span over one block, for some rows. Positions after the end of the span are free."""
         part = slice(block * canvas_len, (block + 1) * canvas_len)
-        canvas, frozen, awaited = self.canvas, self.frozen, self.awaited
-        if canvas is not None:
-            canvas = _pad(canvas[rows, part], canvas_len, -1) if part.start < canvas.shape[1] else None
-        if frozen is not None:
-            frozen = _pad(frozen[rows, part], canvas_len, False)
-        if awaited is not None:
-            awaited = _pad(awaited[rows, part], canvas_len, False)
-        allowed = self.allowed
-        if allowed is not None:
-            allowed = allowed if allowed.shape[0] == 1 else allowed[rows]
+        found: dict[str, Tensor | None] = {"allowed": self.allowed}
+        for name, free in (("canvas", -1), ("frozen", False), ("awaited", False)):
+            table = getattr(self, name)
+            cut = None if table is None else table[rows, part]
+            found[name] = None if cut is None else F.pad(cut, (0, canvas_len - cut.shape[1]), value=free)
+        if self.canvas is not None and part.start >= self.canvas.shape[1]:
+            found["canvas"] = None  # so that the block starts at level 1
+        if self.allowed is not None:
+            allowed = self.allowed if self.allowed.shape[0] == 1 else self.allowed[rows]
             if allowed.shape[1] > 1:
-                part_len = allowed[:, part].shape[1]
-                allowed = F.pad(allowed[:, part], (0, 0, 0, canvas_len - part_len), value=True)
-        return {"canvas": canvas, "frozen": frozen, "allowed": allowed, "awaited": awaited}
+                allowed = allowed[:, part]
+                allowed = F.pad(allowed, (0, 0, 0, canvas_len - allowed.shape[1]), value=True)
+            found["allowed"] = allowed
+        return found
 
 
 def read_seeds(seed: int | Sequence[int] | Tensor, prompt_tokens: Tensor) -> Tensor:
     """Return one seed per row, (B,) int64: an int s gives row i the seed s + i."""
     batch_size = prompt_tokens.shape[0]
     first = as_int(seed)
-    if first is not None and first < 2**63 < first + batch_size:
-        rule = f"be at most 2**63 - {batch_size} for {batch_size} rows, because row i has seed + i"
-        require(False, "generate seed", rule, seed)
     seeds = as_lists(seed) if first is None else [first + row for row in range(batch_size)]
-    whole = isinstance(seeds, list) and all(type(s) is int and -(2**63) <= s < 2**63 for s in seeds)
-    if not whole or len(seeds) != batch_size:
-        raise ValueError(
-            f"generate seed must be a 64-bit integer, or a list of {batch_size}, one per row, got {show(seed)}."
-        )
+    rule = f"be a 64-bit integer, or a list of {batch_size}, one per row"
+    if first is not None:
+        rule = f"be at most 2**63 - {batch_size} for {batch_size} rows, because row i has seed + i"
+    fits = len(seeds) == batch_size and all(type(s) is int and -(2**63) <= s < 2**63 for s in seeds)
+    require(fits, "generate seed", rule, seed)
     return torch.tensor(seeds, dtype=torch.int64, device=prompt_tokens.device)
 
 
 def read_token_ids(name: str, ids: int | Iterable[int]) -> tuple[int, ...]:
-    """Return one id or several, in any form, as a sorted tuple."""
+    """Return one token id or several as a sorted tuple."""
     one = as_int(ids)
     listed = as_lists(ids) if one is None else [one]
-    if not isinstance(listed, list) or any(type(token) is not int for token in listed):
-        raise ValueError(f"{name} must be a token id or several, got {show(ids)}.")
+    require(all(type(token) is int for token in listed), name, "be a token id or several", ids)
     return tuple(sorted(listed))
 
 
@@ -104,35 +101,25 @@ def read_span(
     """Check canvas, frozen and allowed against each other and the vocabulary, and return them as a `Span`."""
     batch_size, device = prompt_tokens.shape[0], prompt_tokens.device
     if canvas is not None:
-        rule = f"be int64 tokens, -1 for noise, of shape ({batch_size}, positions)"
-        dtypes = (torch.int64, torch.int32)
-        require_tensor(canvas, "generate canvas", rule, shape=(batch_size, None), dtypes=dtypes)
-        if canvas.shape[1] == 0:
-            raise ValueError("generate canvas must have at least one position, got none. Omit it for pure noise.")
-        if canvas.shape[1] > max_new_tokens:
-            raise ValueError(
-                f"generate canvas must fit into max_new_tokens, got {canvas.shape[1]} positions for {max_new_tokens}. "
-                f"Raise max_new_tokens to {canvas.shape[1]}."
-            )
-        if int(canvas.min()) < -1 or int(canvas.max()) >= noise.vocab_size:
-            raise ValueError(
-                f"generate canvas must hold ids in [0, {noise.vocab_size}) or -1 for noise, "
-                f"got {int(canvas.min())}..{int(canvas.max())}."
-            )
+        rule = f"be int64 tokens, -1 for noise, of shape ({batch_size}, 1 to {max_new_tokens})"
+        require_tensor(canvas, "generate canvas", rule, shape=(batch_size, None), dtypes=_INTS)
+        fits = 1 <= canvas.shape[1] <= max_new_tokens
+        require(fits, "generate canvas", rule, canvas, f"Raise max_new_tokens to {canvas.shape[1]}.")
+        least, most = int(canvas.min()), int(canvas.max())
+        rule = f"hold ids in [0, {noise.vocab_size}) or -1 for noise"
+        require(least >= -1 and most < noise.vocab_size, "generate canvas", rule, f"{least}..{most}")
         canvas = canvas.to(device, torch.int64)
     if frozen is not None:
-        if canvas is None:
-            raise ValueError("generate frozen needs canvas, the tokens to keep. Pass both, of the same shape.")
+        require(canvas is not None, "generate frozen", "come with canvas, the tokens to keep", frozen)
+        assert canvas is not None
         rule = f"be booleans of the canvas's shape {tuple(canvas.shape)}"
         require_tensor(frozen, "generate frozen", rule, shape=canvas.shape, dtypes=(torch.bool,))
         frozen = frozen.to(device)
-        if bool((frozen & ((canvas < 0) | noise.masked(canvas))).any()):
-            raise ValueError(
-                "generate frozen must mark real tokens, got a position whose canvas is noise. Unfreeze it."
-            )
+        is_noise = frozen & ((canvas < 0) | noise.masked(canvas))
+        require(not is_noise.any(), "generate frozen", "mark real tokens", "a position of noise", "Unfreeze it.")
     if allowed is not None:
         allowed = read_allowed("generate allowed", allowed, noise, (batch_size, max_new_tokens), device)
-        if canvas is not None:
+        if canvas is not None and noise.kind == "mask":
             _check_kept(canvas, frozen, allowed, noise)
     return Span(canvas=canvas, frozen=frozen, allowed=allowed)
 
@@ -140,13 +127,10 @@ def read_span(
 def _check_kept(canvas: Tensor, frozen: Tensor | None, allowed: Tensor, noise: Noise) -> None:
     """Check that the canvas's own tokens, which mask noise does not change, are allowed or frozen."""
     is_kept = (canvas >= 0) & ~noise.masked(canvas)
-    if noise.kind != "mask":
-        return
     if frozen is not None:
         is_kept = is_kept & ~frozen
-    table = allowed.expand(canvas.shape[0], -1, -1)
-    length = canvas.shape[1] if table.shape[1] == 1 else min(canvas.shape[1], table.shape[1])
-    table = table.expand(-1, length, -1) if table.shape[1] == 1 else table[:, :length]
+    length = canvas.shape[1] if allowed.shape[1] == 1 else min(canvas.shape[1], allowed.shape[1])
+    table = allowed[:, :length].expand(canvas.shape[0], length, -1)
     fits = table.gather(2, canvas[:, :length].clamp(min=0)[..., None])[..., 0]
     if bool((is_kept[:, :length] & ~fits).any()):
         raise ValueError(
@@ -155,45 +139,29 @@ def _check_kept(canvas: Tensor, frozen: Tensor | None, allowed: Tensor, noise: N
         )
 
 
-def check_sampler(sampler: Sampler, noise: Noise, config: DenoiserConfig) -> None:
-    """Check that the noise is a process over the model's vocabulary, and that the sampler is valid for it."""
-    if not isinstance(noise, Noise):
-        raise ValueError(
-            f"generate noise must be a process such as UniformNoise(vocab_size) or MaskNoise(vocab_size), "
-            f"got {show(noise)}."
-        )
-    check_vocabulary(noise, config)
-    check_valid(sampler, noise)
-
-
 def check_vocabulary(noise: Noise, config: DenoiserConfig) -> None:
     """Check that the noise is over the model's vocabulary."""
-    if noise.vocab_size != config.vocab_size:
-        raise ValueError(
-            f"{type(noise).__name__}.vocab_size must be the model's {config.vocab_size}, got {noise.vocab_size}."
-        )
+    fits = noise.vocab_size == config.vocab_size
+    require(fits, f"{type(noise).__name__}.vocab_size", f"be the model's {config.vocab_size}", noise.vocab_size)
 
 
 def check_valid(sampler: Sampler, noise: Noise) -> None:
     """Check that the sampler is valid for the noise process."""
-    if noise.kind not in sampler.valid_for:
-        raise ValueError(
-            f"{type(sampler).__name__} must run under {' or '.join(sorted(sampler.valid_for))} noise, "
-            f"got {noise.kind}. Pass noise= of that kind or another sampler."
-        )
+    rule = f"run under {' or '.join(sorted(sampler.valid_for))} noise"
+    fix = "Pass noise= of that kind or another sampler."
+    require(noise.kind in sampler.valid_for, type(sampler).__name__, rule, noise.kind, fix)
 
 
-def read_count(name: str, value: Any) -> int:
-    """Return `value` as an integer of at least 1."""
-    count = as_int(value)
-    require(count is not None and count >= 1, f"generate {name}", "be an integer of at least 1", value)
-    require(name != "steps" or cast(int, count) <= MOST_STEPS, "generate steps", f"be at most {MOST_STEPS}", value)
-    return cast(int, count)
+def read_count(name: str, value: int) -> int:
+    """Return `value` as an int of at least 1; a number of steps is at most `MOST_STEPS`."""
+    require(value >= 1, f"generate {name}", "be an integer of at least 1", value)
+    require(name != "steps" or value <= MOST_STEPS, "generate steps", f"be at most {MOST_STEPS}", value)
+    return int(value)
 
 
-def check_memory(owner: str, batch_size: int, canvas_len: int, vocab_size: int, device: torch.device) -> None:
+def check_memory(owner: str, batch_size: int, config: DenoiserConfig, device: torch.device) -> None:
     """Refuse a canvas whose logits alone are larger than the memory of the device, before anything is allocated."""
-    needed = 2 * batch_size * canvas_len * vocab_size  # in 16 bits
+    needed = 2 * batch_size * config.canvas_length * config.vocab_size  # in 16 bits
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
     elif device.type == "cpu" and hasattr(os, "sysconf"):
@@ -203,27 +171,27 @@ def check_memory(owner: str, batch_size: int, canvas_len: int, vocab_size: int, 
     if needed > total:
         raise ValueError(
             f"{owner} canvas must fit into the {total / 2**30:.3g} GiB of {device}, got {needed / 2**30:.3g} GiB for "
-            f"the logits of {batch_size} rows, {canvas_len} positions and {vocab_size} tokens. Use fewer rows or a "
-            "smaller canvas."
+            f"the logits of {batch_size} rows, {config.canvas_length} positions and {config.vocab_size} tokens. Use "
+            "fewer rows or a smaller canvas."
         )
 
 
-def read_noise_level(noise_level: Any, canvas: Any, *, owner: str = "generate") -> float:
-    """Return the noise level of a canvas; without a canvas it must be 1."""
-    level = as_number(noise_level)
-    if level is None or not 0 < level <= 1:
-        raise ValueError(f"{owner} noise_level must be in (0, 1], got {noise_level!r}. 1 starts from pure noise.")
-    if level < 1 and canvas is None:
-        raise ValueError(
-            f"generate noise_level must be 1 without canvas, got {level}. Pass the canvas that has this level."
-        )
-    return level
+def read_noise_level(owner: str, noise_level: float) -> float:
+    """Return the noise level of a canvas."""
+    fits = 0 < noise_level <= 1
+    require(fits, f"{owner} noise_level", "be in (0, 1]", noise_level, "1 starts from pure noise.")
+    return float(noise_level)
 
 
-def check_start(noise: Noise, canvas: Tensor | None, num_positions: int) -> None:
-    """Refuse to start from pure noise if the schedule is below level 1 at t = 1. Under mask noise the canvas shows its
-    level, so every schedule is accepted.
+def check_start(noise: Noise, canvas: Tensor | None, noise_level: float, num_positions: int) -> None:
+    """Refuse a start that does not fit the canvas.
+
+    A level below 1 needs a canvas. Pure noise needs a schedule that reaches level 1 at t = 1, unless the canvas shows
+    its level, as under mask noise.
     """
+    if noise_level < 1 and canvas is None:
+        fix = "Pass the canvas that has this level."
+        require(False, "generate noise_level", "be 1 without canvas", noise_level, fix)
     level = 1 - noise.schedule.alpha(torch.ones((), dtype=torch.float64)).item()
     is_complete = canvas is not None and canvas.shape[1] >= num_positions and not bool((canvas < 0).any())
     if noise.kind != "mask" and level < LEAST_NOISE and not is_complete:
@@ -233,49 +201,38 @@ def check_start(noise: Noise, canvas: Tensor | None, num_positions: int) -> None
         )
 
 
-def check_mask(attention_mask: Any, prompt_tokens: Tensor, num_cached: int) -> None:
-    """Check the shape of the mask. It may also cover the cached tokens; the model checks their number."""
-    if attention_mask is None:
-        return
-    rows, width = prompt_tokens.shape
-    fits = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
-    if not fits or attention_mask.shape[0] != rows or attention_mask.shape[1] < width:
-        raise ValueError(
-            f"generate attention_mask must be a tensor of shape ({rows}, {width}), 1 for real tokens, "
-            f"got {show(attention_mask)}."
-        )
-    if attention_mask.is_complex() or attention_mask.device != prompt_tokens.device or attention_mask.is_sparse:
-        raise ValueError(
-            f"generate attention_mask must be 1 for real tokens and 0 for padding, on {prompt_tokens.device}, got "
-            f"{show(attention_mask)}."
-        )
-    if num_cached == 0 and not bool(attention_mask.bool().any(1).all()):
-        raise ValueError(_NO_TOKEN)
-
-
 def check_prompt(
-    prompt_tokens: Any, cache: Cache | None, config: DenoiserConfig, max_new_tokens: int, device: torch.device
+    tokens: Tensor,
+    attention_mask: Tensor | None,
+    cache: Cache | None,
+    config: DenoiserConfig,
+    max_new_tokens: int,
+    device: torch.device,
 ) -> None:
-    """Check the prompt's type, device and length."""
-    is_tokens = isinstance(prompt_tokens, Tensor) and prompt_tokens.dim() == 2
-    if not is_tokens or prompt_tokens.dtype not in (torch.int64, torch.int32) or prompt_tokens.is_sparse:
-        raise ValueError(
-            f"generate prompt_tokens must be integer ids of shape (batch, length), got {show(prompt_tokens)}. "
-            f"Use tokenizer.encode_batch([text])."
-        )
-    if prompt_tokens.device != device:
-        raise ValueError(
-            f"generate prompt_tokens must be on the model's device {device}, got {prompt_tokens.device}. "
-            "Pass prompt_tokens.to(model.device)."
-        )
+    """Check the prompt's type, device and length, its mask, and the cache that it continues."""
+    rule = "be integer ids of shape (batch, length)"
+    require_tensor(tokens, "generate prompt_tokens", rule, shape=(None, None), dtypes=_INTS)
+    fix = "Pass prompt_tokens.to(model.device)."
+    require(
+        tokens.device == device, "generate prompt_tokens", f"be on the model's device {device}", str(tokens.device), fix
+    )
+    num_rows, width = tokens.shape
+    num_cached = 0
     if cache is not None:
         require_cache("generate", cache)
-        rows = len(prompt_tokens)
-        require(cache.batch_size == rows, "generate cache", f"have the prompt's {rows} rows", cache.batch_size)
-    if prompt_tokens.shape[0] == 0 or (prompt_tokens.shape[1] == 0 and (cache is None or cache.num_slots == 0)):
+        require(cache.batch_size == num_rows, "generate cache", f"have the prompt's {num_rows} rows", cache.batch_size)
+        num_cached = cache.num_slots
+    if num_rows == 0 or width + num_cached == 0:
         raise ValueError(_NO_TOKEN)
+    if attention_mask is not None:
+        rule = f"be a tensor of shape ({num_rows}, {width}), 1 for real tokens and 0 for padding, on {device}"
+        require_tensor(attention_mask, "generate attention_mask", rule, shape=(num_rows, None))
+        fits = attention_mask.shape[1] >= width and attention_mask.device == device  # it may cover the cache too
+        require(fits and not attention_mask.is_complex(), "generate attention_mask", rule, attention_mask)
+        if num_cached == 0 and not bool(attention_mask.bool().any(1).all()):
+            raise ValueError(_NO_TOKEN)
     num_blocks = -(-max_new_tokens // config.canvas_length)
-    total = (cache.num_slots if cache else 0) + prompt_tokens.shape[1] + num_blocks * config.canvas_length
+    total = num_cached + width + num_blocks * config.canvas_length
     if total > config.max_position_embeddings:
         raise ValueError(
             f"generate must stay within max_position_embeddings {config.max_position_embeddings}, got {total} tokens "
@@ -334,7 +291,3 @@ def _allowed_table(name: str, allowed: Any, vocab_size: int) -> Tensor:
     for position, ids in enumerate(sets):
         table[position, ids] = True
     return table
-
-
-def _pad(part: Tensor, canvas_len: int, value: int | bool) -> Tensor:
-    return F.pad(part, (0, canvas_len - part.shape[1]), value=value)

@@ -42,7 +42,9 @@ class RunLanguage(NamedTuple):
         return Language(self.automaton, states, self.ends[block, rows], *parts)
 
     def advance(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """The states (R,) after a committed block (R, C)."""
+        """The states (R,) after a committed block (R, C). With gaps there is only one canvas, so none are needed."""
+        if self.gaps is not None:
+            return states
         reached = self.automaton.advance(states, tokens)
         if bool((reached < 0).any()):
             raise ValueError(

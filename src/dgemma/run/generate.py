@@ -20,7 +20,6 @@ from typing import Unpack
 
 from torch import Tensor
 
-from dgemma.checks import check_flags, require
 from dgemma.model.cache import Cache
 from dgemma.model.denoiser import Denoiser
 from dgemma.run.changes import Changes
@@ -67,12 +66,11 @@ def generate(
     Example: `dgemma.generate(model, prompt_tokens, max_new_tokens=64, seed=1).new_tokens`.
     """
     watch = fill_in(options, WatchOptions)
-    on_step, progress = watch["on_step"], watch["progress"]
-    check_flags("generate", record=watch["record"], progress=progress)
-    require(on_step is None or callable(on_step), "generate on_step", "be a function of a StepRecord", on_step)
     plan = read_plan(model, prompt_tokens, cache=cache, **select(options, RunOptions))
     trajectory = Trajectory(plan, top=watch["record_top"]) if watch["record"] else None
-    output = drain(run_plan(model, plan, cache), on_step=on_step, recording=trajectory, progress=progress)
+    output = drain(
+        run_plan(model, plan, cache), on_step=watch["on_step"], recording=trajectory, progress=watch["progress"]
+    )
     return Generation(**vars(output), trajectory=trajectory)
 
 

@@ -18,9 +18,10 @@ from dgemma.files import open_file
 from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.model.identity import fingerprint
 from dgemma.printing import progress_bar
-from dgemma.run.batch import Batch, Row
+from dgemma.run.batch import Batch
 from dgemma.run.options import Default, TextOptions, fill_in, select, takes_options
 from dgemma.run.plan import Plan, read_plan
+from dgemma.run.rows import Rows
 from dgemma.run.run_file import RunFile
 
 _PROMPT_KEYS = ("prompt", "messages", "tokens")
@@ -136,25 +137,26 @@ class PromptReader:
         self._loaded: Tokenizer | None = None
         self._plan({"tokens": [0]}, self._seed)  # reports bad options now
 
-    def read(self, index: int, prompt: Any) -> Row:
+    def read(self, index: int, prompt: Any) -> Rows:
         """Return the row of a prompt."""
         entry = read_entry(index, prompt)
         seed = self._seed + index if entry.get("seed") is None else entry["seed"]
         try:
-            return Row(index, self._plan(entry, seed))
+            return Rows(self._plan(entry, seed), index=index)
         except ValueError as error:
             raise ValueError(f"generate_many prompt {index}: {error}") from None
 
-    def complete(self, row: Row, prompt: Any) -> Completion:
+    def complete(self, row: Rows, prompt: Any) -> Completion:
         """Return the result of a row that has ended."""
-        tokenizer = self.tokenizer
+        tokenizer, new_tokens = self.tokenizer, row.new_tokens[0]
+        num_real = int((new_tokens != row.plan.pad_token_id).sum())
         return Completion(
             index=row.index,
             seed=int(row.plan.seeds[0, 0]),
-            new_tokens=row.new_tokens,
-            steps=torch.tensor(row.steps),
-            tokens_per_forward=row.tokens_per_forward,
-            text=None if tokenizer is None else tokenizer.decode(row.new_tokens),
+            new_tokens=new_tokens,
+            steps=torch.cat(row.steps),
+            tokens_per_forward=num_real / int(torch.cat(row.forwards).sum()),
+            text=None if tokenizer is None else tokenizer.decode(new_tokens),
             id=prompt.get("id") if isinstance(prompt, Mapping) else None,
         )
 

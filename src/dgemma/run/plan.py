@@ -16,9 +16,8 @@ from dgemma.run.constrain import RunLanguage, read_constraint
 from dgemma.run.defaults import default_sampler, learnt_noise, warn_of_noise
 from dgemma.run.knobs import Knobs
 from dgemma.run.options import RunOptions, fill_in, takes_options
-from dgemma.sampling.base import Sampler
 from dgemma.sampling.stopping import StableAndConfident
-from dgemma.sampling.temperature import LinearTemperature, read_temperature
+from dgemma.sampling.temperature import LinearTemperature, check_temperature, read_temperature
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +41,10 @@ class Plan:
     first_block: int = 0  # the block number that the first block uses in random draws
     # (B,) in a plan of one canvas: the length of each text that ends inside it; the rest of the canvas is dropped.
     text_len: Tensor | None = None
+
+    @property
+    def batch_size(self) -> int:
+        return self.prompt_tokens.shape[0]
 
     def block(self, block: int, rows: Tensor, states: Tensor | None = None) -> dict[str, Any]:
         """Arguments of `start_state` for one block and some rows: its part of the span, its noise level, its language.
@@ -73,7 +76,7 @@ class Plan:
         eos = torch.tensor(self.eos_token_ids, dtype=torch.int64, device=tokens.device)
         ends_row = torch.isin(tokens, eos)
         if self.span.frozen is not None:
-            ends_row = ends_row & self.span.past_frozen(block, self.canvas_len, rows)
+            ends_row = ends_row & self.span.past_frozen(block, self.canvas_len, rows).to(tokens.device)
         ended = ends_row.any(-1).tolist()  # the host waits for the device here
         tokens, real = self.cut_text(tokens)
         if any(ended):
@@ -100,41 +103,28 @@ def read_plan(
     """
     check_denoiser("generate", model)
     defaults, config, settings = model.generation, model.config, fill_in(options, RunOptions)
-    temperature, sampler, stop = settings["temperature"], settings["sampler"], settings["stop"]
-    if temperature is None:
-        temperature = LinearTemperature(start=defaults.t_max, end=defaults.t_min)
-    sampler = default_sampler(model) if sampler is None else sampler
-    if isinstance(stop, str) and stop == "checkpoint":
-        stability, confidence = defaults.stability_threshold, defaults.confidence_threshold
-        runs_on = confidence == 0 or (isinstance(sampler, Sampler) and not sampler.stops_when_certain)
-        stop = None if runs_on else StableAndConfident(stability=stability, confidence=confidence)
-    knobs = Knobs(
-        sampler=sampler,
-        temperature=read_temperature(temperature),
-        stop=stop,
-        top_k=settings["top_k"],
-        top_p=settings["top_p"],
-    )
     noise = learnt_noise(model) if settings["noise"] is None else settings["noise"]
-    max_new_tokens = arguments.read_count(
-        "max_new_tokens", defaults.max_new_tokens if settings["max_new_tokens"] is None else settings["max_new_tokens"]
-    )
-    num_steps = arguments.read_count(
-        "steps", defaults.max_denoising_steps if settings["steps"] is None else settings["steps"]
-    )
-    arguments.check_sampler(knobs.sampler, noise, config)
+    arguments.check_vocabulary(noise, config)
     warn_of_noise(model, noise)
-    arguments.check_prompt(prompt_tokens, cache, config, max_new_tokens, model.device)
-    arguments.check_mask(settings["attention_mask"], prompt_tokens, num_cached=0 if cache is None else cache.num_slots)
-    noise_level = arguments.read_noise_level(settings["noise_level"], settings["canvas"])
-    eos_token_ids = defaults.eos_token_id if settings["eos_token_ids"] is None else settings["eos_token_ids"]
+    knobs = _read_knobs(model, settings)
+    arguments.check_valid(knobs.sampler, noise)
+    max_new_tokens = settings["max_new_tokens"]
+    max_new_tokens = arguments.read_count(
+        "max_new_tokens", defaults.max_new_tokens if max_new_tokens is None else max_new_tokens
+    )
+    steps = settings["steps"]
+    num_steps = arguments.read_count("steps", defaults.max_denoising_steps if steps is None else steps)
+    check_temperature(knobs.temperature, num_steps, model.device)
+    arguments.check_memory("generate", len(prompt_tokens), config, model.device)
+    mask = settings["attention_mask"]
+    arguments.check_prompt(prompt_tokens, mask, cache, config, max_new_tokens, model.device)
     span = arguments.read_span(
         settings["canvas"], settings["frozen"], settings["allowed"], prompt_tokens, noise, max_new_tokens
     )
-    seeds = arguments.read_seeds(settings["seed"], prompt_tokens)
     num_blocks = math.ceil(max_new_tokens / config.canvas_length)
-    arguments.check_memory("generate", len(prompt_tokens), config.canvas_length, config.vocab_size, model.device)
-    arguments.check_start(noise, span.canvas, num_blocks * config.canvas_length)
+    noise_level = arguments.read_noise_level("generate", settings["noise_level"])
+    arguments.check_start(noise, span.canvas, noise_level, num_blocks * config.canvas_length)
+    eos_token_ids = defaults.eos_token_id if settings["eos_token_ids"] is None else settings["eos_token_ids"]
     stop_tokens = arguments.read_token_ids("generate eos_token_ids", eos_token_ids)
     language = read_constraint(
         settings["constraint"],
@@ -148,17 +138,36 @@ def read_plan(
     )
     return Plan(
         prompt_tokens=prompt_tokens,
-        attention_mask=settings["attention_mask"],
+        attention_mask=mask,
         num_cached=None if cache is None else cache.lengths,
         noise=noise,
         knobs=knobs,
         num_blocks=num_blocks,
         num_steps=num_steps,
         canvas_len=config.canvas_length,
-        seeds=seeds.repeat(num_blocks, 1),
+        seeds=arguments.read_seeds(settings["seed"], prompt_tokens).repeat(num_blocks, 1),
         eos_token_ids=stop_tokens,
         pad_token_id=defaults.pad_token_id,
         span=span,
         noise_level=noise_level,
         language=language,
+    )
+
+
+def _read_knobs(model: Denoiser, settings: RunOptions) -> Knobs:
+    """The knobs of a run; those that the caller omits are the checkpoint's."""
+    defaults, temperature, stop = model.generation, settings["temperature"], settings["stop"]
+    sampler = default_sampler(model) if settings["sampler"] is None else settings["sampler"]
+    if temperature is None:
+        temperature = LinearTemperature(start=defaults.t_max, end=defaults.t_min)
+    if isinstance(stop, str):  # "checkpoint"
+        stability, confidence = defaults.stability_threshold, defaults.confidence_threshold
+        runs_on = confidence == 0 or not sampler.stops_when_certain
+        stop = None if runs_on else StableAndConfident(stability=stability, confidence=confidence)
+    return Knobs(
+        sampler=sampler,
+        temperature=read_temperature(temperature),
+        stop=stop,
+        top_k=settings["top_k"],
+        top_p=settings["top_p"],
     )

@@ -140,7 +140,8 @@ class Recording:
     def num_forwards(self) -> Tensor:
         """Forwards of each row in each committed block, (B, blocks)."""
         none = torch.empty(self.batch_size, 0, dtype=torch.int64)
-        return torch.cat([none, *(commit.steps[:, None] for commit in self.commits)], dim=1)
+        counts = [commit.steps if commit.forwards is None else commit.forwards for commit in self.commits]
+        return torch.cat([none, *(count[:, None] for count in counts)], dim=1)
 
     @property
     def tokens_per_forward(self) -> Tensor:

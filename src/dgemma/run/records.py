@@ -31,6 +31,7 @@ class StepRecord:
     renoised: Tensor  # (B, C) bool: returned to noise
     active: Tensor  # (B,) bool: rows that were not done before the step
     rows: Tensor  # (B,) row numbers in the whole batch; finished rows are not included
+    num_forwards: int = 1  # calls of the network in this step; a guided step takes two
     verdict: Tensor | None = None  # (3, B) int64, see `judge`; None: the loop calls `judge`
     prediction: Prediction  # shaped by temperature, allowed tokens, top-k and top-p
     state: DenoiseState
@@ -88,13 +89,14 @@ class BlockCommit:
     tokens: Tensor
     finished: Tensor
     steps: Tensor  # (B,) steps each row needed
+    forwards: Tensor | None = None  # (B,) forwards each row needed; None in files of earlier runs: one per step
 
     __repr__ = short_repr
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Output:
-    """The result of a run: tokens (B, P + N), new_tokens (B, N). `steps` (B, blocks) counts forwards."""
+    """The result of a run: tokens (B, P + N), new_tokens (B, N), and the steps of every block (B, blocks)."""
 
     tokens: Tensor
     new_tokens: Tensor
@@ -119,10 +121,11 @@ class Moment(NamedTuple):
 
 
 class Denoised(NamedTuple):
-    """A finished canvas: drafts (B, C), the forwards of each row (B,), and the knobs after the last step."""
+    """A finished canvas: drafts (B, C), the steps and forwards of each row (B,), and the knobs after the last step."""
 
     drafts: Tensor
-    num_forwards: Tensor
+    steps: Tensor
+    forwards: Tensor
     knobs: Knobs
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dgemma.checks import as_int, broadcasts, in_range, require, require_tensor
+from dgemma.checks import require, typed
 from dgemma.diffusion import draws
 from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.joint import condition
@@ -19,12 +19,12 @@ from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.model.cache import Cache
-from dgemma.model.denoiser import Denoiser, check_denoiser
-from dgemma.run.arguments import MOST_STEPS, check_memory, check_valid, read_noise_level
+from dgemma.model.denoiser import Denoiser
+from dgemma.run.arguments import check_valid
 from dgemma.run.knobs import Knobs
 from dgemma.run.records import StepRecord
 from dgemma.sampling.stopping import ask
-from dgemma.sampling.temperature import Temperature, check_temperature
+from dgemma.sampling.temperature import Temperature
 
 # Under a constraint, this many nats are subtracted from tokens outside top-k and top-p, instead of excluding them. They
 # are then written only where the constraint accepts no text without them.
@@ -41,6 +41,7 @@ class Settled(NamedTuple):
     verdict: Tensor  # (3, B) int64, see `judge`
 
 
+@typed
 def step(denoiser: Denoiser, state: DenoiseState, *, cache: Cache, knobs: Knobs) -> tuple[DenoiseState, StepRecord]:
     """Take one denoising step: predict every position, decide, and settle.
 
@@ -53,7 +54,8 @@ def step(denoiser: Denoiser, state: DenoiseState, *, cache: Cache, knobs: Knobs)
     prediction = predict(denoiser, state, cache=cache, knobs=knobs)
     decision = decide(prediction, state, knobs)
     settled = settle(state, prediction, decision, knobs)
-    return settled.state, record_step(state, prediction, settled, cache=cache, knobs=knobs)
+    record = record_step(state, prediction, settled, cache=cache, knobs=knobs)
+    return settled.state, replace(record, num_forwards=denoiser.num_forwards)
 
 
 def take_step(
@@ -75,10 +77,6 @@ def predict(denoiser: Denoiser, state: DenoiseState, *, cache: Cache, knobs: Kno
 
     Example: `predict(model, state, cache=cache, knobs=knobs).entropy`.
     """
-    check_denoiser("step", denoiser)
-    for name, value, kind in (("state", state, DenoiseState), ("knobs", knobs, Knobs)):
-        if not isinstance(value, kind):
-            require(False, f"step {name}", f"be a {kind.__name__}", value)
     return predict_at(knobs.sampler.noise_level(state), denoiser, state, cache=cache, knobs=knobs)
 
 
@@ -86,9 +84,8 @@ def predict_at(level: Tensor, denoiser: Denoiser, state: DenoiseState, *, cache:
     """Predict like `predict`, at the given noise level (B,) instead of the sampler's."""
     raw = denoiser.denoise_at(level, state.canvas, cache, self_cond=state.self_cond, frozen=state.frozen)
     whole = (*state.canvas.shape, state.noise.vocab_size)
-    if not isinstance(raw, Prediction) or tuple(raw.shape) != whole:
-        got = tuple(raw.shape) if isinstance(raw, Prediction) else raw
-        require(False, f"{type(denoiser).__name__}.denoise", f"return a Prediction of shape {whole}", got)
+    got = tuple(raw.shape) if isinstance(raw, Prediction) else raw
+    require(got == whole, f"{type(denoiser).__name__}.denoise", f"return a Prediction of shape {whole}", got)
     return shape(raw, state, knobs)
 
 
@@ -108,13 +105,9 @@ def decide(prediction: Prediction, state: DenoiseState, knobs: Knobs) -> Decisio
     Example: `decide(prediction, state, knobs).write`.
     """
     decision = knobs.sampler(prediction, state)
-    if not isinstance(decision, Decision):
-        raise TypeError(f"{type(knobs.sampler).__name__} must return a Decision, got {type(decision).__name__}.")
-    if decision.tokens.shape != state.canvas.shape:
-        raise ValueError(
-            f"{type(knobs.sampler).__name__} must decide the canvas's {tuple(state.canvas.shape)} positions, "
-            f"got {tuple(decision.tokens.shape)}."
-        )
+    got = tuple(decision.tokens.shape) if isinstance(decision, Decision) else decision
+    shape = tuple(state.canvas.shape)
+    require(got == shape, type(knobs.sampler).__name__, f"return a Decision about the canvas's {shape} positions", got)
     return decision
 
 
@@ -202,6 +195,7 @@ def judge(prediction: Prediction, state: DenoiseState) -> Tensor:
     return torch.stack((left, broken.long(), stray.long()))
 
 
+@typed
 def start_state(
     knobs: Knobs,
     noise: Noise,
@@ -228,29 +222,12 @@ def start_state(
 
     Example: `start_state(knobs, UniformNoise(512), seeds=torch.arange(2), canvas_len=32, num_steps=16)`.
     """
-    _check_start(knobs, noise, seeds, canvas_len, num_steps, block, noise_level)
-    canvas_len, num_steps, block = int(canvas_len), int(num_steps), int(block)
+    check_valid(knobs.sampler, noise)
     batch_size, device = seeds.shape[0], seeds.device
     shape = (batch_size, canvas_len)
-    for name, value, dtype in (
-        ("canvas", canvas, torch.int64),
-        ("frozen", frozen, torch.bool),
-        ("awaited", awaited, torch.bool),
-    ):
-        if value is not None:
-            rule = f"be {str(dtype).removeprefix('torch.')} of shape {shape}"
-            require_tensor(value, f"start_state {name}", rule, shape=shape, dtypes=(dtype,))
-    if canvas is not None:
-        rule = f"hold ids in [0, {noise.vocab_size}), and -1 for noise"
-        require(in_range(canvas, noise.vocab_size, least=-1), "start_state canvas", rule, canvas)
-    if rows is not None:
-        rule = f"be row numbers ({batch_size},) int64"
-        require_tensor(rows, "start_state rows", rule, shape=(batch_size,), dtypes=(torch.int64, torch.int32))
-    if allowed is not None:
-        whole = (*shape, noise.vocab_size)
-        fits = isinstance(allowed, Tensor) and allowed.dtype == torch.bool and broadcasts(allowed.shape, whole)
-        fits = fits and allowed.shape[-1:] == whole[-1:]
-        require(fits, "start_state allowed", f"be booleans that broadcast to {whole}", allowed)
+    require(canvas_len >= 1 and num_steps >= 1, "start_state canvas_len and num_steps", "be at least 1", shape)
+    for name, value in (("canvas", canvas), ("frozen", frozen), ("awaited", awaited)):
+        require(value is None or value.shape == shape, f"start_state {name}", f"have the shape {shape}", value)
     block_index = torch.full((batch_size,), block, device=device)
     first_step = round((1 - float(noise.schedule.time(torch.tensor(1 - noise_level, dtype=torch.float64)))) * num_steps)
     num_steps_row = torch.full((batch_size,), num_steps, device=device)
@@ -277,29 +254,6 @@ def start_state(
     )
     state = replace(state, memory=knobs.sampler.start(state))
     return state if knobs.stop is None else replace(state, stop_memory=knobs.stop.start(state))
-
-
-def _check_start(
-    knobs: Any, noise: Any, seeds: Any, canvas_len: Any, num_steps: Any, block: Any, noise_level: Any
-) -> None:
-    """Check the arguments of `start_state` that do not constrain the canvas."""
-    for name, value, kind in (("knobs", knobs, Knobs), ("noise", noise, Noise)):
-        if not isinstance(value, kind):
-            require(False, f"start_state {name}", f"be a {kind.__name__}", value)
-    check_valid(knobs.sampler, noise)
-    rule = "be one integer per row, (B,) int64"
-    require_tensor(seeds, "start_state seeds", rule, shape=(None,), dtypes=(torch.int64,))
-    for name, value, least, most in (
-        ("canvas_len", canvas_len, 1, 1 << 31),
-        ("num_steps", num_steps, 1, MOST_STEPS),
-        ("block", block, 0, 1 << 62),
-    ):
-        number = as_int(value)
-        fits = number is not None and least <= number <= most
-        require(fits, f"start_state {name}", f"be an integer from {least} to {most}", value)
-    read_noise_level(noise_level, seeds, owner="start_state")
-    check_memory("start_state", len(seeds), canvas_len, noise.vocab_size, seeds.device)
-    check_temperature(knobs.temperature, int(num_steps), seeds.device)
 
 
 def clock(noise: Noise, temperature: Temperature, step: Tensor, num_steps: Tensor) -> dict[str, Any]:

@@ -16,9 +16,10 @@ from dgemma.model.cache import Cache, require_cache
 from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.run import arguments
 from dgemma.run.changes import Changes, apply_changes, merge_changes
-from dgemma.run.loop import drain, run_plan, start_block
+from dgemma.run.loop import drain, run_plan
 from dgemma.run.recording import Recording, StepPlace
 from dgemma.run.records import Moment, OnStep, Output, StepRecord
+from dgemma.run.rows import Rows
 from dgemma.run.step import advance, predict_at
 from dgemma.values import find_unknown
 
@@ -80,16 +81,14 @@ class Trajectory(Recording):
                 "canvas together. Record the run without `constraint`."
             )
         plan, device = self.plan.to(model.device), model.device
-        cache = model.encode(plan.prompt_tokens, None if cache is None else cache.clone(), plan.attention_mask)
-        rows, knobs = torch.arange(self.batch_size, device=device), plan.knobs
+        rows, knobs = Rows(plan), plan.knobs
+        cache = rows.read(model, None if cache is None else cache.clone())
         total = torch.zeros(self.batch_size, dtype=torch.float64, device=device)
         for block in range(self.steps[-1].block + 1 if self.steps else 0):
             if block > 0:
-                tokens, real, ended = plan.end_rows(self.commits[block - 1].tokens.to(device)[rows], block - 1, rows)
-                cache = model.encode(tokens, cache, real)
-                goes_on = torch.tensor([not end for end in ended], device=device).nonzero()[:, 0]
-                rows, cache = rows[goes_on], cache.select(goes_on)
-            state, here = start_block(model, plan, block, rows, knobs), cache
+                rows.repeat(self.commits[block - 1])
+                cache = rows.read(model, cache)
+            state, here = rows.start(model, knobs), cache
             for taken in (step for step in self.steps if step.block == block):
                 changes = self._changes_before((block, taken.index), Moment(state, here, knobs))
                 state, knobs = apply_changes(changes, state, knobs)

@@ -10,9 +10,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+import torch
+
 from dgemma.model.denoiser import Denoiser
-from dgemma.run.batch import Batch, Row
+from dgemma.run.batch import Batch
 from dgemma.run.plan import Plan
+from dgemma.run.rows import Rows
 from dgemma.serve.errors import ApiError
 
 Result = TypeVar("Result")
@@ -41,7 +44,7 @@ Event = Draft | Written | ApiError
 class Job:
     """One request in the engine. Iterate over `events` in the thread of its event loop."""
 
-    row: Row
+    row: Rows
     deadline: float
     wants_drafts: bool
     loop: asyncio.AbstractEventLoop
@@ -83,7 +86,7 @@ class Engine:
         self.num_steps = 0  # of all batches
         self._queue: deque[Job] = deque()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._running: dict[Row, Job] = {}
+        self._running: dict[Rows, Job] = {}
         self._batches: dict[Any, Batch] = {}
         self._changed = threading.Condition()
         self._stopping = False
@@ -105,7 +108,7 @@ class Engine:
 
     def submit(self, plan: Plan, *, seconds: float, drafts: bool) -> Job:
         """Queue a request. Raise a 429 if the queue is full."""
-        row = Row(next(self._numbers), plan)
+        row = Rows(plan, index=next(self._numbers))
         job = Job(row, time.monotonic() + seconds, drafts, asyncio.get_running_loop())
         with self._changed:
             self._check_room()
@@ -187,11 +190,11 @@ class Engine:
             finished = batch.step()
             self.num_steps += 1
             for row in finished:
-                self._running[row].send(Written(row.new_tokens.tolist(), list(row.steps), row.ended))
+                self._running[row].send(Written(row.new_tokens[0].tolist(), torch.cat(row.steps).tolist(), row.ended))
             if any(self._running[row].wants_drafts for row in self._running):
-                for row, draft in batch.drafts():
+                for row, steps, draft in batch.drafts():
                     if self._running[row].wants_drafts:
-                        self._running[row].send(Draft(len(row.blocks), row.num_forwards, draft.tolist()))
+                        self._running[row].send(Draft(len(row.blocks), steps, draft.tolist()))
             for row in finished:
                 if row.ended:
                     del self._running[row]
@@ -202,7 +205,7 @@ class Engine:
                 self._running.pop(row).send(ApiError(500, f"The model failed: {type(error).__name__}: {error}"))
 
 
-def _key(row: Row) -> Any:
+def _key(row: Rows) -> Any:
     """Return what the rows of a batch share."""
     return row.plan.knobs, row.plan.noise
 

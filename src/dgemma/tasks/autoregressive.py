@@ -13,14 +13,14 @@ from dgemma.model.causal import CausalRule, CausalState
 from dgemma.model.denoiser import Denoiser
 from dgemma.run.options import Default, fill_in, takes_options
 from dgemma.run.plan import read_plan
-from dgemma.sampling.temperature import ConstantTemperature
+from dgemma.sampling.temperature import ConstantTemperature, Temperature
 
 
 class CausalOptions(TypedDict, total=False):
     """Options of `generate_causal` and `stream_causal`. Defaults are those of `generate`, except temperature 1."""
 
     max_new_tokens: int | None
-    temperature: Annotated[float, Default(1.0)]
+    temperature: Annotated[Temperature | float, Default(1.0)]
     top_k: int | None
     top_p: float | None
     seed: Annotated[int | Sequence[int] | Tensor, Default(0)]
@@ -53,7 +53,7 @@ def stream_causal(model: Denoiser, prompt_tokens: Tensor, **options: Unpack[Caus
     settings = fill_in(options, CausalOptions)
     temperature, max_new_tokens = settings["temperature"], settings["max_new_tokens"]
     plan = read_plan(model, prompt_tokens, **settings)
-    if temperature is None or not isinstance(plan.knobs.temperature, ConstantTemperature):
+    if not isinstance(plan.knobs.temperature, ConstantTemperature):
         raise ValueError(
             f"generate_causal.temperature must be one number, got {temperature!r}. Use generate for a schedule: "
             "autoregressive generation has no steps."

@@ -122,6 +122,10 @@ class Guided(Denoiser[GuidedCache]):
             )
 
     @property
+    def num_forwards(self) -> int:  # type: ignore[override]
+        return 2 * self.denoiser.num_forwards
+
+    @property
     def config(self) -> DenoiserConfig:
         return self.denoiser.config
 

@@ -23,10 +23,11 @@ from dgemma.run import arguments
 from dgemma.run.arguments import Span
 from dgemma.run.constrain import Constraint, HoleLanguage
 from dgemma.run.knobs import Knobs
-from dgemma.run.loop import denoise_canvas, run_events, start_block
+from dgemma.run.loop import denoise_canvas, run_events
 from dgemma.run.options import CanvasOptions, WatchOptions, fill_in, select, takes_options
 from dgemma.run.plan import Plan, read_plan
-from dgemma.run.records import BlockCommit, OnStep, shows_progress
+from dgemma.run.records import OnStep, shows_progress
+from dgemma.run.rows import Rows
 from dgemma.run.trajectory import Trajectory
 
 Holes = Tensor | int | Sequence[tuple[int, int]]
@@ -44,7 +45,7 @@ class Infilling:
 
     tokens: Tensor  # (B, N) int64
     log_probs: Tensor  # (B, N) float32
-    steps: Tensor  # (B,) forwards, over all canvases
+    steps: Tensor  # (B,) over all canvases
     tokens_per_forward: Tensor  # (B,): tokens written / forwards
     trajectories: tuple[Trajectory, ...] | None
 
@@ -154,7 +155,7 @@ def edit(
     Example: `edit(model, tokens, noise_level=0.3, frozen=is_prompt)`.
     """
     tokens, real, writer = _read_options("edit", model, tokens, options)
-    level = arguments.read_noise_level(noise_level, tokens, owner="edit")
+    level = arguments.read_noise_level("edit", noise_level)
     todo = real & (real.cumsum(1) > 1)
     if frozen is not None:
         require_tensor(frozen, "edit frozen", _like(tokens, "booleans"), shape=tokens.shape, dtypes=(torch.bool,))
@@ -211,7 +212,7 @@ class _Writer:
         """Write the positions `todo` of `tokens`, of which `real` are not padding; all (B, N)."""
         device = tokens.device
         out, log_probs = tokens.clone(), torch.zeros(tokens.shape, device=device)
-        forwards = torch.zeros(tokens.shape[0], dtype=torch.int64, device=device)
+        steps, forwards = torch.zeros(2, tokens.shape[0], dtype=torch.int64, device=device)
         rows = [
             _TextRow(index, kept.nonzero()[:, 0], text[kept], holes[kept], 0, Placement(0, 0))
             for index, (text, kept, holes) in enumerate(zip(tokens.cpu(), real.cpu(), todo.cpu(), strict=True))
@@ -228,18 +229,16 @@ class _Writer:
                 trajectory = None if self.record_top is None else Trajectory(plan, top=self.record_top)
                 cache = self._read_prefix(cache, rows, plan)
                 index = torch.tensor([row.index for row in rows], device=device)
-                state = replace(
-                    start_block(self.model, plan, 0, torch.arange(len(rows), device=device), knobs), rows=index
-                )
+                state = replace(Rows(plan).start(self.model, knobs), rows=index)
                 events = denoise_canvas(self.model, state, cache, knobs)
-                drafts, num_forwards, knobs = run_events(
+                drafts, num_steps, num_forwards, knobs = run_events(
                     events, bar, on_step=self.on_step, recording=trajectory, rows=state.rows
                 )
                 scores = self._score(state, cache, drafts)
                 if trajectory is not None:
-                    written, finished = plan.cut_text(drafts)[0], torch.zeros_like(index, dtype=torch.bool)
-                    trajectory.add_commit(BlockCommit(block=0, tokens=written, finished=finished, steps=num_forwards))
+                    trajectory.add_commit(Rows(plan).write(drafts, num_steps, num_forwards))
                     trajectories.append(trajectory)
+                steps[index] += num_steps
                 forwards[index] += num_forwards
                 for row, draft, score in zip(rows, drafts, scores, strict=True):
                     kept, columns = row.keep(draft)
@@ -252,7 +251,7 @@ class _Writer:
         return Infilling(
             tokens=out,
             log_probs=log_probs,
-            steps=forwards,
+            steps=steps,
             tokens_per_forward=todo.sum(1) / forwards,
             trajectories=None if self.record_top is None else tuple(trajectories),
         )
@@ -291,8 +290,7 @@ class _Writer:
         )
         if self.from_text:
             # The level is that of the first step, which is rarely exactly the requested one.
-            begins = start_block(self.model, plan, 0, torch.arange(len(rows), device=device), knobs)
-            canvas = _corrupt(text, allowed, begins, plan)
+            canvas = _corrupt(text, allowed, Rows(plan).start(self.model, knobs), plan)
         canvas = torch.where(frozen, text, canvas)
         # Under mask noise, positions after the text are frozen masks by default. The sampler spends all its steps on
         # the holes, and the masks tell the network that the text may go on. A network that takes the level of each

@@ -1,0 +1,87 @@
+"""Canvases that are denoised together: the one place that takes steps and waits for their verdict.
+
+Every form of a run uses it: `denoise_canvas` for rows that start together, `Batch` for rows at their own canvases.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from dgemma.diffusion.prediction import refuse_nan
+from dgemma.diffusion.state import DenoiseState, watch
+from dgemma.model.cache import Cache
+from dgemma.model.denoiser import Denoiser
+from dgemma.run.changes import Changes, apply_changes
+from dgemma.run.knobs import Knobs
+from dgemma.run.records import StepRecord
+from dgemma.run.step import judge, take_step
+
+
+@dataclass
+class Canvases:
+    """The state of some rows, their cache, and the knobs of their next step.
+
+    Example: `canvases = Canvases(model, state, cache, knobs); record = canvases.step(); left = canvases.finish_step()`.
+    """
+
+    model: Denoiser
+    state: DenoiseState
+    cache: Cache
+    knobs: Knobs
+
+    def step(self) -> StepRecord:
+        """Take a step. Nothing waits for the device."""
+        self.state, self._record = take_step(self.model, self.state, cache=self.cache, knobs=self.knobs)
+        state = self.state
+        self._written = watch(state.done, state.step, state.num_steps, state.canvas)
+        return self._record
+
+    def finish_step(self, changes: Changes = None, *, goes_on: bool = True) -> list[int]:
+        """Apply changes, wait for the device, and return the steps that each row has left, 0 if it is done.
+
+        goes_on: True if another step is likely. An engine then queues work for it before the host waits.
+        """
+        record = self._record
+        verdict = record.verdict if changes is None and not self._written() else None
+        self.state, self.knobs = apply_changes(changes, self.state, self.knobs)
+        if verdict is None:
+            verdict = judge(record.prediction, self.state)
+        left, broken, stray = self.model.read_ahead(verdict) if goes_on else verdict.tolist()  # the host waits here
+        if any(broken) or any(stray):
+            _refuse_step(record, broken, stray)
+        return left
+
+    def select(self, places: list[int]) -> "Canvases":
+        """The canvases at some places."""
+        rows = self.index(places)
+        return replace(self, state=self.state.select(rows), cache=self.cache.select(rows))
+
+    def splice(self, places: list[int], donor: "Canvases") -> None:
+        """Replace the canvases at some places by those of a donor."""
+        rows = self.index(places)
+        self.state = self.state.splice(rows, donor.state)
+        self.cache.splice(rows, donor.cache)
+
+    def index(self, places: list[int]) -> Tensor:
+        """The places as a tensor on the device, (n,) int64."""
+        return torch.tensor(places, dtype=torch.int64, device=self.state.device)
+
+
+def _refuse_step(record: StepRecord, broken: list[int], stray: list[int]) -> NoReturn:
+    """Raise for NaN or for ids outside the vocabulary. The message names the block, step, row and cause."""
+    row = (broken if any(broken) else stray).index(1)
+    where = f"at block {int(record.block[row])}, step {int(record.step[row])}, row {int(record.rows[row])}"
+    if any(broken):
+        refuse_nan(where)
+    canvas, vocab_size = record.state.canvas[row], record.state.noise.vocab_size
+    got = f"got {int(canvas.min())}..{int(canvas.max())} {where}."
+    if record.verdict is not None and not record.verdict[2, row]:
+        raise ValueError(
+            f"DenoiseState.canvas must hold tokens in [0, {vocab_size}), {got} Write only token ids into it."
+        )
+    raise ValueError(
+        f"{type(record.knobs.sampler).__name__} must write tokens in [0, {vocab_size}), {got} "
+        "Take them from the prediction."
+    )

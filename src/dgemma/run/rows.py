@@ -1,0 +1,155 @@
+"""The rows of a run in progress: what they have written, the states of their language, and which of them have ended.
+
+A driver repeats four calls for every block: `read` (encode what is new), `start` (the next canvas), then it denoises
+the canvas, then `write`.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dgemma.diffusion.state import DenoiseState
+from dgemma.model.cache import Cache
+from dgemma.model.denoiser import Denoiser
+from dgemma.run.knobs import Knobs
+from dgemma.run.plan import Plan
+from dgemma.run.records import BlockCommit, Output
+from dgemma.run.step import start_state
+
+
+class Rows:
+    """The rows of a plan, which start together and are written block by block.
+
+    `generate` runs one `Rows` for its batch. `Batch` runs many of them, each with a plan of batch size 1.
+
+    Example: `rows = Rows(plan); cache = rows.read(model); state = rows.start(model, plan.knobs)`.
+    """
+
+    def __init__(self, plan: Plan, *, index: int = 0) -> None:
+        self.plan, self.index = plan, index  # the index names the row in a `Batch`
+        self.left = torch.arange(plan.batch_size, device=plan.seeds.device)  # (R,) the rows that have not ended
+        self.blocks: list[Tensor] = []  # (B, C) each
+        self.steps: list[Tensor] = []  # (B,) each
+        self.forwards: list[Tensor] = []  # (B,) each
+        self.ended = False
+        self.unread: Tensor = plan.prompt_tokens  # (R, n) tokens that are not in the cache
+        self.unread_mask: Tensor | None = plan.attention_mask
+        self._states = None if plan.language is None else plan.language.start  # (R,) of the constraint
+        self._leaving: list[bool] = []
+        self._retired: list[tuple[Tensor, Cache]] = []
+        self._early: _EarlyCanvas | None = None
+
+    def read(self, model: Denoiser, cache: Cache | None = None) -> Cache:
+        """Encode the unread tokens, and return the cache of the rows that go on. Rows that ended keep their cache."""
+        cache = model.encode(self.unread, cache, self.unread_mask)
+        if any(self._leaving):
+            ends, goes_on = (_where(flags, self.left.device) for flags in (self._leaving, _not(self._leaving)))
+            self._retired.append((self.left[ends], cache.select(ends)))
+            self.left, cache = self.left[goes_on], cache.select(goes_on)
+            self._states = None if self._states is None else self._states[goes_on]
+            self._leaving = []
+        return cache
+
+    def start(self, model: Denoiser, knobs: Knobs) -> DenoiseState:
+        """Return the state of the next canvas before its first step."""
+        early, self._early = self._early, None
+        if early is not None and early.rows is self.left and early.knobs is knobs:
+            return early.state
+        return self._start(model, len(self.blocks), knobs)
+
+    def start_early(self, model: Denoiser, knobs: Knobs) -> None:
+        """Start the canvas after the present one, while the device still works on this one.
+
+        `start` returns it, unless rows end or a callback changes the knobs in the meantime.
+        """
+        following = len(self.blocks) + 1
+        # The state of a language is known only after the previous block.
+        if following < self.plan.num_blocks and self.plan.language is None:
+            self._early = _EarlyCanvas(self.left, knobs, self._start(model, following, knobs))
+
+    def write(self, drafts: Tensor, steps: Tensor, forwards: Tensor) -> BlockCommit:
+        """Write the finished canvases (R, C), which took `steps` and `forwards` (R,). Call `read` after it."""
+        plan, block, left = self.plan, len(self.blocks), self.left
+        if plan.language is not None and self._states is not None:
+            self._states = plan.language.advance(self._states, drafts.to(self._states.device))
+        self.unread, self.unread_mask, self._leaving = plan.end_rows(drafts, block, left)
+        self.blocks.append(_spread(self.unread, left, plan.batch_size, plan.pad_token_id))
+        self.steps.append(_spread(steps, left, plan.batch_size, 0))
+        self.forwards.append(_spread(forwards, left, plan.batch_size, 0))
+        self.ended = all(self._leaving) or block + 1 == plan.num_blocks
+        ends = torch.zeros_like(left, dtype=torch.bool)  # a copy from the host would wait for the device
+        if any(self._leaving):
+            ends = torch.tensor(self._leaving, device=left.device)
+        return BlockCommit(
+            block=block,
+            tokens=self.blocks[-1],
+            finished=_spread(ends, left, plan.batch_size, True),
+            steps=self.steps[-1],
+            forwards=self.forwards[-1],
+        )
+
+    def repeat(self, commit: BlockCommit) -> None:
+        """Write a block of a recorded run again."""
+        steps = commit.steps
+        forwards = steps if commit.forwards is None else commit.forwards
+        self.write(*(values.to(self.left.device)[self.left] for values in (commit.tokens, steps, forwards)))
+
+    @property
+    def new_tokens(self) -> Tensor:
+        """The tokens of all finished blocks, (B, N), padded after the stop tokens."""
+        return torch.cat(self.blocks, dim=1)
+
+    @property
+    def tokens_per_forward(self) -> Tensor:
+        """New tokens without padding, divided by forwards, (B,)."""
+        return (self.new_tokens != self.plan.pad_token_id).sum(1) / torch.stack(self.forwards).sum(0)
+
+    def output(self, cache: Cache) -> Output:
+        """Return the result of the run. `cache` is that of the rows that have not ended."""
+        return Output(
+            tokens=torch.cat((self.plan.prompt_tokens, self.new_tokens), dim=1),
+            new_tokens=self.new_tokens,
+            steps=torch.stack(self.steps, dim=1),
+            tokens_per_forward=self.tokens_per_forward,
+            cache=type(cache).join([*self._retired, (self.left, cache)]) if self._retired else cache,
+        )
+
+    def _start(self, model: Denoiser, block: int, knobs: Knobs) -> DenoiseState:
+        plan = self.plan
+        return start_state(
+            knobs,
+            plan.noise,
+            seeds=plan.seeds[block, self.left],
+            canvas_len=plan.canvas_len,
+            num_steps=plan.num_steps,
+            block=plan.first_block + block,
+            rows=self.left,
+            uniform=model.uniform,
+            **plan.block(block, self.left, self._states),
+        )
+
+
+class _EarlyCanvas(NamedTuple):
+    """A canvas that was started early, for these rows and knobs."""
+
+    rows: Tensor
+    knobs: Knobs
+    state: DenoiseState
+
+
+def _not(flags: Sequence[bool]) -> list[bool]:
+    return [not flag for flag in flags]
+
+
+def _where(flags: Sequence[bool], device: torch.device) -> Tensor:
+    """The indices of the flags that are True, (n,) int64."""
+    return torch.tensor([at for at, flag in enumerate(flags) if flag], dtype=torch.int64, device=device)
+
+
+def _spread(values: Tensor, rows: Tensor, batch_size: int, fill: int | bool) -> Tensor:
+    """Spread the values (R, ...) of some rows over the batch, (B, ...), with `fill` in the other rows."""
+    if len(rows) == batch_size:
+        return values
+    return values.new_full((batch_size, *values.shape[1:]), fill).index_copy(0, rows, values)
