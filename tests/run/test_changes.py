@@ -86,23 +86,21 @@ def test_the_mask_is_never_proposed_after_allowed_changes():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"bound": 0.1}, "must be among state, .*; got bound"),
-        ({"rows": torch.arange(2)}, "got rows"),
+        ({"bound": 0.1}, r"must be among state, .*, got \['bound'\]"),
+        ({"rows": torch.arange(2)}, r"got \['rows'\]"),
         (
             {"canvas": torch.zeros(2, 3, dtype=torch.int64)},
             r"DenoiseState\.canvas must stay torch\.int64 \(2, 6\), got",
         ),
         ({"frozen": torch.zeros(2, 6)}, r"DenoiseState\.frozen must stay torch\.bool"),
         ({"sampler": Confidence()}, "Confidence must run under mask noise, got uniform"),
-        ({"self_cond": 3}, r"DenoiseState\.self_cond must be a Prediction, logits or None, got int"),
-        (5, "must be None, a state or a dictionary, got int"),
-        (True, "must be None, a state or a dictionary, got bool"),
-        ("abc", "must be None, a state or a dictionary, got str"),
-        (torch.zeros(3), "must be None, a state or a dictionary, got Tensor"),
-        ({"sampler": 3}, r"Knobs\.sampler must be a value such as EntropyBound\(\), got 3"),
+        ({"self_cond": 3}, r"DenoiseState\.self_cond must be a Prediction, logits or None, got 3"),
+        (5, "must be None, a state or a dictionary, got 5"),
+        ("abc", "must be None, a state or a dictionary, got 'abc'"),
+        ({"sampler": 3}, r"Knobs\.sampler must be Sampler, got 3"),
         ({"top_k": 0}, r"Knobs\.top_k must be an integer >= 1, got 0"),
         ({"temperature": -1}, r"ConstantTemperature\.value must be > 0"),
-        ({"canvas": torch.full((2, 6), 11)}, r"DenoiseState\.canvas must hold ids in \[0, 11\), got 11\.\.11"),
+        ({"canvas": torch.full((2, 6), 11)}, r"DenoiseState\.canvas must hold ids in \[0, 11\), got '11\.\.11'"),
         (
             {"allowed": torch.zeros(1, 1, VOCAB, dtype=torch.bool)},
             r"DenoiseState\.allowed must leave at least one token",
@@ -265,28 +263,20 @@ def test_a_donor_with_other_fields_is_refused_even_if_it_has_as_many_tensors():
         labelled.splice(row, replace(state, stop_memory=torch.zeros(2)).select(row))
 
 
-@dataclass(frozen=True, kw_only=True)
-class StateWithKnob(dgemma.DenoiseState):
-    top_k: int = 3
-
-
 def test_changes_that_a_state_cannot_keep_are_refused():
     state, knobs = traced()
     plain, _ = fresh(EntropyBound())
-    values = {f.name: getattr(plain, f.name) for f in fields(plain)}
     for changes, sentence in (
         ({"label": torch.zeros(2)}, r"TracedState\.label must stay torch\.int64 \(2,\), got torch\.float32"),
-        ({"origin": "there"}, "got origin"),
+        ({"origin": "there"}, r"got \['origin'\]"),
         (replace(state, origin="there"), r"TracedState\.origin must stay the same"),
         (replace(state, noise=dgemma.MaskNoise(VOCAB + 1)), r"TracedState\.noise must stay the same"),
         (replace(state, rows=torch.tensor([1, 0])), r"TracedState\.rows must stay the same"),
-        (plain, "must stay a TracedState, got a DenoiseState"),
+        (plain, r"must stay a TracedState, got DenoiseState\("),
     ):
         with pytest.raises(ValueError, match=sentence):
             apply_changes(changes, state, knobs)
-    with pytest.raises(ValueError, match="must stay a DenoiseState, got a TracedState"):
+    with pytest.raises(ValueError, match=r"must stay a DenoiseState, got TracedState\("):
         apply_changes(state, plain, knobs)
-    with pytest.raises(ValueError, match=r"StateWithKnob\.top_k must not have the name of a knob"):
-        apply_changes({"top_k": 2}, StateWithKnob(**values), knobs)
     equal, _ = apply_changes(replace(state, noise=dgemma.MaskNoise(VOCAB)), state, knobs)
     assert equal is state

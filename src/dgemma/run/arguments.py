@@ -77,7 +77,8 @@ def read_seeds(seed: int | Sequence[int] | Tensor, prompt_tokens: Tensor) -> Ten
     rule = f"be a 64-bit integer, or a list of {batch_size}, one per row"
     if first is not None:
         rule = f"be at most 2**63 - {batch_size} for {batch_size} rows, because row i has seed + i"
-    fits = len(seeds) == batch_size and all(type(s) is int and -(2**63) <= s < 2**63 for s in seeds)
+    fits = isinstance(seeds, list) and len(seeds) == batch_size
+    fits = fits and all(type(s) is int and -(2**63) <= s < 2**63 for s in seeds)
     require(fits, "generate seed", rule, seed)
     return torch.tensor(seeds, dtype=torch.int64, device=prompt_tokens.device)
 
@@ -86,7 +87,8 @@ def read_token_ids(name: str, ids: int | Iterable[int]) -> tuple[int, ...]:
     """Return one token id or several as a sorted tuple."""
     one = as_int(ids)
     listed = as_lists(ids) if one is None else [one]
-    require(all(type(token) is int for token in listed), name, "be a token id or several", ids)
+    fits = isinstance(listed, list) and all(type(token) is int for token in listed)
+    require(fits, name, "be a token id or several", ids)
     return tuple(sorted(listed))
 
 
@@ -147,9 +149,11 @@ def check_vocabulary(noise: Noise, config: DenoiserConfig) -> None:
 
 def check_valid(sampler: Sampler, noise: Noise) -> None:
     """Check that the sampler is valid for the noise process."""
-    rule = f"run under {' or '.join(sorted(sampler.valid_for))} noise"
-    fix = "Pass noise= of that kind or another sampler."
-    require(noise.kind in sampler.valid_for, type(sampler).__name__, rule, noise.kind, fix)
+    if noise.kind not in sampler.valid_for:
+        raise ValueError(
+            f"{type(sampler).__name__} must run under {' or '.join(sorted(sampler.valid_for))} noise, "
+            f"got {noise.kind}. Pass noise= of that kind or another sampler."
+        )
 
 
 def read_count(name: str, value: int) -> int:

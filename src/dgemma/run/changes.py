@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from dgemma.checks import has_values, show
+from dgemma.checks import has_values, require, require_tensor
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState, split_fields
@@ -17,6 +17,7 @@ from dgemma.run.knobs import Knobs
 from dgemma.sampling.temperature import check_temperature, read_temperature
 
 Changes = DenoiseState | Mapping[str, Any] | None
+_CHANGES = "Changes between two steps"
 
 
 def list_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> dict[str, Any]:
@@ -32,28 +33,20 @@ def list_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> dict[st
         return {}
     if isinstance(changes, DenoiseState):
         changes = {"state": changes}
-    if not isinstance(changes, Mapping):
-        raise ValueError(
-            f"Changes between two steps must be None, a state or a dictionary, got {type(changes).__name__}. "
-            "Return one of them from on_step."
-        )
-    for name, value, kind in (("state", state, DenoiseState), ("knobs", knobs, Knobs)):
-        if not isinstance(value, kind):
-            raise ValueError(f"apply_changes {name} must be a {kind.__name__}, got {show(value)}.")
+    fits = isinstance(changes, Mapping)
+    require(fits, _CHANGES, "be None, a state or a dictionary", changes, "Return one of them from on_step.")
     listed = dict(changes)
     new_state = listed.pop("state", state)
-    if not isinstance(new_state, DenoiseState) or not all(isinstance(name, str) for name in listed):
-        raise ValueError(f"Changes between two steps must be a state or fields by name, got {show(changes)}.")
     of_state, of_knobs = set(split_fields(state, "constant")[0]), {f.name for f in fields(knobs)}
     known = of_state | of_knobs
-    unknown = sorted(listed.keys() - known)
-    if unknown:
-        raise ValueError(
-            f"Changes between two steps must be among state, {', '.join(sorted(known))}; got {', '.join(unknown)}."
-        )
-    for name in of_state & of_knobs - {"temperature"}:
-        raise ValueError(f"{type(state).__name__}.{name} must not have the name of a knob. Rename the field.")
-    _check_constant(new_state, state)
+    unknown = [name for name in listed if name not in known]
+    require(not unknown, _CHANGES, f"be among state, {', '.join(sorted(known))}", unknown)
+    if type(new_state) is not type(state):
+        fix = "Change fields of `record.state` with dataclasses.replace."
+        require(False, "A changed state", f"stay a {type(state).__name__}", new_state, fix)
+    for name in split_fields(state, "constant")[1]:
+        same, owner = _same(getattr(new_state, name), getattr(state, name)), f"{type(state).__name__}.{name}"
+        require(same, owner, "stay the same within a run", getattr(new_state, name), "Begin a new run to change it.")
     for name in sorted(of_state - listed.keys()):
         if not _same(getattr(new_state, name), getattr(state, name)):
             listed[name] = getattr(new_state, name)
@@ -147,40 +140,19 @@ def knob_changes(listed: Mapping[str, Any], knobs: Knobs) -> dict[str, Any]:
     return {name: value for name, value in listed.items() if name in names - of_state}
 
 
-def _check_constant(new: DenoiseState, old: DenoiseState) -> None:
-    """Refuse a new state that differs from the old one in more than its fields that may change."""
-    if type(new) is not type(old):
-        raise ValueError(
-            f"A changed state must stay a {type(old).__name__}, got a {type(new).__name__}. "
-            "Change fields of `record.state` with dataclasses.replace."
-        )
-    for name in split_fields(old, "constant")[1]:
-        if not _same(getattr(new, name), getattr(old, name)):
-            raise ValueError(
-                f"{type(old).__name__}.{name} must stay the same within a run. Begin a new run to change it."
-            )
-
-
 def _check(name: str, value: Any, state: DenoiseState, *, is_knob: bool) -> None:
-    if not all(has_values(part) or state.canvas.is_meta for part in tree_leaves(value) if isinstance(part, Tensor)):
-        raise ValueError(f"{name} must be dense and on {state.device}, got a sparse tensor or one on meta.")
-    if name == "self_cond" and not isinstance(value, Prediction | Tensor | None):
-        raise ValueError(
-            f"DenoiseState.self_cond must be a Prediction, logits or None, got {type(value).__name__}. "
-            "None disables self-conditioning in the next step."
-        )
+    owner, vocab_size = f"{type(state).__name__}.{name}", state.noise.vocab_size
+    dense = all(has_values(part) or state.canvas.is_meta for part in tree_leaves(value) if isinstance(part, Tensor))
+    require(dense, owner, f"be dense and on {state.device}", value)
+    if name == "self_cond":
+        require(isinstance(value, Prediction | Tensor | None), owner, "be a Prediction, logits or None", value)
     required = {f.name for f in fields(state) if f.default is MISSING and f.default_factory is MISSING}
     now = getattr(state, name) if name in required and not is_knob else None
-    if not isinstance(now, Tensor):
-        return
-    if not isinstance(value, Tensor) or value.shape != now.shape or value.dtype != now.dtype:
-        got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"{type(state).__name__}.{name} must stay {now.dtype} {tuple(now.shape)}, got {got}.")
-    if name == "canvas" and bool(((value < 0) | (value >= state.noise.vocab_size)).any()):
-        raise ValueError(
-            f"DenoiseState.canvas must hold ids in [0, {state.noise.vocab_size}), "
-            f"got {int(value.min())}..{int(value.max())}."
-        )
+    if isinstance(now, Tensor):
+        rule = f"stay {now.dtype} {tuple(now.shape)}"
+        require_tensor(value, owner, rule, shape=now.shape, dtypes=(now.dtype,))
+    if name == "canvas" and bool(((value < 0) | (value >= vocab_size)).any()):
+        require(False, owner, f"hold ids in [0, {vocab_size})", f"{int(value.min())}..{int(value.max())}")
 
 
 def _copied(value: Any) -> Any:

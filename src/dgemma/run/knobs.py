@@ -6,11 +6,10 @@ from typing import Any
 
 from torch.utils._pytree import tree_leaves
 
-from dgemma.checks import as_int, as_number, check_count, check_probability
+from dgemma.checks import check_count, check_probability, check_types, require_field
 from dgemma.diffusion.prediction import LEAST_TOP_P
 from dgemma.sampling.base import Sampler
-from dgemma.sampling.entropy_bound import EntropyBound
-from dgemma.sampling.stopping import StableAndConfident, StopRule
+from dgemma.sampling.stopping import StopRule
 from dgemma.sampling.temperature import Temperature
 
 
@@ -28,33 +27,23 @@ class Knobs:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        for name, base, example in (("sampler", Sampler, EntropyBound), ("stop", StopRule, StableAndConfident)):
-            value = getattr(self, name)
-            if not isinstance(value, base) and not (name == "stop" and value is None):
-                raise ValueError(
-                    f"Knobs.{name} must be a value such as {example.__name__}(), got {value!r}. Instantiate the class."
-                )
-            # The value is the key of a CUDA graph. If an attribute outside its fields changed, the old graph would run.
-            if value is not None and not _is_frozen(value):
-                raise ValueError(
-                    f"Knobs.{name} must be a frozen dataclass whose settings are its fields, got {type(value).__name__}"
-                    ". Write @dataclass(frozen=True, kw_only=True) above the class."
-                )
-        if not callable(self.temperature) or isinstance(self.temperature, type):
-            raise ValueError(
-                f"Knobs.temperature must be a schedule such as LinearTemperature(), got {self.temperature!r}. "
-                "Use ConstantTemperature(value) for a number."
-            )
+        check_types(self)
+        # A value is the key of a CUDA graph. If an attribute outside its fields changed, the old graph would run.
+        fix = "Write @dataclass(frozen=True, kw_only=True) above the class."
+        for name in ("sampler", "stop"):
+            is_frozen = getattr(self, name) is None or _is_frozen(getattr(self, name))
+            require_field(is_frozen, self, name, "be a frozen dataclass whose settings are its fields", fix)
+        is_schedule = callable(self.temperature) and not isinstance(self.temperature, type)
+        fix = "Use ConstantTemperature(value) for a number."
+        require_field(is_schedule, self, "temperature", "be a schedule such as LinearTemperature()", fix)
         if self.top_k is not None:
             check_count(self, "top_k", fix="Use None to keep every token.")
-            object.__setattr__(self, "top_k", as_int(self.top_k))
+            object.__setattr__(self, "top_k", int(self.top_k))
         if self.top_p is not None:
             check_probability(self, "top_p", fix="Use None to keep every token.")
-            object.__setattr__(self, "top_p", as_number(self.top_p))
-            if self.top_p is not None and self.top_p < LEAST_TOP_P:
-                raise ValueError(
-                    f"Knobs.top_p must be > 0 in float32, got {self.top_p}. Use a sampler's greedy=True for the argmax."
-                )
+            object.__setattr__(self, "top_p", float(self.top_p))
+            fix = "Use a sampler's greedy=True for the argmax."
+            require_field(self.top_p >= LEAST_TOP_P, self, "top_p", "be > 0 in float32", fix)
 
 
 def _is_frozen(value: Any) -> bool:

@@ -19,7 +19,7 @@ from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.model.cache import Cache
-from dgemma.model.denoiser import Denoiser
+from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.run.arguments import check_valid
 from dgemma.run.knobs import Knobs
 from dgemma.run.records import StepRecord
@@ -41,7 +41,6 @@ class Settled(NamedTuple):
     verdict: Tensor  # (3, B) int64, see `judge`
 
 
-@typed
 def step(denoiser: Denoiser, state: DenoiseState, *, cache: Cache, knobs: Knobs) -> tuple[DenoiseState, StepRecord]:
     """Take one denoising step: predict every position, decide, and settle.
 
@@ -51,6 +50,9 @@ def step(denoiser: Denoiser, state: DenoiseState, *, cache: Cache, knobs: Knobs)
 
     Example: `state, record = step(model, state, cache=cache, knobs=Knobs(sampler=EntropyBound(), temperature=...))`.
     """
+    for name, value, kind in (("state", state, DenoiseState), ("knobs", knobs, Knobs)):
+        require(isinstance(value, kind), f"step {name}", f"be a {kind.__name__}", value)
+    check_denoiser("step", denoiser)
     prediction = predict(denoiser, state, cache=cache, knobs=knobs)
     decision = decide(prediction, state, knobs)
     settled = settle(state, prediction, decision, knobs)

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from dgemma.checks import typed
+from dgemma.checks import require, typed
 from dgemma.model.cache import Cache, require_cache
 from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.run import arguments
@@ -207,21 +207,16 @@ class Trajectory(Recording):
             if missing.fields is None:
                 fix = "Only its name was saved. Make it a frozen dataclass and record the run again."
             raise ValueError(f"This trajectory was made with {missing.name}, which this process does not know. {fix}")
-        if (plan.canvas_len, plan.noise.vocab_size) != (config.canvas_length, config.vocab_size):
-            raise ValueError(
-                f"This trajectory needs a model with canvas_length {plan.canvas_len} and vocab_size "
-                f"{plan.noise.vocab_size}, got {config.canvas_length} and {config.vocab_size}."
-            )
-        if (plan.num_cached is None) != (cache is None) or (
-            cache is not None
-            and plan.num_cached is not None
-            and not torch.equal(plan.num_cached.cpu(), cache.lengths.cpu())
-        ):
-            had = "no cache" if plan.num_cached is None else f"a cache of {plan.num_cached.tolist()} tokens per row"
-            got = "none" if cache is None else f"one of {cache.lengths.tolist()}"
-            raise ValueError(
-                f"This trajectory began with {had}, got {got}. Pass a clone taken before the run, or None."
-            )
+        needed, sizes = (plan.canvas_len, plan.noise.vocab_size), (config.canvas_length, config.vocab_size)
+        rule = f"have the canvas_length and vocab_size {needed} of this trajectory"
+        require(sizes == needed, "Trajectory model", rule, sizes)
+        had = None if plan.num_cached is None else plan.num_cached.tolist()
+        got = None if cache is None else cache.lengths.tolist()
+        rule, fix = (
+            f"have the tokens per row {had} with which the run began",
+            "Pass a clone taken before the run, or None.",
+        )
+        require(had == got, "Trajectory cache", rule, got, fix)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
