@@ -86,8 +86,8 @@ def check_parity(results: Results, weights: str) -> None:
     The three have the same weights, rounded to the format. Prompts are long, or rows of a ragged batch.
     """
     model, wide = build_two_layers()
-    supports = reference_experts._supports_grouped
-    reference_experts._supports_grouped = lambda widths, dtype: dtype != torch.float32 and supports(widths, dtype)
+    supports = reference_experts.supports_grouped
+    reference_experts.supports_grouped = lambda widths, dtype: dtype != torch.float32 and supports(widths, dtype)
     fast = accelerate(model, weights)
     if weights not in ("bf16", "packed"):
         round_experts(model, wide, weights)
@@ -117,7 +117,7 @@ def check_parity(results: Results, weights: str) -> None:
                 f"PARITY FAILED, nothing timed: {name} is off by {errors[1]:.3e}, over 1.25 times the {errors[0]:.3e} "
                 "of plain PyTorch in bfloat16."
             )
-    reference_experts._supports_grouped = supports
+    reference_experts.supports_grouped = supports
 
 
 def time_read(model: FusedDenoiser, batch: int, length: int) -> list[float]:

@@ -247,8 +247,8 @@ def check_parity(results: Results, weights: str) -> None:
     All three models have the rounded weights. In float8, engine and reference also round the experts' inputs.
     """
     model, wide = build_two_layers()
-    supports = reference_experts._supports_grouped
-    reference_experts._supports_grouped = lambda widths, dtype: dtype != torch.float32 and supports(widths, dtype)
+    supports = reference_experts.supports_grouped
+    reference_experts.supports_grouped = lambda widths, dtype: dtype != torch.float32 and supports(widths, dtype)
     prompt, canvas = draw_tokens(2, 700), draw_tokens(2, CANVAS)
     real = torch.ones_like(prompt)
     real[1, :100] = 0
@@ -284,7 +284,7 @@ def check_parity(results: Results, weights: str) -> None:
     demand_parity("entropy", prediction.entropy, plain_prediction.entropy, 1e-4)
     u = torch.rand(2, CANVAS, dtype=torch.float64, device=GPU)
     assert (prediction.sample(u) == plain_prediction.sample(u)).float().mean() > 0.99
-    reference_experts._supports_grouped = supports
+    reference_experts.supports_grouped = supports
     check_greedy(results, model, fast, prompt)
     many = draw_tokens(16, 300)
     with torch.no_grad():
