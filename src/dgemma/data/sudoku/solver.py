@@ -44,7 +44,7 @@ def read_board(name: str, digits: Any) -> NDArray[Any]:
 
     Example: `read_board("solve puzzles", puzzles)`.
     """
-    read = np.empty(0)
+    read: NDArray[Any] = np.empty(0)
     if not isinstance(digits, Tensor) or has_values(digits):
         with suppress(TypeError, ValueError, RuntimeError):
             read = np.asarray(digits.tolist() if isinstance(digits, Tensor) else digits)
