@@ -86,7 +86,7 @@ def test_arguments_are_refused_like_in_generate(model):
 
 @pytest.mark.parametrize("temperature", [dgemma.LinearTemperature(), None], ids=["schedule", "none"])
 def test_a_schedule_of_temperatures_is_refused(model, temperature):
-    with pytest.raises(ValueError, match=r"^generate_causal\.temperature must be one number, got .*\. Use generate"):
+    with pytest.raises(ValueError, match=r"^generate_causal.temperature must be .*, got "):
         dgemma.generate_causal(model, PROMPTS, temperature=temperature)
 
 

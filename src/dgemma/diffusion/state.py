@@ -98,8 +98,12 @@ class DenoiseState:
 
         Example: `state.splice(torch.tensor([1]), other.select(torch.tensor([0])))`.
         """
-        mine, form = tree_flatten(_row_fields(self))
-        theirs, donor_form = tree_flatten(_row_fields(donor))
+        values = [_row_fields(self), _row_fields(donor)]
+        if (self.awaited is None) != (donor.awaited is None):
+            for fields_of in values:
+                if fields_of["awaited"] is None:  # all positions
+                    fields_of["awaited"] = torch.ones_like(fields_of["frozen"])
+        (mine, form), (theirs, donor_form) = map(tree_flatten, values)
         are_tensors = [[isinstance(leaf, Tensor) for leaf in leaves] for leaves in (mine, theirs)]
         if type(donor) is not type(self) or form != donor_form or are_tensors[0] != are_tensors[1]:
             raise ValueError(

@@ -53,7 +53,8 @@ def check_content(content: Mapping[str, Any]) -> None:
 
     Example: `check_content(archive.load("run.safetensors", kind="trajectory"))`.
     """
-    plan, sizes, top = content.get("plan"), content.get("sizes"), content.get("top")
+    plan, sizes = content.get("plan"), content.get("sizes")
+    top: Any = content.get("top")
     if not isinstance(plan, Plan) or not isinstance(sizes, tuple) or type(top) is not int:
         require(False, "plan, sizes and top", "be a Plan, a tuple and a number", (type(plan).__name__, sizes, top))
     assert isinstance(plan, Plan)

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from dgemma.checks import as_int, check_flags, require, require_tensor, short_repr
+from dgemma.checks import as_int, require, require_tensor, short_repr
+from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.state import DenoiseState
 from dgemma.model.cache import Cache
 from dgemma.model.denoiser import Denoiser, check_denoiser
@@ -357,15 +358,11 @@ def _corrupt(text: Tensor, allowed: Tensor | None, state: DenoiseState, plan: Pl
 def _read_options(name: str, model: Denoiser, tokens: Any, options: InfillOptions) -> tuple[Tensor, Tensor, _Writer]:
     """Check tokens and options like `generate`; return the tokens in int64, those that are real, and the writer."""
     check_denoiser(name, model)
-    rule = f"be integer ids of shape (batch, length) on {model.device}"
-    require_tensor(tokens, f"{name} tokens", rule, shape=(None, None), dtypes=(torch.int64, torch.int32))
-    require(0 not in tokens.shape and tokens.device == model.device, f"{name} tokens", rule, tokens)
     longest = model.config.max_position_embeddings
-    if tokens.shape[1] > longest:
-        raise ValueError(
-            f"{name} tokens must have at most {longest} positions (max_position_embeddings), got {tokens.shape[1]}. "
-            "Shorten the text."
-        )
+    rule = f"be integer ids of shape (batch, 1 to {longest} positions) on {model.device}"
+    require_tensor(tokens, f"{name} tokens", rule, shape=(None, None), dtypes=(torch.int64, torch.int32))
+    fits = 0 not in tokens.shape and tokens.shape[1] <= longest and tokens.device == model.device
+    require(fits, f"{name} tokens", rule, tokens)
     settings, of_canvas = fill_in(options, InfillOptions), select(options, CanvasOptions)
     allowed, constraint = of_canvas.pop("allowed", None), of_canvas.pop("constraint", None)
     # The plan is for one canvas after a prefix of one token, the shortest possible prefix. Longer prefixes always fit,
@@ -379,7 +376,6 @@ def _read_options(name: str, model: Denoiser, tokens: Any, options: InfillOption
         shape = (tokens.shape[0], tokens.shape[1])
         allowed = arguments.read_allowed(f"{name} allowed", allowed, plan.noise, shape, tokens.device)
     real = _read_mask(name, settings["attention_mask"], tokens)
-    check_flags(name, record=settings["record"], progress=settings["progress"])
     writer = _Writer(
         name=name,
         model=model,
@@ -397,9 +393,7 @@ def _read_mask(name: str, attention_mask: Tensor | None, tokens: Tensor) -> Tens
     """Return the tokens that are real, (B, N) bool."""
     if attention_mask is None:
         return torch.ones_like(tokens, dtype=torch.bool)
-    rule = _like(tokens, "a tensor")
-    require_tensor(attention_mask, f"{name} attention_mask", rule, shape=tokens.shape)
-    require(attention_mask.device == tokens.device, f"{name} attention_mask", rule, attention_mask)
+    require_tensor(attention_mask, f"{name} attention_mask", _like(tokens, "a tensor"), shape=tokens.shape)
     return attention_mask.to(tokens.device, torch.bool)
 
 
@@ -407,21 +401,15 @@ def _read_holes(holes: Holes, tokens: Tensor) -> Tensor:
     """Return any form of `holes` as booleans (B, N)."""
     if isinstance(holes, Tensor):
         require_tensor(holes, "infill holes", _like(tokens, "booleans"), shape=tokens.shape, dtypes=(torch.bool,))
-        require(holes.device == tokens.device, "infill holes", f"be on {tokens.device}", holes)
-        return holes
-    if not isinstance(holes, Sequence):
-        hole = as_int(holes)
-        require(hole is not None, "infill holes", "be spans, booleans of the tokens' shape, or a token id", holes)
-        return torch.eq(tokens, cast(int, hole))
-    marked = torch.zeros_like(tokens, dtype=torch.bool)
-    for span in holes:
-        pair = isinstance(span, Sequence) and len(span) == 2 and all(isinstance(end, int) for end in span)
-        if not pair or not 0 <= span[0] < span[1] <= tokens.shape[1]:
-            raise ValueError(
-                f"infill holes must be spans [(start, stop), ...] with 0 <= start < stop <= {tokens.shape[1]}, "
-                f"booleans of the tokens' shape, or a token id, got {holes!r}."
-            )
-        marked[:, span[0] : span[1]] = True
+        return holes.to(tokens.device)
+    hole = as_int(holes)
+    if hole is not None:
+        return torch.eq(tokens, hole)
+    marked, length = torch.zeros_like(tokens, dtype=torch.bool), tokens.shape[1]
+    for start, stop in cast(Sequence[tuple[int, int]], holes):
+        rule = f"be spans [(start, stop), ...] with 0 <= start < stop <= {length}"
+        require(0 <= start < stop <= length, "infill holes", rule, holes)
+        marked[:, start:stop] = True
     return marked
 
 
@@ -429,14 +417,17 @@ def _check_text(tokens: Tensor, kept: Tensor, writer: _Writer) -> None:
     """Check that the tokens outside the holes are in the vocabulary and are not noise."""
     name, plan, tail_token_id = writer.name, writer.plan, writer.tail_token_id
     vocab_size = plan.noise.vocab_size
-    if bool((kept & ((tokens < 0) | (tokens >= vocab_size))).any()):
-        raise ValueError(f"{name} tokens must hold ids in [0, {vocab_size}) outside the holes. Mark others as holes.")
-    if bool((kept & plan.noise.masked(tokens)).any()):
-        raise ValueError(f"{name} tokens must hold no mask token outside the holes. Mark it as a hole.")
-    if tail_token_id is not None and as_int(tail_token_id) is None:
-        require(False, f"{name} tail_token_id", "be a token id or None", tail_token_id)
-    if tail_token_id is not None and (not 0 <= tail_token_id < vocab_size or tail_token_id == plan.noise.mask_token):
-        raise ValueError(f"{name} tail_token_id must be a real token below {vocab_size}, got {tail_token_id}.")
+    strange = kept & ((tokens < 0) | (tokens >= vocab_size) | plan.noise.masked(tokens))
+    if bool(strange.any()):
+        rule = f"hold ids in [0, {vocab_size}) and no mask token outside the holes"
+        require(False, f"{name} tokens", rule, int(tokens[strange][0]), "Mark it as a hole.")
+    check_tail(name, tail_token_id, plan.noise)
+
+
+def check_tail(name: str, token: int | None, noise: Noise) -> None:
+    """Check the token that fills a canvas after the end of a text."""
+    fits = token is None or (0 <= token < noise.vocab_size and token != noise.mask_token)
+    require(fits, f"{name} tail_token_id", f"be a real token below {noise.vocab_size}, or None", token)
 
 
 def _like(tokens: Tensor, kind: str) -> str:

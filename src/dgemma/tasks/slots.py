@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.checks import as_int, as_lists, check_flags, require, short_repr, show, typed
+from dgemma.checks import as_int, as_lists, require, short_repr, show, typed
 from dgemma.diffusion import draws
 from dgemma.diffusion.noise import Noise
 from dgemma.model.cache import Cache
@@ -25,6 +25,7 @@ from dgemma.printing import progress_bar
 from dgemma.run.arguments import check_vocabulary
 from dgemma.run.defaults import learnt_noise
 from dgemma.run.options import Default, fill_in, takes_options
+from dgemma.tasks.infill import check_tail
 from dgemma.tasks.option_scores import Blank, Layout, Piece, Reader, layouts_of
 
 _MOST_COMBINATIONS = 4096
@@ -43,13 +44,12 @@ class Slot:
     name: str = ""
 
     def __post_init__(self) -> None:
-        if isinstance(self.options, str) or not isinstance(self.options, Sequence):
-            require(False, "Slot.options", "be a list of texts or of token sequences", self.options, 'Write ["yes"].')
-        if not isinstance(self.name, str):
-            require(False, "Slot.name", "be a text", self.name)
+        is_list = isinstance(self.options, Sequence) and not isinstance(self.options, str)
+        require(is_list, "Slot.options", "be a list of texts or of token sequences", self.options, 'Write ["yes"].')
+        require(isinstance(self.name, str), "Slot.name", "be a text", self.name)
         options = [option if isinstance(option, str) else _as_ids(option) for option in self.options]
-        if not options or len(set(options)) < len(options):
-            raise ValueError(f"Slot.options must have at least one option and no duplicates, got {options}.")
+        fits = len(options) > 0 and len(set(options)) == len(options)
+        require(fits, "Slot.options", "have at least one option and no duplicates", options)
 
 
 Template = Sequence[Slot | Sequence[int] | str]
@@ -155,7 +155,6 @@ def decide_many(
 
     Example: `for filled in decide_many(model, templates, threshold=0.9): print(filled["mood"].option)`.
     """
-    check_flags("decide_many", progress=progress)
     filler = _Filler("decide_many", model, options)
     num_templates = len(templates) if isinstance(templates, Sized) else None
     return _decide(filler, templates, progress_bar(desc="deciding", unit="row", show=progress, total=num_templates))
@@ -196,14 +195,14 @@ def calibrate(results: Iterable[FilledTemplate], truths: Iterable[Sequence[Any]]
 
 
 def _pairs(filled: FilledTemplate, truth: Sequence[Any], number: int) -> Iterator[tuple[SlotAnswer, Any]]:
-    if len(truth) != len(filled.answers):
-        require(False, f"calibrate truths[{number}]", f"have an option for each of {len(filled.answers)} slots", truth)
+    fits = len(truth) == len(filled.answers)
+    require(fits, f"calibrate truths[{number}]", f"have an option for each of {len(filled.answers)} slots", truth)
     return zip(filled.answers, truth, strict=True)
 
 
 def _index_of(slot: Slot, option: Any, number: int) -> int:
-    if option not in slot.options:
-        require(False, f"calibrate truths[{number}]", f"have options of the slot {show(slot.options)}", option)
+    fits = option in slot.options
+    require(fits, f"calibrate truths[{number}]", f"have options of the slot {show(slot.options)}", option)
     return slot.options.index(option)
 
 
@@ -252,17 +251,16 @@ class _Filler:
         settings: Any = fill_in(options, SlotOptions)
         noise = learnt_noise(model) if settings["noise"] is None else settings["noise"]
         check_vocabulary(noise, model.config)
-        for name, least in (("num_draws", 1), ("batch_size", 1), ("horizon", 0)):
-            require(settings[name] >= least, f"{owner} {name}", f"be an integer of at least {least}", settings[name])
-        require(-(2**63) <= settings["seed"] < 2**63, f"{owner} seed", "fit into 64 bits", settings["seed"])
-        require(0 < settings["temperature"] < math.inf, f"{owner} temperature", "be above 0", settings["temperature"])
-        require(0 <= settings["threshold"] <= 1, f"{owner} threshold", "be a probability", settings["threshold"])
+        for name, fits, rule in (
+            ("num_draws", settings["num_draws"] >= 1, "be an integer of at least 1"),
+            ("batch_size", settings["batch_size"] >= 1, "be an integer of at least 1"),
+            ("horizon", settings["horizon"] >= 0, "be an integer of at least 0"),
+            ("temperature", 0 < settings["temperature"] < math.inf, "be above 0"),
+            ("threshold", 0 <= settings["threshold"] <= 1, "be a probability"),
+        ):
+            require(fits, f"{owner} {name}", rule, settings[name])
         tail = settings["tail_token_id"]
-        if tail is not None and (not 0 <= tail < noise.vocab_size or tail == noise.mask_token):
-            raise ValueError(
-                f"{owner} tail_token_id must be a real token below {noise.vocab_size}, got {tail}. "
-                "Use None to leave noise there."
-            )
+        check_tail(owner, tail, noise)
         self.model, self.noise, self.tokenizer, self.mode = model, noise, settings["tokenizer"], settings["mode"]
         self.temperature, self.threshold, self.greedy = (
             settings["temperature"],
@@ -275,8 +273,8 @@ class _Filler:
 
     def read(self, owner: str, template: Template, number: int) -> _TemplateRow:
         """Tokenize a template and check it."""
-        if isinstance(template, str) or not isinstance(template, Sequence):
-            require(False, owner, "be a list of texts and Slots", template)
+        is_list = isinstance(template, Sequence) and not isinstance(template, str)
+        require(is_list, owner, "be a list of texts and Slots", template)
         pieces: list[Piece] = []
         for place, piece in enumerate(template):
             if isinstance(piece, Slot):
@@ -289,9 +287,7 @@ class _Filler:
         if not pieces[0] or 0 in found:
             raise ValueError(f"{owner} must begin with fixed text, the prefix of the first canvas. Start with bos.")
         names = [slot.name for slot in found.values() if slot.name]
-        repeated = [name for name in names if names.count(name) > 1]
-        if repeated:
-            raise ValueError(f"Slot.name must be unique in a template, got {repeated[0]!r} twice. Rename one.")
+        require(len(set(names)) == len(names), "Slot.name", "be unique in a template", names, "Rename one.")
         places = list(found)
         if self.mode == "sequential":
             rounds = [[[place]] for place in places]
@@ -305,20 +301,16 @@ class _Filler:
     def _check_sizes(self, owner: str, row: _TemplateRow) -> None:
         canvas_len = self.model.config.canvas_length
         longest = [max(map(len, piece.options)) if isinstance(piece, Blank) else len(piece) for piece in row.pieces]
-        most = max(longest[place] for place in row.slots)
-        if most > canvas_len:
-            raise ValueError(f"{owner} options must fit into a canvas of {canvas_len} tokens, got one of {most}.")
-        span = sum(longest[min(row.slots) : max(row.slots) + 1])
-        if self.mode != "sequential" and span > canvas_len:
-            raise ValueError(
-                f'{owner} slots must fit into one canvas of {canvas_len} tokens under mode="{self.mode}", got {span} '
-                'tokens from the first slot to the last. Use mode="sequential".'
-            )
+        most, fix = max(longest[place] for place in row.slots), 'Use mode="sequential" or fewer slots.'
+        require(most <= canvas_len, f"{owner} options", f"fit into a canvas of {canvas_len} tokens", most)
+        if self.mode != "sequential":
+            span = sum(longest[min(row.slots) : max(row.slots) + 1])
+            rule = f'fit into one canvas of {canvas_len} tokens under mode="{self.mode}"'
+            require(span <= canvas_len, f"{owner} slots", rule, span, fix)
         if self.mode == "joint":
             num_combinations = math.prod(len(slot.options) for slot in row.slots.values())
             rule = f"have at most {_MOST_COMBINATIONS} combinations of options"
-            fits = num_combinations <= _MOST_COMBINATIONS
-            require(fits, owner, rule, num_combinations, 'Use mode="sequential" or fewer slots.')
+            require(num_combinations <= _MOST_COMBINATIONS, owner, rule, num_combinations, fix)
 
     @torch.no_grad()
     def fill(self, rows: list[_TemplateRow]) -> list[FilledTemplate]:
@@ -375,8 +367,8 @@ class _Filler:
             return list(self.tokenizer.encode(piece, bos=bos))
         tokens = list(_as_ids(piece))
         noise = self.noise
-        if not all(0 <= token < noise.vocab_size and token != noise.mask_token for token in tokens):
-            raise ValueError(f"{owner} must hold real token ids in [0, {noise.vocab_size}), got {tokens}.")
+        fits = all(0 <= token < noise.vocab_size and token != noise.mask_token for token in tokens)
+        require(fits, owner, f"hold real token ids in [0, {noise.vocab_size})", tokens)
         return tokens
 
 
@@ -389,6 +381,5 @@ def _as_ids(piece: Any) -> tuple[int, ...]:
     """Return a sequence of token ids as a tuple of ints."""
     listed = as_lists(piece)
     ids = [as_int(token) for token in listed] if isinstance(listed, list) else [None]
-    if None in ids:
-        require(False, "slots pieces and options", "be texts or sequences of token ids", piece)
+    require(None not in ids, "slots pieces and options", "be texts or sequences of token ids", piece)
     return tuple(token for token in ids if token is not None)

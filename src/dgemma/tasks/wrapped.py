@@ -5,24 +5,24 @@ tokens, and each step runs the whole row: the prefix, then the canvas. Text afte
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgemma.checks import as_int, in_range, require
+from dgemma.checks import in_range, require, typed
 from dgemma.diffusion.prediction import Prediction
 from dgemma.model.config import DenoiserConfig, GenerationDefaults
 from dgemma.model.denoiser import Denoiser
 
 AttentionMask = Literal["padding", "pairs", "none"]
 
-_MASKS = ("padding", "pairs", "none")
 _LENGTH_FIELDS = ("max_position_embeddings", "max_sequence_length", "n_positions")  # the last two: LLaDA, GPT-2
 _PROBE_LEN = 6
 
 
+@typed
 def wrap(
     hf_model: nn.Module,
     *,
@@ -50,24 +50,17 @@ def wrap(
 
     Example: `dgemma.wrap(BertForMaskedLM.from_pretrained(path), canvas_len=32, mask_token_id=103)`.
     """
-    require(isinstance(hf_model, nn.Module), "wrap hf_model", "be a model of Hugging Face", hf_model)
-    require(attention_mask in _MASKS, "wrap attention_mask", f"be one of {', '.join(_MASKS)}", attention_mask)
     config = getattr(hf_model, "config", None)
     if mask_token_id is None:
         mask_token_id = getattr(config, "mask_token_id", None)
     if max_positions is None:
         max_positions = next((n for name in _LENGTH_FIELDS if (n := getattr(config, name, None)) is not None), None)
     vocab_size = _probe(hf_model.eval(), attention_mask)
-    mask, longest = as_int(mask_token_id), as_int(max_positions)
-    if mask is None or not 0 <= mask < vocab_size:
-        raise ValueError(
-            f"wrap mask_token_id must be an id below the vocabulary's {vocab_size}, got {mask_token_id}. "
-            "Take it from the model's tokenizer."
-        )
-    if longest is None:
-        raise ValueError(
-            f"wrap max_positions must be a number of tokens, got {max_positions}. The model's config has none: pass it."
-        )
+    fits, rule = mask_token_id in range(vocab_size), f"be an id below the vocabulary's {vocab_size}"
+    require(fits, "wrap mask_token_id", rule, mask_token_id, "Take it from the model's tokenizer.")
+    fix = "The model's config has none: pass it."
+    require(max_positions is not None, "wrap max_positions", "be a number of tokens", max_positions, fix)
+    mask, longest = cast(int, mask_token_id), cast(int, max_positions)
     sizes = DenoiserConfig(vocab_size=vocab_size, canvas_length=canvas_len, max_position_embeddings=longest)
     return Wrapped(hf_model, sizes, _defaults(hf_model, canvas_len, mask), shift=shift, attention_mask=attention_mask)
 
@@ -101,9 +94,6 @@ class TokenCache:
 
     def append(self, tokens: Tensor, attention_mask: Tensor | None = None) -> None:
         """Add tokens (B, T). The mask, (B, T) or (B, num_seen + T), is 1 for real tokens and 0 for padding."""
-        if tokens.shape[0] != self.batch_size:
-            rule = f"have the cache's batch size {self.batch_size}"
-            require(False, "TokenCache tokens", rule, tokens, "Call cache.select(rows) first.")
         num_new, num_all = tokens.shape[1], self.num_seen + tokens.shape[1]
         attention_mask = torch.ones_like(tokens) if attention_mask is None else attention_mask
         rule = f"have {num_new} columns for the new tokens, or {num_all} with the cached ones"
