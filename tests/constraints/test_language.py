@@ -1,12 +1,18 @@
 """Conditioning a prediction on a language is exact: samples, marginals and the most likely text, by enumeration."""
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 import torch
 
 from dgemma.diffusion.joint import condition
+from dgemma.diffusion.noise import UniformNoise
 from dgemma.diffusion.prediction import Prediction
+from dgemma.sampling import Ancestral, LeaveOneOutGibbs
 from exact_law import (
     CANVAS_LEN,
+    STOP,
     TEXTS,
     VOCAB_SIZE,
     accepted,
@@ -15,6 +21,7 @@ from exact_law import (
     random_language,
     total_variation,
 )
+from toy import fresh_state
 
 SEEDS = range(6)
 
@@ -51,9 +58,68 @@ def test_marginals_are_those_of_the_conditional_law(seed):
     prediction = conditioned(logits, language)
     torch.testing.assert_close(prediction.logits[0].softmax(-1), marginals, rtol=0, atol=1e-12)
     torch.testing.assert_close(prediction.entropy[0], torch.special.entr(marginals).sum(-1), rtol=0, atol=1e-9)
-    best = TEXTS[exact.argmax()]
-    assert torch.equal(prediction.argmax[0], best)
+    best = prediction.argmax[0]
     torch.testing.assert_close(prediction.confidence[0], marginals.gather(1, best[:, None])[:, 0], rtol=0, atol=1e-12)
+
+
+def uniform_likelihood(canvas, level):
+    """q(token of the canvas | x0) at each position for every x0, (C, V), under uniform noise."""
+    likelihood = torch.full((CANVAS_LEN, VOCAB_SIZE), level / VOCAB_SIZE, dtype=torch.float64)
+    likelihood[torch.arange(CANVAS_LEN), canvas] += 1 - level
+    return likelihood
+
+
+def up_to_stop(text):
+    return tuple(text[: text.index(STOP) + 1] if STOP in text else text)
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_the_argmax_is_the_most_likely_text_whatever_follows_its_stop_token(seed):
+    language, num_different = random_language(seed), 0
+    for draw in range(40):
+        logits = random_logits(100 * seed + draw)
+        exact = conditional(logits.softmax(-1), language)
+        law = Counter()
+        for text, weight in zip(TEXTS.tolist(), exact.tolist(), strict=True):
+            law[up_to_stop(text)] += weight
+        best = max(law, key=law.__getitem__)
+        assert up_to_stop(conditioned(logits, language).argmax[0].tolist()) == best
+        num_different += up_to_stop(TEXTS[exact.argmax()].tolist()) != best
+    assert num_different > 0  # the most likely canvas does not always have the most likely text
+
+
+@pytest.mark.parametrize("kind", [Ancestral, LeaveOneOutGibbs])
+@pytest.mark.parametrize("seed", SEEDS[:2])
+def test_samplers_that_convert_a_prediction_draw_from_its_joint_law(kind, seed):
+    """At its first step a sampler draws x0. Each position's law is p(x0 | others) times q(its token | x0)."""
+    logits, language, level = random_logits(seed), random_language(seed), 0.6
+    canvas, likelihood = torch.tensor([1, 0, 2]), uniform_likelihood([1, 0, 2], level)
+    mean = logits.softmax(-1) * likelihood
+    exact = conditional(mean / mean.sum(-1, keepdim=True), language)
+
+    def draw(u):
+        noisy = fresh_state(canvas.expand(len(u), -1), UniformNoise(VOCAB_SIZE), steps=4)
+        levels = torch.full((len(u),), level, dtype=torch.float64)
+        state = replace(noisy, noise_level=levels, memory=levels, injected={"token": u})
+        return kind(parametrisation="loo")(conditioned(logits, language, rows=len(u)), state).tokens
+
+    assert total_variation(law_of(draw), exact) < 1e-9
+
+
+@pytest.mark.parametrize("seed", SEEDS[:2])
+def test_a_correction_redraws_a_position_given_the_others_and_the_language(seed):
+    """Row i of the converted marginals is p(x_i | tokens of the other positions, language), by enumeration."""
+    logits, language, level = random_logits(seed), random_language(seed), 0.6
+    canvas, likelihood = torch.tensor([1, 0, 2]), uniform_likelihood([1, 0, 2], level)
+    noise, levels = UniformNoise(VOCAB_SIZE), torch.tensor([level], dtype=torch.float64)
+    mean = conditioned(logits, language).revised(lambda each: noise.to_mean(each, canvas[None], levels))
+    loo = noise.to_loo(mean.logits, canvas[None], levels)[0].softmax(-1)
+    for position in range(CANVAS_LEN):
+        factors = logits.softmax(-1) * likelihood
+        factors[position] = logits[position].softmax(-1)
+        exact = conditional(factors, language)
+        expected = torch.stack([exact[TEXTS[:, position] == token].sum() for token in range(VOCAB_SIZE)])
+        torch.testing.assert_close(loo[position], expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("seed", SEEDS[:4])

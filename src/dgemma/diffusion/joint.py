@@ -2,8 +2,8 @@
 
 A step predicts every position independently, p(x) = Π p_i(x_i). Conditioned on the text being in the language, p is a
 Markov chain over the automaton's states. Sums over its paths give the conditioned marginals and joint samples. Maxima
-give the most likely accepted text. This is exact for the prediction of one step, which is a product; it is not the
-model's joint law.
+give the most likely accepted text, whatever follows its stop token. This is exact for the prediction of one step, which
+is a product; it is not the model's joint law.
 """
 
 from collections.abc import Callable
@@ -81,6 +81,10 @@ class Joint:
         path = self._ops.best_path(self.language, self._best_weights, self._passes.best)
         return self._spell(path, lambda prediction: prediction.argmax, self.canvas, self.decided)
 
+    def revised(self, revise: Callable[[Tensor], Tensor]) -> Prediction:
+        """Condition again, after `revise` has changed the logits (B, C, V) that the law is made of."""
+        return condition(Prediction(revise(self.prediction.logits)), self.language, self.canvas, self.decided)
+
     def project(self, draft: Tensor, decided: Tensor) -> Tensor:
         """Return the accepted text nearest to `draft` (B, C).
 
@@ -110,7 +114,10 @@ class Joint:
 
     @cached_property
     def _best_weights(self) -> Tensor:
-        return self._arcs(self._kept(self._sums_and_maxima[1], self.canvas, self._cost))
+        """The log-weight of the likeliest token of every arc, (B, C, E). After the end of the text all tokens count."""
+        best = self._arcs(self._kept(self._sums_and_maxima[1], self.canvas, self._cost))
+        has_ended = self.language.automaton.is_end[self.language.automaton.arc_source]
+        return torch.where(has_ended, self._weights, best)
 
     @cached_property
     def _passes(self) -> Passes:

@@ -7,7 +7,7 @@ statistics from kernels.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import torch
@@ -52,6 +52,7 @@ class JointLaw(Protocol):
     @property
     def best(self) -> Tensor: ...
     def project(self, draft: Tensor, decided: Tensor) -> Tensor: ...
+    def revised(self, revise: Callable[[Tensor], Tensor]) -> "Prediction": ...
 
 
 class Prediction:
@@ -160,6 +161,13 @@ class Prediction:
     def with_joint(self, joint: JointLaw, bias: Transform) -> "Prediction":
         """The prediction of a joint law, whose marginals are this prediction after `bias`."""
         return Prediction(self._raw, (_Shaped(self), bias), joint)
+
+    def revised(self, revise: Callable[[Tensor], Tensor]) -> "Prediction":
+        """The prediction after `revise` has changed its logits (B, C, V). A joint law is then conditioned again.
+
+        Example: `prediction.revised(lambda logits: noise.to_mean(logits, state.canvas, state.noise_level))`.
+        """
+        return Prediction(revise(self.logits)) if self.joint is None else self.joint.revised(revise)
 
     @property
     def logits(self) -> Tensor:

@@ -33,8 +33,8 @@ class Ancestral(Sampler):
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         if self.parametrisation == "loo":
-            logits, level = prediction.logits, state.noise_level
-            prediction = Prediction(state.noise.to_mean(logits, state.canvas, level, allowed=state.allowed))
+            evidence = {"z": state.canvas, "noise_level": state.noise_level, "allowed": state.allowed}
+            prediction = prediction.revised(lambda logits: state.noise.to_mean(logits, **evidence))
         return transition(prediction.sample(state.uniform("token")), state)
 
     def final(self, prediction: Prediction, state: DenoiseState) -> Tensor:

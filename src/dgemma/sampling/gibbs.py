@@ -57,12 +57,14 @@ class LeaveOneOutGibbs(Sampler):
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         noise, level = state.noise, state.memory
         predicts, next_level = self.clock(state)  # (B,)
-        mean = loo = prediction.logits
-        if self.parametrisation == "mean":
-            loo = noise.to_loo(mean, state.canvas, level, allowed=state.allowed)
-        else:
-            mean = noise.to_mean(loo, state.canvas, level, allowed=state.allowed)
-        tokens = Prediction(torch.where(predicts[:, None, None], mean, loo)).sample(state.uniform("token"))
+        evidence = {"z": state.canvas, "noise_level": level, "allowed": state.allowed}
+        mean, loo = prediction, prediction.logits
+        if self.parametrisation == "loo":
+            mean = prediction.revised(lambda logits: noise.to_mean(logits, **evidence))
+        if self.parametrisation == "mean" or prediction.joint is not None:
+            loo = noise.to_loo(mean.logits, **evidence)
+        u = state.uniform("token")
+        tokens = torch.where(predicts[:, None], mean.sample(u), Prediction(loo).sample(u))
 
         ancestral = transition(tokens, replace(state, noise_level=level, next_noise_level=next_level))
         picked = self._pick(loo, state)
