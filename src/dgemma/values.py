@@ -1,10 +1,14 @@
 """Conversion between frozen dataclasses (samplers, noises, schedules, stop rules and others) and dictionaries.
 
-A saved trajectory names any class by module and name, and also holds tensors.
+`describe_value` serves saved trajectories: it names any class by module and name, and keeps tensors. `identify` serves
+files that are continued: it tells settings apart. `label` is for people.
 """
 
+import functools
+import json
 import math
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
@@ -17,6 +21,7 @@ from dgemma.checks import check_types, show
 
 # Folders whose dataclasses may be in a saved file. Names are unique there, so a class is found after it has moved.
 _FOLDERS = ("dgemma.diffusion.", "dgemma.sampling.", "dgemma.run.")
+_LONGEST = 1000  # characters or elements in an identity
 
 
 def describe_settings(value: Any, *, without: Iterable[str] = ()) -> dict[str, Any]:
@@ -41,6 +46,48 @@ def label(value: Any) -> str:
         if field.default is MISSING or getattr(value, field.name) != field.default
     ]
     return f"{type(value).__name__}({', '.join(differing)})"
+
+
+def identify(value: object) -> Any:
+    """Return JSON that identifies a value, the same in every process.
+
+    An object may identify itself by a text, `fingerprint`. Otherwise a dataclass is identified by its fields, a
+    collection by its elements, and a partial function by its arguments. A tensor or array is identified by dtype, shape
+    and checksum. Functions, classes, and objects whose repr shows an address are identified by qualified name alone.
+    Everything else is identified by its repr. Long texts and lists are replaced by a checksum.
+
+    Example: `identify(SudokuSource(pool=pool))` holds its settings and the checksum of its puzzles.
+    """
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str):
+        return value if len(value) <= _LONGEST else _digest(f"text of {len(value)} characters", value.encode())
+    fingerprint = getattr(value, "fingerprint", None)
+    if isinstance(fingerprint, str):
+        return fingerprint
+    if is_dataclass(value) and not isinstance(value, type):
+        own = {field.name: identify(getattr(value, field.name)) for field in fields(value) if field.repr}
+        return {"class": type(value).__qualname__, **own}
+    if isinstance(value, Tensor) and value.layout is torch.strided:
+        bits = value.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy()
+        return value.item() if not value.dim() else _digest(f"{value.dtype} {tuple(value.shape)}", bits.data)
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return _digest(f"{value.dtype} {value.shape}", np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+    if isinstance(value, list | tuple):
+        items = [identify(item) for item in value]
+        return items if len(items) <= _LONGEST else _digest(f"{len(items)} elements", json.dumps(items).encode())
+    if isinstance(value, set | frozenset):
+        return identify(sorted(json.dumps(identify(item)) for item in value))
+    if isinstance(value, Mapping):
+        return {str(key): identify(item) for key, item in value.items()}
+    if isinstance(value, functools.partial):
+        return {"partial": identify(value.func), "arguments": identify(value.args), **identify(value.keywords)}
+    text = repr(value)
+    return identify(getattr(value, "__qualname__", type(value).__qualname__ if " at 0x" in text else text))
+
+
+def _digest(kind: str, data: Any) -> str:
+    return f"{kind} crc32 {zlib.crc32(data):08x}"
 
 
 @dataclass(frozen=True)

@@ -235,7 +235,7 @@ def test_other_settings_prompts_and_files_are_refused(tmp_path):
     for changes, message in (
         ({"steps": 5}, "settings that it began with, got steps 5 instead of 6"),
         ({"seed": 1}, "got seed 1 instead of 0"),
-        ({"sampler": dgemma.EntropyBound(bound=0.5)}, "got sampler .EntropyBound"),
+        ({"sampler": dgemma.EntropyBound(bound=0.5)}, "got sampler .*EntropyBound"),
         ({"prompts": PROMPTS[::-1]}, "must be continued with the prompts that it began with, but prompt 0 differs"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -13,10 +13,11 @@ import torch
 from dgemma.data.markov import MarkovChain, MarkovSource
 from dgemma.data.sudoku import SudokuSource, generate_puzzles
 from dgemma.diffusion.noise import HybridNoise
-from dgemma.train.checkpoints import describe, describe_optimizer
+from dgemma.train.checkpoints import describe_optimizer
 from dgemma.train.config import TrainConfig
 from dgemma.train.losses import Bound
 from dgemma.train.objective import Objective
+from dgemma.values import identify
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def values() -> list[object]:
 
 
 def test_different_values_have_different_descriptions_and_equal_values_the_same():
-    first, second = ([describe(Holder(value)) for value in values()] for _ in range(2))
+    first, second = ([identify(Holder(value)) for value in values()] for _ in range(2))
     assert first == second
     lines = list(map(json.dumps, first))
     assert len(set(lines)) == len(lines)
@@ -112,26 +113,26 @@ def test_the_order_of_a_set_does_not_matter():
         {8, 0},
     )  # 0 and 8 have the same hash slot, so the order of insertion matters; for strings, the order differs per process
     assert list(one) != list(other)
-    assert describe([one, {"key": one}]) == describe([other, {"key": other}])
-    assert describe(functools.partial(print, one, end=one)) == describe(functools.partial(print, other, end=other))
+    assert identify([one, {"key": one}]) == identify([other, {"key": other}])
+    assert identify(functools.partial(print, one, end=one)) == identify(functools.partial(print, other, end=other))
 
 
 def test_a_text_that_looks_like_an_address_is_described_in_full():
-    assert describe("seen at 0x1") == "seen at 0x1"
+    assert identify("seen at 0x1") == "seen at 0x1"
 
 
 def test_a_change_of_one_element_changes_the_description_of_a_long_list():
     for data, other in ([*range(5000)], -1), ([*map(str, range(5000))], "word"), ([0.5] * 5000, np.float64(0.25)):
         changed = [*data]
         changed[4000] = other
-        assert describe(data) != describe(changed)
+        assert identify(data) != identify(changed)
 
 
 def test_a_change_of_one_element_changes_the_description_of_an_array():
     data = np.zeros(100_000, dtype=np.float32)
-    before = describe(Holder([data]))
+    before = identify(Holder([data]))
     data[70_000] = 1e-30
-    assert describe(Holder([data])) != before
+    assert identify(Holder([data])) != before
 
 
 def test_functions_and_objects_without_a_repr_are_described_by_name_alone():
@@ -141,19 +142,19 @@ def test_functions_and_objects_without_a_repr_are_described_by_name_alone():
         return space["source"]
 
     one, other = define("def source(step, rows): return 1"), define("def source(step, rows, seed=3): return 2")
-    assert describe(one) == describe(other) == "source"
-    assert describe(one) != describe(values)
-    assert describe(Holder("text").__eq__) == "Holder.__eq__"
+    assert identify(one) == identify(other) == "source"
+    assert identify(one) != identify(values)
+    assert identify(Holder("text").__eq__) == "Holder.__eq__"
     silent = Silent()
     silent.seed = 3
-    assert describe(silent) == describe(Silent()) == "Silent"
+    assert identify(silent) == identify(Silent()) == "Silent"
     # A partial function adds its arguments.
-    assert describe(functools.partial(one, seed=3)) != describe(functools.partial(one, seed=4))
+    assert identify(functools.partial(one, seed=3)) != identify(functools.partial(one, seed=4))
 
 
 def test_an_objective_is_described_by_its_fields_and_its_loss():
     objective = Objective(noise=HybridNoise(512, mask_token_id=4), canvas_len=8, loss=Bound(max_weight=2.0))
-    described = describe(objective)
+    described = identify(objective)
     assert described["noise"]["uniform_share"] == objective.noise.uniform_share
     assert described["loss"] == {
         "class": "Bound",
@@ -171,7 +172,7 @@ def test_sources_are_described_by_their_settings_and_data():
         *(SudokuSource(pool=pool, seed=seed) for pool in pools for seed in (0, 1)),
         *(MarkovSource(chain=chain, length=length) for chain in chains for length in (5, 6)),
     ]
-    described = [describe(source) for source in sources]
+    described = [identify(source) for source in sources]
     assert len(set(map(json.dumps, described))) == 8
     assert described[0]["pool"]["puzzles"].startswith("int8 (2, 81) crc32 ")
 

@@ -23,6 +23,7 @@ from dgemma.run.options import Default, TextOptions, fill_in, select, takes_opti
 from dgemma.run.plan import Plan, read_plan
 from dgemma.run.rows import Rows
 from dgemma.run.run_file import RunFile
+from dgemma.values import identify
 
 _PROMPT_KEYS = ("prompt", "messages", "tokens")
 _OWN_KEYS = ("id", "seed", "max_new_tokens")
@@ -172,15 +173,14 @@ class PromptReader:
     def describe(self) -> dict[str, Any]:
         """Return everything that the tokens depend on, except the prompts, as JSON values."""
         plan = self._plan({"tokens": [0]}, self._seed)
-        allowed = plan.span.allowed
         return {
             "seed": self._seed,
             "max_new_tokens": plan.num_blocks * plan.canvas_len,
             "steps": plan.num_steps,
-            "noise": repr(plan.noise),
-            **{name: repr(value) for name, value in vars(plan.knobs).items()},
+            "noise": identify(plan.noise),
+            **{name: identify(value) for name, value in vars(plan.knobs).items()},
             "eos_token_ids": list(plan.eos_token_ids),
-            "allowed": None if allowed is None else _digest(allowed.cpu().numpy().tobytes()),
+            "allowed": identify(plan.span.allowed),
             "constraint": getattr(self._options.get("constraint"), "pattern", None),
             "canvas_length": plan.canvas_len,
             "pad_token_id": plan.pad_token_id,

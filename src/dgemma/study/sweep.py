@@ -21,7 +21,7 @@ from dgemma.intervals import Estimate, mean_of
 from dgemma.printing import progress_bar
 from dgemma.run.run_file import RunFile
 from dgemma.sampling.base import Sampler
-from dgemma.values import label
+from dgemma.values import identify, label
 
 # (sampler, seed) → (quality, result); `sweep` describes both
 Task = Callable[[Any, int], tuple[float | Tensor, Any]]
@@ -198,7 +198,7 @@ def sweep(
     seeds = list(seeds)
     if not named or not seeds:
         raise ValueError(f"sweep needs at least one sampler and one seed, got {len(named)} and {len(seeds)}.")
-    settings = {"samplers": {name: _describe(sampler) for name, sampler in named.items()}, "seeds": seeds}
+    settings = {"samplers": {name: identify(sampler) for name, sampler in named.items()}, "seeds": seeds}
     rows = []
     runs = progress_bar(total=len(named) * len(seeds), desc="sweep", unit="run", show=progress)
     with runs, nullcontext() if out is None else RunFile(out, settings) as file:
@@ -277,13 +277,6 @@ def _by_example(examples: Sequence[SweepExample]) -> dict[tuple[int, int], float
     for example in examples:
         found.setdefault((example.seed if single else 0, example.example), []).append(example.quality)
     return {key: fmean(values) for key, values in found.items()}
-
-
-def _describe(sampler: Any) -> Any:
-    """A sampler, or a dictionary of options with samplers in it, as text that is the same in every process."""
-    if isinstance(sampler, Mapping):
-        return {str(name): _describe(value) for name, value in sampler.items()}
-    return label(sampler)
 
 
 def _name(samplers: Sequence[Any]) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 Each checkpoint has a description of its run, which a resumed run must match.
 """
 
-import functools
-import json
 import math
 import os
 import shutil
@@ -12,11 +10,10 @@ import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +22,7 @@ from dgemma.files import clear_temporaries, flush, open_file, read_json, write_j
 from dgemma.printing import printable
 from dgemma.train.config import TrainConfig
 from dgemma.train.parallel import Parallel, load_state, stored_names
+from dgemma.values import identify
 
 try:
     import fcntl
@@ -38,7 +36,6 @@ _CHUNK = 1 << 24  # bytes read at a time
 # Settings that may differ when a run is resumed, because they change no computed number.
 _FREE_FIELDS = {"log_every", "checkpoint_every", "evaluate_every", "keep_last", "progress"}
 _FREE_SWITCHES = {"foreach", "fused", "capturable", "differentiable"}  # of optimizers
-_LONGEST = 1000  # characters or elements in a description
 _ABSENT = "absent"
 _OTHER_MODEL = "Continue the run with the model and the settings that it began with, or choose another folder."
 
@@ -231,10 +228,10 @@ def describe_run(
 ) -> dict[str, Any]:
     """Return the description that is saved with every checkpoint; `frozen` identifies the untrained weights."""
     return {
-        "config": {name: value for name, value in describe(config).items() if name not in _FREE_FIELDS},
-        "objective": describe(objective),
-        "source": describe(source),
-        "adapters": describe(adapters),
+        "config": {name: value for name, value in identify(config).items() if name not in _FREE_FIELDS},
+        "objective": identify(objective),
+        "source": identify(source),
+        "adapters": identify(adapters),
         "optimizer": describe_optimizer(optimizer),
         "model": model,
         "frozen weights": frozen,
@@ -254,55 +251,13 @@ def refuse_changes(now: Mapping[str, Any], then: Mapping[str, Any], folder: Path
     require(before == after, field, f"stay {show(before)}, as in the run in {folder}", after, fix)
 
 
-def describe(value: object) -> Any:
-    """Return JSON that identifies a value, the same in every process.
-
-    An object may identify itself by a text, `fingerprint`. Otherwise a dataclass is identified by its fields, a
-    collection by its elements, and a partial function by its arguments. A tensor or array is identified by dtype, shape
-    and checksum. Functions, classes, and objects whose repr shows an address are identified by qualified name alone.
-    Everything else is identified by its repr. Long texts and lists are replaced by a checksum.
-
-    Example: `describe(SudokuSource(pool=pool))` holds its settings and the checksum of its puzzles.
-    """
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    if isinstance(value, str):
-        return value if len(value) <= _LONGEST else _digest(f"text of {len(value)} characters", value.encode())
-    fingerprint = getattr(value, "fingerprint", None)
-    if isinstance(fingerprint, str):
-        return fingerprint
-    if is_dataclass(value) and not isinstance(value, type):
-        own = {field.name: describe(getattr(value, field.name)) for field in fields(value) if field.repr}
-        return {"class": type(value).__qualname__, **own}
-    if isinstance(value, Tensor) and value.layout is torch.strided:
-        bits = value.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy()
-        return value.item() if not value.dim() else _digest(f"{value.dtype} {tuple(value.shape)}", bits.data)
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return _digest(f"{value.dtype} {value.shape}", np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
-    if isinstance(value, list | tuple):
-        items = [describe(item) for item in value]
-        return items if len(items) <= _LONGEST else _digest(f"{len(items)} elements", json.dumps(items).encode())
-    if isinstance(value, set | frozenset):
-        return describe(sorted(json.dumps(describe(item)) for item in value))
-    if isinstance(value, Mapping):
-        return {str(key): describe(item) for key, item in value.items()}
-    if isinstance(value, functools.partial):
-        return {"partial": describe(value.func), "arguments": describe(value.args), **describe(value.keywords)}
-    text = repr(value)
-    return describe(getattr(value, "__qualname__", type(value).__qualname__ if " at 0x" in text else text))
-
-
-def _digest(kind: str, data: Any) -> str:
-    return f"{kind} crc32 {zlib.crc32(data):08x}"
-
-
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the class and the settings of the groups. Call it before the first step changes their learning rates.
 
     Example: `describe_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))`.
     """
     groups = [
-        {name: describe(value) for name, value in group.items() if name not in _FREE_SWITCHES | {"params"}}
+        {name: identify(value) for name, value in group.items() if name not in _FREE_SWITCHES | {"params"}}
         for group in optimizer.param_groups
     ]
     return {"class": type(optimizer).__qualname__, **{f"group {n}": group for n, group in enumerate(groups)}}
