@@ -33,6 +33,8 @@ def list_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> dict[st
         return {}
     if isinstance(changes, DenoiseState):
         changes = {"state": changes}
+    for name, value, kind in (("state", state, DenoiseState), ("knobs", knobs, Knobs)):
+        require(isinstance(value, kind), f"apply_changes {name}", f"be a {kind.__name__}", value)
     fits = isinstance(changes, Mapping)
     require(fits, _CHANGES, "be None, a state or a dictionary", changes, "Return one of them from on_step.")
     listed = dict(changes)

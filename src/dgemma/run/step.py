@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dgemma.checks import require, typed
+from dgemma.checks import require, require_tensor, typed
 from dgemma.diffusion import draws
 from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.joint import condition
@@ -225,6 +225,9 @@ def start_state(
     Example: `start_state(knobs, UniformNoise(512), seeds=torch.arange(2), canvas_len=32, num_steps=16)`.
     """
     check_valid(knobs.sampler, noise)
+    require_tensor(
+        seeds, "start_state seeds", "be one integer per row, (B,) int64", shape=(None,), dtypes=(torch.int64,)
+    )
     batch_size, device = seeds.shape[0], seeds.device
     shape = (batch_size, canvas_len)
     require(canvas_len >= 1 and num_steps >= 1, "start_state canvas_len and num_steps", "be at least 1", shape)

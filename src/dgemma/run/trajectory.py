@@ -221,7 +221,7 @@ class Trajectory(Recording):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Generation(Output):
-    """The result of `generate`. tokens (B, P + N) and new_tokens (B, N); steps (B, blocks) counts forwards."""
+    """The result of `generate`. tokens (B, P + N) and new_tokens (B, N); steps (B, blocks)."""
 
     trajectory: Trajectory | None
 
