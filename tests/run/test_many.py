@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ import torch
 import dgemma
 from dgemma import ByteTokenizer, Prediction
 from dgemma.run.batch import Batch
+from dgemma.run.loop import drain, run_plan
 from dgemma.run.plan import read_plan
 from dgemma.run.rows import Rows
 from dgemma.run.run_file import RunFile
@@ -192,6 +193,33 @@ def test_a_removed_row_frees_its_place_and_the_others_go_on():
         batch.step()
     for at in (0, 2):
         assert torch.equal(rows[at].new_tokens, wanted[at].new_tokens)
+
+
+def test_rows_with_given_tokens_over_several_blocks_share_a_batch_with_plain_rows():
+    """A row is defined by its plan. In the second row, a canvas may end once its first six positions are decided."""
+    model = Conditioned()
+    options = {"max_new_tokens": 48, "steps": 4, "noise": dgemma.MaskNoise(64), "sampler": dgemma.Confidence()}
+    canvas = torch.full((1, 40), -1)
+    canvas[0, 10:30] = 21
+    plans = [
+        read_plan(model, torch.tensor([prompt]), seed=[at], **options, **more)
+        for at, (prompt, more) in enumerate(
+            zip(PROMPTS, ({}, {"canvas": canvas, "frozen": canvas >= 0}, {}), strict=False)
+        )
+    ]
+    awaited = torch.arange(48)[None] % 16 < 6
+    plans[1] = replace(plans[1], span=replace(plans[1].span, awaited=awaited))
+    rows = [Rows(plan, index=at) for at, plan in enumerate(plans)]
+    batch = Batch(model)
+    for row in rows:
+        batch.add(row)
+    while len(batch):
+        batch.step()
+    for row, plan in zip(rows, plans, strict=True):
+        want = drain(run_plan(model, plan), on_step=None, recording=None)
+        assert torch.equal(row.new_tokens, want.new_tokens)
+        assert torch.equal(torch.stack(row.steps, dim=1), want.steps)
+    assert rows[1].new_tokens[0, 10:30].tolist() == [21] * 20
 
 
 def run(path, prompts=PROMPTS, **changes):

@@ -50,9 +50,9 @@ def step(denoiser: Denoiser, state: DenoiseState, *, cache: Cache, knobs: Knobs)
 
     Example: `state, record = step(model, state, cache=cache, knobs=Knobs(sampler=EntropyBound(), temperature=...))`.
     """
-    for name, value, kind in (("state", state, DenoiseState), ("knobs", knobs, Knobs)):
-        require(isinstance(value, kind), f"step {name}", f"be a {kind.__name__}", value)
     check_denoiser("step", denoiser)
+    if not isinstance(state, DenoiseState) or not isinstance(knobs, Knobs):
+        raise ValueError(f"step must get a DenoiseState and Knobs, got {type(state).__name__}, {type(knobs).__name__}.")
     prediction = predict(denoiser, state, cache=cache, knobs=knobs)
     decision = decide(prediction, state, knobs)
     settled = settle(state, prediction, decision, knobs)
@@ -87,7 +87,8 @@ def predict_at(level: Tensor, denoiser: Denoiser, state: DenoiseState, *, cache:
     raw = denoiser.denoise_at(level, state.canvas, cache, self_cond=state.self_cond, frozen=state.frozen)
     whole = (*state.canvas.shape, state.noise.vocab_size)
     got = tuple(raw.shape) if isinstance(raw, Prediction) else raw
-    require(got == whole, f"{type(denoiser).__name__}.denoise", f"return a Prediction of shape {whole}", got)
+    if got != whole:
+        raise ValueError(f"{type(denoiser).__name__}.denoise must return a Prediction of shape {whole}, got {got}.")
     return shape(raw, state, knobs)
 
 
@@ -132,24 +133,35 @@ def settle(state: DenoiseState, prediction: Prediction, decision: Decision, knob
         still_open = ((state.open & ~write) | renoise | state.noise.masked(canvas)) & ~state.frozen
     still_open = torch.where(state.done[:, None], state.open, still_open)
     after = advance(state, prediction, knobs, canvas=canvas, open=still_open, memory=decision.memory)
+    after = replace(after, draft=_draft(state, after, prediction, knobs))
+    done, stop_memory = _stop(after, prediction, knobs)
+    after = replace(after, done=done, stop_memory=stop_memory)
+    return Settled(after, write, renoise, ~state.done, judge(prediction, after))
 
+
+def _draft(state: DenoiseState, after: DenoiseState, prediction: Prediction, knobs: Knobs) -> Tensor:
+    """The tokens to commit if the canvas ended after this step, (B, C)."""
     final = torch.where(state.frozen, state.canvas, knobs.sampler.final(prediction, after))
     if prediction.joint is not None:  # what is committed must be in the language
         final = prediction.joint.project(final, ~after.open | (final != prediction.argmax))
-    after = replace(after, draft=torch.where(state.done[:, None], state.draft, final))
-    done, watched = state.done, after
-    if state.awaited is not None:
-        watched = replace(after, open=after.open & state.awaited, frozen=after.frozen | ~state.awaited)
-    if state.language is not None:  # positions after the end of the text do not delay the stop
-        ended = state.language.ended(after.draft)
+    return torch.where(state.done[:, None], state.draft, final)
+
+
+def _stop(after: DenoiseState, prediction: Prediction, knobs: Knobs) -> tuple[Tensor, Any]:
+    """The rows that are done after this step, (B,), and the memory of the stop rule."""
+    watched = after
+    if after.awaited is not None:
+        watched = replace(watched, open=watched.open & after.awaited, frozen=watched.frozen | ~after.awaited)
+    if after.language is not None:  # positions after the end of the text do not delay the stop
+        ended = after.language.ended(after.draft)
         watched = replace(watched, open=watched.open & ~ended, frozen=watched.frozen | ended)
+    done, memory = after.done, after.stop_memory
     if not knobs.sampler.revises:
         done = done | ~watched.open.any(-1)
     if knobs.stop is not None:
-        stopped, stop_memory = ask(knobs.stop, prediction, watched)
-        done, after = done | stopped, replace(after, stop_memory=stop_memory)
-    after = replace(after, done=done)
-    return Settled(after, write, renoise, ~state.done, judge(prediction, after))
+        stopped, memory = ask(knobs.stop, prediction, watched)
+        done = done | stopped
+    return done, memory
 
 
 def advance(state: DenoiseState, prediction: Prediction, knobs: Knobs, **changes: Any) -> DenoiseState:
@@ -225,9 +237,8 @@ def start_state(
     Example: `start_state(knobs, UniformNoise(512), seeds=torch.arange(2), canvas_len=32, num_steps=16)`.
     """
     check_valid(knobs.sampler, noise)
-    require_tensor(
-        seeds, "start_state seeds", "be one integer per row, (B,) int64", shape=(None,), dtypes=(torch.int64,)
-    )
+    rule = "be one integer per row, (B,) int64"
+    require_tensor(seeds, "start_state seeds", rule, shape=(None,), dtypes=(torch.int64,))
     batch_size, device = seeds.shape[0], seeds.device
     shape = (batch_size, canvas_len)
     require(canvas_len >= 1 and num_steps >= 1, "start_state canvas_len and num_steps", "be at least 1", shape)
