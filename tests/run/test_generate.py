@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 import dgemma
-from dgemma import BlockCommit, DiffusionGemma, GenerationDefaults, Knobs, Prediction, StepRecord
+from dgemma import DiffusionGemma, GenerationDefaults, Knobs, Prediction, StepRecord
 from dgemma.model.cache import PrefixCache
 from dgemma.run.defaults import _warn_once
+from dgemma.run.records import BlockCommit
 from published import pair
 from rowwise import RowwiseDenoiser
 
@@ -174,7 +175,7 @@ def test_knobs_and_states_may_change_between_steps():
 
     dgemma.generate(model, prompt, max_new_tokens=32, steps=5, stop=None, on_step=widen)
     assert bounds == [0.1, 0.1, 9e9, 9e9, 9e9]
-    with pytest.raises(ValueError, match=r"must be among state, .*sampler.*got bound"):
+    with pytest.raises(ValueError, match=r"must be among state, .*sampler.*got \['bound'"):
         dgemma.generate(model, prompt, max_new_tokens=32, steps=2, stop=None, on_step=lambda record: {"bound": 3})
 
 
