@@ -258,10 +258,7 @@ def test_a_question_that_does_not_fit_is_named(client):
     body = {"model": "toy", "state": "", "questions": {"sure": short, "mood": long}}
     answer = client.post("/v1/systemone", json=body)
     assert answer.status_code == 400
-    assert (
-        answer.json()["error"]["message"]
-        == "questions.mood options must fit into a canvas of 16 tokens, got 17."
-    )
+    assert answer.json()["error"]["message"] == "questions.mood options must fit into a canvas of 16 tokens, got 17."
 
     state = client.post("/v1/systemone", json={**body, "state": "a" * 400}).json()["error"]
     assert (state["code"], state["message"][:48]) == (

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dgemma.model.cache import Cache
 from dgemma.model.denoiser import Denoiser
-from dgemma.run.canvases import Canvases
+from dgemma.run.denoising import Denoising
 from dgemma.run.rows import Rows
 
 _Element = TypeVar("_Element")
@@ -34,14 +34,14 @@ class _Group:
     """Rows that are denoised together. A row that has left is None until another one takes its place."""
 
     places: list[_Place | None]
-    canvases: Canvases
+    denoising: Denoising
 
     @property
     def present(self) -> dict[int, _Place]:
         return {at: place for at, place in enumerate(self.places) if place is not None}
 
     def select(self, places: list[int]) -> "_Group":
-        return _Group([self.places[at] for at in places], self.canvases.select(places))
+        return _Group([self.places[at] for at in places], self.denoising.select(places))
 
 
 class Batch:
@@ -78,7 +78,7 @@ class Batch:
     def drafts(self) -> Iterator[tuple[Rows, int, Tensor]]:
         """Yield each running row with its steps and its draft (C,): what it would write if its canvas ended now."""
         if self._running is not None:
-            drafts = self._running.canvases.state.draft.cpu()
+            drafts = self._running.denoising.state.draft.cpu()
             for at, place in self._running.present.items():
                 yield place.row, place.steps, drafts[at]
 
@@ -121,23 +121,23 @@ class Batch:
         for at, other in enumerate(states[1:], start=1):
             state = state.splice(first + at, other)
         state = replace(state, rows=torch.tensor([row.index for row in rows]).to(first))
-        return _Group([_Place(row) for row in rows], Canvases(model, state, cache, rows[0].plan.knobs))
+        return _Group([_Place(row) for row in rows], Denoising(model, state, cache, rows[0].plan.knobs))
 
     def _advance(self, group: _Group) -> list[Rows]:
         """Take one step of a group. Rows that finish their canvas leave it."""
-        record = group.canvases.step()
-        left = group.canvases.finish_step()
+        record = group.denoising.step()
+        left = group.denoising.finish_step()
         for place in group.present.values():
             place.steps, place.forwards = place.steps + 1, place.forwards + record.num_forwards
         finished = {at: place for at, place in group.present.items() if not left[at]}
         if not finished:
             return []
-        drafts = group.canvases.state.draft.cpu()
+        drafts = group.denoising.state.draft.cpu()
         for at, place in finished.items():
             place.row.write(drafts[at : at + 1], torch.tensor([place.steps]), torch.tensor([place.forwards]))
             group.places[at] = None
         for places in _parts([at for at, place in finished.items() if not place.row.ended]):
-            cache = group.canvases.cache.select(group.canvases.index(places))
+            cache = group.denoising.cache.select(group.denoising.index(places))
             self._between.append(([finished[at].row for at in places], cache))
         return [place.row for place in finished.values()]
 
@@ -157,12 +157,12 @@ class Batch:
         if missing:
             running = running.select([*range(size), *[0] * missing])  # copies of row 0, which are overwritten
             free += range(size, size + missing)
-        running.canvases.splice(free, group.canvases)
+        running.denoising.splice(free, group.denoising)
         for at, place in zip(free, group.places, strict=True):
             running.places[at] = place
         indices = torch.tensor([-1 if place is None else place.row.index for place in running.places])
-        state = running.canvases.state
-        running.canvases.state = replace(state, rows=indices.to(state.rows))
+        state = running.denoising.state
+        running.denoising.state = replace(state, rows=indices.to(state.rows))
         self._running = running
 
     def _close_gaps(self) -> None:

@@ -17,7 +17,7 @@ from dgemma.diffusion.state import DenoiseState
 from dgemma.model.cache import Cache
 from dgemma.model.denoiser import Denoiser
 from dgemma.printing import progress_bar
-from dgemma.run.canvases import Canvases
+from dgemma.run.denoising import Denoising
 from dgemma.run.changes import Changes, apply_changes, snapshot
 from dgemma.run.knobs import Knobs
 from dgemma.run.plan import Plan
@@ -79,7 +79,7 @@ def denoise_canvas(
 
     Example: `for record in denoise_canvas(model, state, cache, knobs): print(record.state.draft)`.
     """
-    canvases, device = Canvases(model, state, cache, knobs), state.device
+    denoising, device = Denoising(model, state, cache, knobs), state.device
     here = list(range(state.batch_size))  # the rows that are still in the batch
     drafts, steps, forwards = list(state.draft), [0] * len(here), [0] * len(here)
     num_forwards = 0
@@ -87,22 +87,23 @@ def denoise_canvas(
     # finish early, when it has no undecided position left.
     goes_on = knobs.stop is None and num_steps > 1
     for num_taken in itertools.count(1):
-        record = canvases.step()  # before any host work, because the device is idle
+        record = denoising.step()  # before any host work, because the device is idle
         num_forwards += record.num_forwards
         if num_taken == 1 and meanwhile is not None:
             meanwhile()
         changes = yield record
-        left = canvases.finish_step(changes, goes_on=goes_on)
+        left = denoising.finish_step(changes, goes_on=goes_on)
         if not all(left):
-            for row, draft in zip(here, canvases.state.draft.clone(), strict=True):  # a denoiser may reuse its tensors
+            now = denoising.state.draft.clone()  # a denoiser may reuse its tensors
+            for row, draft in zip(here, now, strict=True):
                 drafts[row], steps[row], forwards[row] = draft, num_taken, num_forwards
             if not any(left):
                 break
             places = [place for place, num_left in enumerate(left) if num_left]
-            here, canvases = [here[place] for place in places], canvases.select(places)
-        goes_on = canvases.knobs.stop is None and min(left) > 1
+            here, denoising = [here[place] for place in places], denoising.select(places)
+        goes_on = denoising.knobs.stop is None and min(left) > 1
     counts = torch.tensor([steps, forwards], device=device)
-    return Denoised(torch.stack(drafts), counts[0], counts[1], canvases.knobs)
+    return Denoised(torch.stack(drafts), counts[0], counts[1], denoising.knobs)
 
 
 def drain(events: Events, *, on_step: OnStep | None, recording: Recording | None, progress: bool = False) -> Output:

@@ -1,4 +1,4 @@
-"""Canvases that are denoised together: the one place that takes steps and waits for their verdict.
+"""Denoising that are denoised together: the one place that takes steps and waits for their verdict.
 
 Every form of a run uses it: `denoise_canvas` for rows that start together, `Batch` for rows at their own canvases.
 """
@@ -20,10 +20,10 @@ from dgemma.run.step import judge, take_step
 
 
 @dataclass
-class Canvases:
+class Denoising:
     """The state of some rows, their cache, and the knobs of their next step.
 
-    Example: `canvases = Canvases(model, state, cache, knobs); record = canvases.step(); left = canvases.finish_step()`.
+    Example: `group = Denoising(model, state, cache, knobs)`, then `group.step()` and `left = group.finish_step()`.
     """
 
     model: Denoiser
@@ -53,12 +53,12 @@ class Canvases:
             _refuse_step(record, broken, stray)
         return left
 
-    def select(self, places: list[int]) -> "Canvases":
+    def select(self, places: list[int]) -> "Denoising":
         """The canvases at some places."""
         rows = self.index(places)
         return replace(self, state=self.state.select(rows), cache=self.cache.select(rows))
 
-    def splice(self, places: list[int], donor: "Canvases") -> None:
+    def splice(self, places: list[int], donor: "Denoising") -> None:
         """Replace the canvases at some places by those of a donor."""
         rows = self.index(places)
         self.state = self.state.splice(rows, donor.state)
