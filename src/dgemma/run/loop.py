@@ -17,8 +17,8 @@ from dgemma.diffusion.state import DenoiseState
 from dgemma.model.cache import Cache
 from dgemma.model.denoiser import Denoiser
 from dgemma.printing import progress_bar
-from dgemma.run.denoising import Denoising
 from dgemma.run.changes import Changes, apply_changes, snapshot
+from dgemma.run.denoising import Denoising
 from dgemma.run.knobs import Knobs
 from dgemma.run.plan import Plan
 from dgemma.run.recording import Recording
