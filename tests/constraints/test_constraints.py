@@ -181,7 +181,7 @@ def test_a_constraint_that_cannot_be_met_is_explained(make, message):
 
 def test_the_size_of_an_automaton_is_limited(monkeypatch):
     monkeypatch.setattr(languages, "_MOST_STATES", 5)
-    with pytest.raises(ValueError, match="at most 5 states and 4000000 transitions over tokens, got 9 and 8"):
+    with pytest.raises(ValueError, match=r"at most 5 states and 4000000 transitions over tokens, got \(9, 8\)"):
         dgemma.Regex("a{8}", TOKENIZER).automaton  # noqa: B018
     monkeypatch.setattr(languages, "MOST_BYTE_STATES", 9)
     with pytest.raises(ValueError, match="at most 9 states over bytes, got 13"):
@@ -201,9 +201,7 @@ def test_the_size_of_an_automaton_is_limited(monkeypatch):
 )
 def test_an_automaton_with_billions_of_states_is_refused_within_the_limits(make, monkeypatch):
     monkeypatch.setattr(trial, "_SECONDS", 1)
-    with pytest.raises(
-        ValueError, match=r"at most 100000 states over bytes, got more than can be built in 1 s and 1 GiB"
-    ):
+    with pytest.raises(ValueError, match=r"at most 100000 states over bytes, built in 1 s and 1 GiB"):
         make().automaton  # noqa: B018
 
 

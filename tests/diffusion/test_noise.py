@@ -237,8 +237,8 @@ def test_each_row_has_its_own_level():
     ("build", "message"),
     [
         (lambda: UniformNoise(1), "UniformNoise.vocab_size must be >= 2, got 1"),
-        (lambda: MaskNoise(4, mask_token_id=4), "MaskNoise.mask_token_id must be an integer in .*got 4"),
-        (lambda: MaskNoise(4, mask_token_id=True), "MaskNoise.mask_token_id must be an integer in .*got True"),
+        (lambda: MaskNoise(4, mask_token_id=4), "MaskNoise.mask_token_id must be an id below 4, got 4"),
+        (lambda: MaskNoise(4, mask_token_id=True), "MaskNoise.mask_token_id must be int, got True"),
         (lambda: HybridNoise(8, uniform_share=1.0), "HybridNoise.uniform_share must lie in .*got 1.0"),
         (lambda: HybridNoise(8, gamma=3.0), "HybridNoise.gamma must lie in .*got 3.0"),
     ],

@@ -105,7 +105,7 @@ def test_loop_stays_at_its_plateau_and_time_returns_its_start():
         (lambda: Geometric(sigma_min=2.0, sigma_max=1.0), "Geometric.sigma_min"),
         (lambda: ClippedLinear(low=0.5, high=0.5), "ClippedLinear.low"),
         (lambda: Loop(plateau=1.0), "Loop.plateau"),
-        (lambda: Loop(start=0.05, stop=0.55), "Loop.start"),
+        (lambda: Loop(start=0.05, stop=0.55), "Loop.stop"),
     ],
 )
 def test_impossible_curves_are_refused(build, field):

@@ -551,4 +551,6 @@ def _use(context: Any, rule: Any) -> None:
 
 
 _CALLBACKS = {"source", "evaluate", "on_step", "optimizer"}
-FAMILIES = [Family("public functions", prepare, attempt, 20)]
+# Python and torch name the operation and the types that they refuse. An AttributeError or a KeyError names neither.
+_CLEAR = (TypeError, RuntimeError, IndexError, ValueError)
+FAMILIES = [Family("public functions", prepare, attempt, 20, others_errors=_CLEAR)]

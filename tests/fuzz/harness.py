@@ -67,6 +67,7 @@ class Family:
     prepare: Callable[[Path], Any]
     attempt: Callable[[Any, random.Random, Path], int | None]
     weight: int = 1  # relative number of cases
+    others_errors: tuple[type[BaseException], ...] = ()  # errors of Python and torch that are clear enough for users
 
 
 @dataclass
@@ -207,7 +208,7 @@ def _attempt(family: Family, context: Any, source: random.Random, folder: Path) 
         text = f"{type(error).__name__}: {error}"
         if "can't allocate memory" in text or "not enough memory" in text:
             outcome, note = "memory", text
-        elif is_sentence(error):
+        elif is_sentence(error) or isinstance(error, family.others_errors):
             outcome, note = "refused", text
         else:
             place = traceback.extract_tb(error.__traceback__)[-1]

@@ -7,6 +7,7 @@ lark parses the grammar. A rule that refers to itself only at its beginning need
 import importlib
 from typing import Any
 
+from dgemma.checks import require
 from dgemma.constraints.schema import either
 from dgemma.printing import install_command
 
@@ -20,8 +21,7 @@ def grammar_pattern(grammar: str, depth: int) -> str:
         lark = importlib.import_module("lark")
     except ImportError:
         raise ImportError(f"Grammar needs lark. Install it with: {install_command('constraints')}") from None
-    if not isinstance(depth, int) or depth < 0:
-        raise ValueError(f"Grammar.depth must be an integer of at least 0, got {depth!r}.")
+    require(isinstance(depth, int) and depth >= 0, "Grammar.depth", "be an integer of at least 0", depth)
     try:
         parser = lark.Lark(grammar, parser="earley", keep_all_tokens=True, maybe_placeholders=False)
     except lark.exceptions.LarkError as error:
@@ -34,14 +34,11 @@ def grammar_pattern(grammar: str, depth: int) -> str:
     for rule in parser.rules:
         rules.setdefault(rule.origin.name, []).append(list(rule.expansion))
     endless = _endless_rule(rules)
-    if endless is not None:
-        raise ValueError(
-            f"Grammar.grammar must have rules whose texts can end, got '{endless}', which leads back to itself in "
-            "every alternative. Add an alternative without it."
-        )
+    fix = "It leads back to itself in every alternative. Add one without it."
+    require(endless is None, "Grammar.grammar", "have rules whose texts can end", str(endless), fix)
     pattern = _expand("start", rules, terminals, depth, ())
-    if pattern is None:
-        raise ValueError(f"Grammar.depth must be enough for the shallowest text of the grammar, got {depth}. Raise it.")
+    rule = "be enough for the shallowest text of the grammar"
+    require(pattern is not None, "Grammar.depth", rule, depth, "Raise it.")
     return pattern
 
 

@@ -71,11 +71,9 @@ class Regex:
                 texts[token] = marker(token).encode()
         automaton = spell_tokens(read, texts)
         num_links = int((automaton.next_state >= 0).sum())
-        if automaton.num_states > _MOST_STATES or num_links > _MOST_LINKS:
-            raise ValueError(
-                f"{name} must have at most {_MOST_STATES} states and {_MOST_LINKS} transitions over tokens, got "
-                f"{automaton.num_states} and {num_links}. Shorten repetitions such as {{0,1000}}."
-            )
+        fits, fix = automaton.num_states <= _MOST_STATES and num_links <= _MOST_LINKS, "Shorten counted repetitions."
+        rule = f"have at most {_MOST_STATES} states and {_MOST_LINKS} transitions over tokens"
+        require(fits, name, rule, (automaton.num_states, num_links), fix)
         if automaton.shortest()[0] < 0:
             cause = "the tokenizer cannot spell any of its texts" if read.is_final.any() else "it matches no text"
             raise ValueError(f"{name} must accept a text, got {show(self._source)}: {cause}.")
@@ -171,8 +169,7 @@ class ToolCalls(Regex):
         for tool in map(_describe_tool, tools):
             parameters = tool.get("parameters") or {"type": "object", "additionalProperties": False}
             calls.append(f"call:{_bare_key(tool['name'])}{schema_pattern(parameters, notation)}")
-        if not calls:
-            raise ValueError("ToolCalls.tools must hold at least one tool, got none.")
+        require(bool(calls), "ToolCalls.tools", "hold at least one tool", tools)
         object.__setattr__(self, "pattern", f"(?:{opened}(?:{'|'.join(calls)}){closed}){{1,{most}}}")
         object.__setattr__(self, "tokenizer", tokenizer)
 
@@ -186,10 +183,8 @@ def read_pattern(pattern: str, owner: str) -> ByteAutomaton:
         command = install_command("constraints")
         raise ImportError(f"Constraints need outlines-core. Install it with: {command}") from None
     if {"^", "$", r"\A", r"\z"} & set(_PATTERN_PARTS.findall(pattern)):
-        raise ValueError(
-            f"{owner}.pattern must have no anchors such as ^ and $, got {show(pattern)}. A pattern always covers the "
-            "whole text."
-        )
+        fix = "A pattern always covers the whole text."
+        require(False, f"{owner}.pattern", "have no anchors such as ^ and $", pattern, fix)
     try_pattern(pattern, owner)
     vocabulary = outlines_core.Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
     try:
@@ -202,19 +197,16 @@ def read_pattern(pattern: str, owner: str) -> ByteAutomaton:
             re.compile(pattern)
         except re.error as clearer:  # Python's message names the place
             reason = str(clearer)
-        raise ValueError(
-            f"{owner}.pattern must be a regular expression that outlines-core can build, got {show(pattern)}: {reason}."
-        ) from None
+        rule = "be a regular expression that outlines-core can build"
+        raise ValueError(f"{owner}.pattern must {rule}, got {show(pattern)}: {reason}.") from None
     transitions, start, finals = index.get_transitions(), index.get_initial_state(), index.get_final_states()
     for code in opening_of(pattern).split("\\x")[1:]:
         start = transitions.pop(start)[int(code, 16)]
     reached = {target for moves in transitions.values() for target in moves.values()}
     states = [start, *sorted({*transitions, *finals, *reached} - {start})]
-    if len(states) > MOST_BYTE_STATES:
-        raise ValueError(
-            f"{owner} must have at most {MOST_BYTE_STATES} states over bytes, got {len(states)}. Shorten repetitions "
-            "such as {0,1000}, or a schema's maxLength and maxItems."
-        )
+    rule = f"have at most {MOST_BYTE_STATES} states over bytes"
+    fix = "Shorten repetitions such as {0,1000}, or a schema's maxLength and maxItems."
+    require(len(states) <= MOST_BYTE_STATES, owner, rule, len(states), fix)
     number = {state: at for at, state in enumerate(states)}
     table = np.full((len(states), 256), NO_STATE, np.int32)
     for state, moves in transitions.items():
@@ -243,10 +235,8 @@ def _read_schema(schema: Any) -> Any:
             return json.loads(schema)
         except ValueError as error:
             raise ValueError(f"JsonSchema.schema must be JSON, got {show(schema)}: {error}.") from None
-    if not isinstance(schema, Mapping | bool):
-        raise ValueError(
-            f"JsonSchema.schema must be a dictionary, JSON text, a pydantic model or a dataclass, got {show(schema)}."
-        )
+    rule = "be a dictionary, JSON text, a pydantic model or a dataclass"
+    require(isinstance(schema, Mapping | bool), "JsonSchema.schema", rule, schema)
     return schema
 
 
@@ -256,19 +246,18 @@ def _describe_tool(tool: Any) -> Mapping[str, Any]:
 
         tool = get_json_schema(tool)
     description = tool.get("function", tool) if isinstance(tool, Mapping) else {}
-    if not isinstance(description.get("name"), str):
-        raise ValueError(f"ToolCalls.tools must be functions or descriptions with a name, got {show(tool)}.")
+    has_name = isinstance(description.get("name"), str)
+    require(has_name, "ToolCalls.tools", "be functions or descriptions with a name", tool)
     return description
 
 
 def _bare_key(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
-        raise ValueError(f"ToolCalls names must consist of letters, digits, '_', '.' and '-', got {name!r}. Rename it.")
+    fits = re.fullmatch(r"[A-Za-z0-9_.-]+", name) is not None
+    require(fits, "ToolCalls names", "consist of letters, digits, '_', '.' and '-'", name)
     return re.escape(name)
 
 
 def _marker(tokenizer: Any, text: str) -> str:
     token = marker_id(tokenizer, text)
-    if token is None:
-        raise ValueError(f"ToolCalls.tokenizer must have the token {text}, got one without it.")
+    require(token is not None, "ToolCalls.tokenizer", f"have the token {text}", tokenizer)
     return marker(token)

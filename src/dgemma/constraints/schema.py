@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from dgemma.checks import show
+from dgemma.checks import require, show
 
 Schema = Any  # a dictionary, True or False
 Ranges = Sequence[tuple[int, int]]  # of characters, by code
@@ -124,11 +124,8 @@ class _Compiler:
     def _count(self, num_chars: int) -> None:
         """Refuse a schema whose nested references or optional properties make its pattern too long."""
         self.num_chars += num_chars
-        if self.num_chars > _MOST_CHARS:
-            raise ValueError(
-                f"JsonSchema.schema must expand to at most {_MOST_CHARS} characters of patterns. Use fewer references "
-                "and optional properties, or a smaller depth."
-            )
+        rule, fix = f"expand to at most {_MOST_CHARS} characters of patterns", "Use fewer references."
+        require(self.num_chars <= _MOST_CHARS, "JsonSchema.schema", rule, self.num_chars, fix)
 
     def _value(self, schema: Schema, where: str, refs: tuple[str, ...]) -> str | None:
         if schema is True or schema == {}:
@@ -136,7 +133,7 @@ class _Compiler:
         if schema is False:
             return None
         if not isinstance(schema, Mapping):
-            raise ValueError(f"JsonSchema.schema must hold schemas, got {schema!r} at {where}.")
+            _refuse("hold schemas", schema, where)
         combiner = next((name for name in _COMBINERS if name in schema), None)
         if combiner is not None:
             rest = {"type"} if combiner in ("const", "enum") else set()
@@ -145,17 +142,15 @@ class _Compiler:
         types = _types_of(schema)
         if types is None:
             self._refuse_others(schema, where, {"type"})
-            raise ValueError(f"JsonSchema.schema must have a known type, got {json.dumps(schema)} at {where}.")
+            _refuse("have a known type", schema, where)
         self._refuse_others(schema, where, {"type"}.union(*(_KEYWORDS[kind] for kind in types)))
         return either([getattr(self, f"_{kind}")(schema, where, refs) for kind in types])
 
     def _refuse_others(self, schema: Mapping[str, Any], where: str, known: set[str]) -> None:
         unknown = sorted(schema.keys() - known - _ANNOTATIONS)
         if unknown:
-            raise ValueError(
-                f"JsonSchema.schema must use keywords that a regular expression can express, got {unknown[0]!r} at "
-                f"{where}. Remove it, and check the value afterwards."
-            )
+            fix = "Remove it, and check the value afterwards."
+            _refuse("use keywords that a regular expression can express", unknown[0], where, fix)
 
     def _ref(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
         name = schema["$ref"]
@@ -164,9 +159,7 @@ class _Compiler:
             part = part.replace("~1", "/").replace("~0", "~")
             target = target.get(part) if isinstance(target, Mapping) else None
         if not str(name).startswith("#") or target is None:
-            raise ValueError(
-                f"JsonSchema.schema must refer only to parts of itself (#/...), got $ref {name!r} at {where}."
-            )
+            _refuse("refer only to parts of itself (#/...)", {"$ref": name}, where)
         if refs.count(name) >= self.notation.depth:
             return None
         return self.value(target, name, (*refs, name))
@@ -189,17 +182,13 @@ class _Compiler:
         for i, one in enumerate(options):
             for j in range(i):
                 if not self._disjoint(one, options[j]):
-                    raise ValueError(
-                        f"JsonSchema.schema must have oneOf with options that exclude each other, but {j} and {i} "
-                        f"may overlap at {where}. Use anyOf, or give each a property with its own const."
-                    )
+                    fix = "Use anyOf, or give each a property with its own const."
+                    _refuse("have oneOf with options that exclude each other", [options[j], one], where, fix)
         return self._anyof({"anyOf": options}, where, refs)
 
     def _allof(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
         if len(schema["allOf"]) != 1:
-            raise ValueError(
-                f"JsonSchema.schema must have allOf with one schema at {where}. Merge the schemas into one."
-            )
+            _refuse("have allOf with one schema", schema["allOf"], where, "Merge the schemas into one.")
         return self.value(schema["allOf"][0], f"{where}/allOf/0", refs)
 
     def _disjoint(self, left: Schema, right: Schema) -> bool:
@@ -237,10 +226,7 @@ class _Compiler:
             if "pattern" in schema:
                 return f"{quote}{self._search(schema['pattern'], where)}{quote}"
             if schema["format"] not in _FORMATS:
-                raise ValueError(
-                    f"JsonSchema.schema must have a format among {', '.join(_FORMATS)}, got {schema['format']!r} at "
-                    f"{where}. Use pattern."
-                )
+                _refuse(f"have a format among {', '.join(_FORMATS)}", schema["format"], where, "Use pattern.")
             return f"{quote}(?:{_FORMATS[schema['format']]}){quote}"
         if least == 0 and most is None and self.notation.text is not None:
             return f"{quote}{self.notation.text}{quote}"
@@ -254,7 +240,7 @@ class _Compiler:
         special, any_char, out, previous = _spell(self.notation.special), self.notation.char, "", ""
 
         def refuse(part: str) -> NoReturn:
-            raise ValueError(f"JsonSchema.schema must have a pattern without {part}, got {pattern!r} at {where}.")
+            _refuse(f"have a pattern without {part}", pattern, where)
 
         body = pattern.removeprefix("^")
         tail = re.search(r"(?<!\\)(?:\\\\)*\$$", body)
@@ -345,7 +331,7 @@ class _Compiler:
 
     def _array(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
         if schema.get("uniqueItems"):
-            raise ValueError(f"JsonSchema.schema must not require uniqueItems, got it at {where}. Check it afterwards.")
+            _refuse("not require uniqueItems", True, where, "Check it afterwards.")
         space = self.notation.space
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         first = [
@@ -485,16 +471,18 @@ def _in_order(pieces: list[tuple[str, bool]], comma: str) -> str:
     return f"(?:{'|'.join(tails)})?" if tails else ""
 
 
+def _refuse(rule: str, value: Any, where: str, fix: str = "") -> NoReturn:
+    raise ValueError(f"JsonSchema.schema must {rule}, got {show(value)} at {where}.{f' {fix}' if fix else ''}")
+
+
 def _bounds(schema: Mapping[str, Any], where: str, *, whole: bool) -> tuple[int | None, int | None]:
     """The bounds of a number. Exclusive bounds of an integer are converted to inclusive ones."""
     bounds: list[int | None] = []
     for name, exclusive, shift in (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1)):
         found = [(schema[key], key == exclusive) for key in (name, exclusive) if key in schema]
         if any(isinstance(bound, bool) or bound != int(bound) for bound, _ in found) or (len(found) > 1 and not whole):
-            raise ValueError(
-                "JsonSchema.schema must have whole numbers as bounds, and at most one lower and one upper bound if its "
-                f"type is 'number', got {found[0][0]!r} at {where}."
-            )
+            rule = "have whole numbers as bounds, and at most one lower and one upper bound if its type is 'number'"
+            _refuse(rule, found[0][0], where)
         moved = [int(bound) + (shift if beyond and whole else 0) for bound, beyond in found]
         bounds.append(None if not moved else max(moved) if shift > 0 else min(moved))
     return bounds[0], bounds[1]

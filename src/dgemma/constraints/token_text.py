@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import tokenizers
 
 from dgemma.checkpoint.tokenizer import ByteTokenizer, Tokenizer
+from dgemma.checks import require
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _known: "WeakKeyDictionary[Any, list[bytes | None]]" = WeakKeyDictionary()
@@ -42,10 +43,8 @@ def _read(tokenizer: Any) -> list[bytes | None]:
     decoders = list(_decoders(json.loads(pieces.decoder.__getstate__()))) if pieces.decoder is not None else []
     kinds = {decoder["type"] for decoder in decoders}
     if not kinds or not kinds <= {"ByteLevel", "ByteFallback", "Fuse", "Replace", "Metaspace", "Strip"}:
-        raise ValueError(
-            f"A constraint's tokenizer must decode every token independently, got the decoder {sorted(kinds)}. "
-            "Use a byte-level or SentencePiece tokenizer."
-        )
+        rule, fix = "decode every token independently", "Use a byte-level or SentencePiece tokenizer."
+        require(False, "A constraint's tokenizer", rule, sorted(kinds), fix)
     vocabulary = pieces.get_vocab(with_added_tokens=True)
     texts: list[bytes | None] = [None] * (max(vocabulary.values()) + 1)
     byte_of = _byte_of_characters() if "ByteLevel" in kinds else None
@@ -58,11 +57,8 @@ def _read(tokenizer: Any) -> list[bytes | None]:
 
 def _pieces(tokenizer: Any) -> tokenizers.Tokenizer:
     pieces = getattr(tokenizer, "backend_tokenizer", tokenizer)  # of dgemma and of transformers
-    if not isinstance(pieces, tokenizers.Tokenizer):
-        raise ValueError(
-            f"A constraint's tokenizer must come from dgemma, from transformers (a fast one) or from the tokenizers "
-            f"library, got {type(tokenizer).__name__}."
-        )
+    rule = "come from dgemma, from transformers (a fast one) or from the tokenizers library"
+    require(isinstance(pieces, tokenizers.Tokenizer), "A constraint's tokenizer", rule, type(tokenizer))
     return pieces
 
 

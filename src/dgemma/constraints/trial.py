@@ -9,7 +9,7 @@ import subprocess
 import sys
 from functools import lru_cache
 
-from dgemma.checks import show
+from dgemma.checks import require
 
 MOST_BYTE_STATES = 100_000  # before equivalent states are merged
 _SECONDS = 5  # limit of CPU time; 100,000 states take about one second
@@ -79,10 +79,7 @@ def try_pattern(pattern: str, owner: str) -> None:
         is_too_large = True
     else:
         is_too_large = done.returncode < 0 or done.returncode == 3  # Rust aborts if memory is short
-    if is_too_large:
-        raise ValueError(
-            f"{owner} must have at most {MOST_BYTE_STATES} states over bytes, got more than can be built in {_SECONDS} "
-            f"s and {_GIBIBYTES} GiB: {show(pattern)}. A repetition such as .* before a counted one such as .{{30}} "
-            "can double the states with each character. Shorten the counted one, or separate them by a character that "
-            "the first one excludes."
-        )
+    # A repetition such as .* before a counted one such as .{30} can double the states with each character.
+    rule = f"have at most {MOST_BYTE_STATES} states over bytes, built in {_SECONDS} s and {_GIBIBYTES} GiB"
+    fix = "Shorten counted repetitions after .*, or separate them by a character that the first one excludes."
+    require(not is_too_large, owner, rule, pattern, fix)

@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgemma.checks import short_repr
+from dgemma.checks import require, short_repr
 from dgemma.diffusion.state import DenoiseState
+
+_DTYPES = (torch.int64, torch.bool, torch.bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,16 +27,10 @@ class Decision:
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        if self.tokens.dtype != torch.int64 or self.write.dtype != torch.bool or self.renoise.dtype != torch.bool:
-            raise ValueError(
-                f"Decision must hold int64 tokens and boolean write and renoise, got {self.tokens.dtype}, "
-                f"{self.write.dtype} and {self.renoise.dtype}."
-            )
-        if not self.tokens.shape == self.write.shape == self.renoise.shape:
-            raise ValueError(
-                f"Decision must hold tokens, write and renoise of one shape (B, C), got {tuple(self.tokens.shape)}, "
-                f"{tuple(self.write.shape)} and {tuple(self.renoise.shape)}. Expand them to the canvas."
-            )
+        dtypes = (self.tokens.dtype, self.write.dtype, self.renoise.dtype)
+        require(dtypes == _DTYPES, "Decision", "hold int64 tokens and boolean write and renoise", dtypes)
+        shapes = [tuple(tensor.shape) for tensor in (self.tokens, self.write, self.renoise)]
+        require(len(set(shapes)) == 1, "Decision", "hold tensors of one shape (B, C)", shapes)
 
 
 def transition(x0: Tensor, state: DenoiseState) -> Decision:

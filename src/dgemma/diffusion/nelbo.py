@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dgemma.checks import require
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
 
 Parametrisation = Literal["mean", "loo"]
@@ -158,17 +159,11 @@ def check_process(noise: Noise) -> None:
 
     Example: `check_process(MaskNoise(512))` returns; a subclass of `MaskNoise` raises.
     """
-    if type(noise) not in (MaskNoise, UniformNoise, HybridNoise):
-        raise ValueError(
-            "nelbo noise must be MaskNoise, UniformNoise or HybridNoise itself, whose bounds are known, got "
-            f"{noise!r}. Train with CrossEntropy, or use the causal likelihood."
-        )
+    rule, fix = "be MaskNoise, UniformNoise or HybridNoise itself", "Train with CrossEntropy."
+    require(type(noise) in (MaskNoise, UniformNoise, HybridNoise), "nelbo noise", rule, noise, fix)
 
 
 def _check(noise: Noise, logits: Tensor) -> None:
     check_process(noise)
-    if logits.shape[-1] != noise.vocab_size:
-        raise ValueError(
-            f"nelbo logits must cover the noise's {noise.vocab_size} tokens, got {logits.shape[-1]}. "
-            "Make the noise with the model's vocab_size."
-        )
+    num_tokens, rule = logits.shape[-1], f"cover the noise's {noise.vocab_size} tokens"
+    require(num_tokens == noise.vocab_size, "nelbo logits", rule, num_tokens, "Pass the noise the model's vocab_size.")

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dgemma.checks import as_int, as_number, broadcasts, require, require_field, typed
+from dgemma.checks import check_types, require, require_field, typed
 from dgemma.diffusion import draws
 from dgemma.diffusion.schedule import Linear, Schedule
 
@@ -36,10 +36,8 @@ class Noise:
     schedule: Schedule = field(default=Linear(), kw_only=True)
 
     def __post_init__(self) -> None:
-        size = as_int(self.vocab_size)
-        require_field(isinstance(self.schedule, Schedule), self, "schedule", "be a Schedule such as Linear()")
-        if size is None or not 2 <= size < 2**31:
-            raise ValueError(f"{type(self).__name__}.vocab_size must be >= 2, got {self.vocab_size}. Pass the model's.")
+        check_types(self)
+        require_field(2 <= self.vocab_size < 2**31, self, "vocab_size", "be >= 2", "Pass the model's.")
 
     def clean_share(self, noise_level: Tensor) -> Tensor:
         """A: the probability that a token is not replaced by noise."""
@@ -73,7 +71,7 @@ class Noise:
 
         Example: `UniformNoise(256).prior(torch.rand(2, 8, dtype=torch.float64))`.
         """
-        _check_draws(u, None, allowed, self.vocab_size)
+        _check_draws(u, allowed)
         return self._draw(u, torch.ones_like(u), allowed)
 
     @typed
@@ -82,7 +80,7 @@ class Noise:
 
         Example: `noise.refill(state.uniform("noise"), state.next_noise_level, allowed=state.allowed)`.
         """
-        _check_draws(u, noise_level, allowed, self.vocab_size)
+        _check_draws(u, allowed)
         return self._draw(u, noise_level, allowed)
 
     @typed
@@ -100,9 +98,8 @@ class Noise:
         Example: `noise.corrupt(tokens, torch.tensor([0.5]), torch.rand(1, 8), torch.rand(1, 8))`.
         """
         for u in (u_event, u_token):
-            _check_draws(u, noise_level, allowed, self.vocab_size)
-            is_ids = tokens.dtype == torch.int64 and tokens.shape == u.shape
-            require(is_ids, "Noise tokens", f"be ids of the draws' shape {tuple(u.shape)}", tokens)
+            _check_draws(u, allowed)
+            require(tokens.shape == u.shape, "Noise tokens", f"have the draws' shape {tuple(u.shape)}", tokens)
         level = _per_position(noise_level, tokens)
         return torch.where(u_event < self.clean_share(level), tokens, self._draw(u_token, level, allowed))
 
@@ -243,13 +240,8 @@ class _MaskingNoise(Noise):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        mask = as_int(self.mask_token_id)
-        if mask is None or not 0 <= mask < self.vocab_size:
-            raise ValueError(
-                f"{type(self).__name__}.mask_token_id must be an integer in [0, vocab_size), got "
-                f"{self.mask_token_id!r} with vocab_size {self.vocab_size}. Pass the id of a token that never occurs "
-                "in text."
-            )
+        rule, fix = f"be an id below {self.vocab_size}", "Pass the id of a token that never occurs in text."
+        require_field(0 <= self.mask_token_id < self.vocab_size, self, "mask_token_id", rule, fix)
 
     @property
     def mask_token(self) -> int:
@@ -295,18 +287,10 @@ class HybridNoise(_MaskingNoise):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("uniform_share", "gamma"):
-            require_field(as_number(getattr(self, name)) is not None, self, name, "be a number")
-        if not 0 < self.uniform_share < 1:
-            raise ValueError(
-                f"HybridNoise.uniform_share must lie in (0, 1), got {self.uniform_share}. Use MaskNoise for 0, "
-                "UniformNoise for 1."
-            )
-        if not 0 < self.gamma <= 2:
-            raise ValueError(
-                f"HybridNoise.gamma must lie in (0, 2], got {self.gamma}. Use 1, the published value. Above 2, random "
-                "tokens would disappear faster than the text, which no corruption process does."
-            )
+        fix = "Use MaskNoise for 0, UniformNoise for 1."
+        require_field(0 < self.uniform_share < 1, self, "uniform_share", "lie in (0, 1)", fix)
+        # Above 2, random tokens would disappear faster than the text, which no corruption process does.
+        require_field(0 < self.gamma <= 2, self, "gamma", "lie in (0, 2]", "Use 1, the published value.")
 
     def clean_share(self, noise_level: Tensor) -> Tensor:
         return (1 - noise_level) / (1 + self.uniform_rate(noise_level))
@@ -347,13 +331,8 @@ def _pick(u: Tensor, allowed: Tensor) -> Tensor:
     return torch.searchsorted(ends, rank if ends.dim() == 1 else rank[..., None], right=True).reshape(u.shape)
 
 
-def _check_draws(u: Tensor, noise_level: Tensor | None, allowed: Tensor | None, vocab_size: int) -> None:
-    """Check uniforms (B, C), a noise level for them, and allowed tokens."""
-    require(u.is_floating_point() and u.dim() >= 1, "Noise u", "be floats of shape (B, C)", u)
-    if noise_level is not None:
-        fits = noise_level.shape == u.shape[:1] or broadcasts(noise_level.shape, u.shape)
-        require(fits and noise_level.is_floating_point(), "Noise noise_level", "be floats of shape (B,)", noise_level)
+def _check_draws(u: Tensor, allowed: Tensor | None) -> None:
+    """Refuse dtypes with which torch would draw other tokens in silence."""
+    require(u.is_floating_point(), "Noise u", "be floats of shape (B, C)", u)
     if allowed is not None:
-        fits = allowed.dtype == torch.bool and broadcasts(allowed.shape, (*u.shape, vocab_size))
-        fits = fits and allowed.shape[-1:] == (vocab_size,)
-        require(fits, "Noise allowed", f"be booleans that broadcast to {(*u.shape, vocab_size)}", allowed)
+        require(allowed.dtype == torch.bool, "Noise allowed", "be booleans that broadcast to (B, C, V)", allowed)

@@ -128,29 +128,23 @@ class Prediction:
         """
         transforms = self.transforms
         if allowed is not None:
-            rule = f"be booleans that broadcast to {tuple(self.shape)}"
             fits = allowed.dtype == torch.bool and broadcasts(allowed.shape, self.shape)
-            require(fits, "Prediction.shaped allowed", rule, allowed)
+            require(fits, "Prediction.shaped allowed", f"be booleans that broadcast to {tuple(self.shape)}", allowed)
             transforms = (*transforms, Allow(allowed))
+        if isinstance(temperature, Tensor):
+            fits = tuple(temperature.shape) in ((), self.shape[:1], self.shape[:2])
+            require(fits, "Prediction.shaped temperature", "have the shape (B,) or (B, C)", temperature)
+        elif temperature is not None:
+            fits, fix = math.isfinite(temperature) and temperature > 0, "Use .argmax for 0."
+            require(fits, "Prediction.shaped temperature", "be finite and > 0", temperature, fix)
         if temperature is not None:
-            if isinstance(temperature, Tensor):
-                fits = tuple(temperature.shape) in ((), self.shape[:1], self.shape[:2])
-                rule = f"be floats of shape {tuple(self.shape[:1])} or {tuple(self.shape[:2])}"
-                require(fits and temperature.is_floating_point(), "Prediction.shaped temperature", rule, temperature)
-            elif not (math.isfinite(temperature) and temperature > 0):
-                raise ValueError(
-                    f"Prediction.shaped temperature must be finite and > 0, got {temperature}. Use .argmax for 0."
-                )
             transforms = (*transforms, Temper(temperature))
         if top_k is not None:
-            if top_k < 1:
-                raise ValueError(f"Prediction.shaped top_k must be >= 1, got {top_k}. Use None to keep every token.")
+            require(top_k >= 1, "Prediction.shaped top_k", "be >= 1", top_k, "Use None to keep every token.")
             transforms = (*transforms, _TopK(top_k, cut))
         if top_p is not None:
-            if not LEAST_TOP_P <= top_p <= 1:
-                raise ValueError(
-                    f"Prediction.shaped top_p must be in (0, 1] in float32, got {top_p}. Use None to keep every token."
-                )
+            is_share = LEAST_TOP_P <= top_p <= 1
+            require(is_share, "Prediction.shaped top_p", "be in (0, 1] in float32", top_p, "None keeps every token.")
             transforms = (*transforms, _TopP(top_p, cut))
         return Prediction(self._raw, transforms)
 
@@ -209,9 +203,8 @@ class Prediction:
     @typed
     def log_prob(self, tokens: Tensor) -> Tensor:
         """Log-probability of `tokens`: (B, C) or (B, C, n) → the same shape."""
-        rule = f"be ids of shape {tuple(self.shape[:2])}, with or without a third dimension"
-        is_ids = tokens.dtype == torch.int64 and tokens.dim() in (2, 3) and tokens.shape[:2] == self.shape[:2]
-        require(is_ids and in_range(tokens, self.vocab_size), "Prediction.log_prob tokens", rule, tokens)
+        fits = tokens.dim() in (2, 3) and tokens.shape[:2] == self.shape[:2] and in_range(tokens, self.vocab_size)
+        require(fits, "Prediction.log_prob tokens", "be ids of shape (B, C) or (B, C, n)", tokens)
         index = tokens if tokens.dim() == 3 else tokens[..., None]
         log_prob = self._gather(index) - self.statistics.log_normalizer[..., None]
         return log_prob if tokens.dim() == 3 else log_prob[..., 0]
@@ -233,9 +226,8 @@ class Prediction:
         two levels: chunk sums pick a chunk, and only that chunk is summed token by token. A joint law draws the
         positions together.
         """
-        rule = f"be floats of shape {tuple(self.shape[:2])}"
-        require(u.is_floating_point() and u.shape == self.shape[:2], "Prediction.sample u", rule, u)
-        require(u.is_meta == self._raw.is_meta, "Prediction.sample u", "be on the device of the logits", u)
+        fits = u.is_floating_point() and u.shape == self.shape[:2]
+        require(fits, "Prediction.sample u", f"be floats of shape {tuple(self.shape[:2])}", u)
         if self.joint is not None:
             return self.joint.sample(u)
         return torch.cat([_inverse_cdf(self._shaped(part), u[:, part]) for part in self._slices()], dim=1)

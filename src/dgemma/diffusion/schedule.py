@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dgemma.checks import check_size, require_field
+
 LEAST_NOISE = 1 - 1e-6  # from this level on, a canvas has less than 1e-4 nats of information per token: pure noise
 
 
@@ -90,8 +92,7 @@ class Polynomial(Schedule):
     exponent: float = 2.0
 
     def __post_init__(self) -> None:
-        if not self.exponent > 0:
-            raise ValueError(f"Polynomial.exponent must be > 0, got {self.exponent}. 1 is the linear schedule.")
+        check_size(self, "exponent", above=0, fix="1 is the linear schedule.")
 
     def alpha(self, t: Tensor) -> Tensor:
         return 1 - t**self.exponent
@@ -131,11 +132,7 @@ class Geometric(Schedule):
     sigma_max: float = 20.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.sigma_min < self.sigma_max:
-            raise ValueError(
-                f"Geometric.sigma_min must lie in (0, sigma_max), got {self.sigma_min} and {self.sigma_max}. "
-                "The published values are 1e-4 and 20."
-            )
+        require_field(0 < self.sigma_min < self.sigma_max, self, "sigma_min", f"lie in (0, {self.sigma_max})")
 
     def alpha(self, t: Tensor) -> Tensor:
         return torch.exp(-self._sigma(t))
@@ -166,11 +163,8 @@ class ClippedLinear(Schedule):
     high: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.low < self.high <= 1:
-            raise ValueError(
-                f"ClippedLinear.low must lie in [0, high) and high in (0, 1], got {self.low} and {self.high}. "
-                "Both are noise levels."
-            )
+        require_field(0 < self.high <= 1, self, "high", "lie in (0, 1]", "It is a noise level.")
+        require_field(0 <= self.low < self.high, self, "low", f"lie in [0, {self.high})", "It is a noise level.")
 
     def alpha(self, t: Tensor) -> Tensor:
         return 1 - self.low - (self.high - self.low) * t
@@ -218,15 +212,9 @@ class Loop(Schedule):
     stop: float = 0.05
 
     def __post_init__(self) -> None:
-        if not 0 < self.plateau < 1:
-            raise ValueError(
-                f"Loop.plateau must lie in (0, 1), got {self.plateau}. It is the α at which the loop runs."
-            )
-        if not 0 < self.stop < self.start < 1:
-            raise ValueError(
-                f"Loop.start and Loop.stop must satisfy 0 < stop < start < 1, got {self.start} and {self.stop}. "
-                "Denoising runs from t = 1 down to 0, so the loop starts at the larger t."
-            )
+        require_field(0 < self.plateau < 1, self, "plateau", "lie in (0, 1)", "It is the α at which the loop runs.")
+        require_field(0 < self.start < 1, self, "start", "lie in (0, 1)")
+        require_field(0 < self.stop < self.start, self, "stop", f"lie in (0, {self.start})", "t falls from 1 to 0.")
 
     def alpha(self, t: Tensor) -> Tensor:
         before = self.plateau * (1 - t) / (1 - self.start)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from dgemma.checks import short_repr
+from dgemma.checks import require, short_repr
 from dgemma.diffusion import draws
 from dgemma.diffusion.language import Language, splice_languages
 from dgemma.diffusion.noise import Noise
@@ -106,10 +106,8 @@ class DenoiseState:
         (mine, form), (theirs, donor_form) = map(tree_flatten, values)
         are_tensors = [[isinstance(leaf, Tensor) for leaf in leaves] for leaves in (mine, theirs)]
         if type(donor) is not type(self) or form != donor_form or are_tensors[0] != are_tensors[1]:
-            raise ValueError(
-                "DenoiseState.splice must get a donor of the same class with the same fields present "
-                "(self_cond, memory). Take both states after the same number of steps under the same sampler."
-            )
+            fix = "Take both states after the same number of steps under the same sampler."
+            require(False, "DenoiseState.splice donor", "have the state's class and present fields", donor, fix)
         spliced = [
             old.index_copy(0, rows, new.to(old.dtype)) if isinstance(old, Tensor) else old
             for old, new in zip(mine, theirs, strict=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from dgemma.checks import has_values, require, require_tensor
+from dgemma.checks import has_values, require, require_tensor, typed
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState, split_fields
@@ -70,6 +70,7 @@ def list_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> dict[st
     return listed
 
 
+@typed
 def apply_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> tuple[DenoiseState, Knobs]:
     """Return the state and knobs for the next step.
 

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dgemma.checks import check_probability, check_types, require_field
+from dgemma.checks import check_probability, check_types, require, require_field
 from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.schedule import Loop
@@ -50,11 +50,9 @@ class ReMDM(Sampler):
         return True
 
     def start(self, state: DenoiseState) -> Tensor | None:
-        if self.strategy == "loop" and not isinstance(state.noise.schedule, Loop):
-            raise ValueError(
-                f'ReMDM.strategy "loop" must run on a Loop schedule, got {state.noise.schedule}. '
-                "Pass noise=MaskNoise(vocab_size, schedule=Loop())."
-            )
+        schedule, fix = state.noise.schedule, "Pass noise=MaskNoise(vocab_size, schedule=Loop())."
+        fits = self.strategy != "loop" or isinstance(schedule, Loop)
+        require(fits, 'ReMDM.strategy "loop"', "run on a Loop schedule", schedule, fix)
         return torch.ones_like(state.canvas, dtype=torch.float64) if self.strategy == "conf" else None
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
