@@ -256,10 +256,10 @@ def test_a_donor_with_other_fields_is_refused_even_if_it_has_as_many_tensors():
     row = torch.tensor([0])
     mine = replace(state, awaited=torch.ones(2, CANVAS_LEN, dtype=torch.bool))
     theirs = replace(state, memory=torch.zeros(2, CANVAS_LEN)).select(row)
-    with pytest.raises(ValueError, match="donor must have the state.s class and present fields"):
+    with pytest.raises(ValueError, match="donor must have the state's class and present fields"):
         mine.splice(row, theirs)
     labelled, _ = traced()
-    with pytest.raises(ValueError, match="donor must have the state.s class and present fields"):
+    with pytest.raises(ValueError, match="donor must have the state's class and present fields"):
         labelled.splice(row, replace(state, stop_memory=torch.zeros(2)).select(row))
 
 

@@ -104,7 +104,7 @@ def test_a_user_defined_sampler_cannot_be_stored_in_a_checkpoint():
     class Ancestral(dgemma.Ancestral):
         pass
 
-    with pytest.raises(ValueError, match=r"must get a sampler of dgemma \(ancestral, .*got Ancestral\. .* as sampler="):
+    with pytest.raises(ValueError, match=r"be a sampler of dgemma \(ancestral, .*got the class Ancestral\. .* as"):
         dgemma.describe_sampler(Ancestral())
 
 

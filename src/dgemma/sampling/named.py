@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 import dgemma.sampling as sampling
-from dgemma.checks import typed
+from dgemma.checks import require, typed
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
 from dgemma.diffusion.schedule import Linear
 from dgemma.sampling.base import Sampler
@@ -36,11 +36,8 @@ def describe_sampler(sampler: Sampler) -> dict[str, Any]:
     Example: `describe_sampler(Ancestral())` is `{"name": "ancestral", "parametrisation": "mean"}`.
     """
     name = _kebab(type(sampler).__name__)
-    if SAMPLERS.get(name) is not type(sampler):
-        raise ValueError(
-            f"describe_sampler must get a sampler of dgemma ({', '.join(SAMPLERS)}), got {type(sampler).__name__}. "
-            "A checkpoint cannot store another class; pass it to each run as sampler=."
-        )
+    rule, fix = f"be a sampler of dgemma ({', '.join(SAMPLERS)})", "Pass another one to each run as sampler=."
+    require(SAMPLERS.get(name) is type(sampler), "describe_sampler sampler", rule, type(sampler), fix)
     return {"name": name, **describe_settings(sampler)}
 
 

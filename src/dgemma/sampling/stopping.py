@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dgemma.checks import as_int, check_count, check_size, check_types, require_field
+from dgemma.checks import as_int, check_count, check_size, check_types, require, require_field
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 
@@ -45,13 +45,9 @@ def ask(rule: StopRule, prediction: Prediction, state: DenoiseState) -> tuple[Te
     """
     answer = rule(prediction, state)
     is_pair = isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Tensor)
-    if not is_pair or answer[0].dtype != torch.bool or answer[0].shape != state.done.shape:
-        done = answer[0] if is_pair else answer
-        got = f"{done.dtype} {tuple(done.shape)}" if isinstance(done, Tensor) else type(done).__name__
-        raise TypeError(
-            f"{type(rule).__name__} must return (done, memory) with one boolean per row, ({state.batch_size},), got "
-            f"{f'done {got}' if is_pair else got}. Return `done, None` to remember nothing."
-        )
+    fits = is_pair and answer[0].dtype == torch.bool and answer[0].shape == state.done.shape
+    form, fix = f"return (done, memory), done booleans ({state.batch_size},)", "Return `done, None` without memory."
+    require(fits, type(rule).__name__, form, answer[0] if is_pair else answer, fix)
     return answer
 
 
