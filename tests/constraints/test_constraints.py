@@ -140,7 +140,7 @@ def test_holes_become_texts_of_the_language():
     options = {"steps": 2, "noise": dgemma.MaskNoise(512), "progress": False}
     out = dgemma.infill(model, tokens, 4, constraint=dgemma.Regex("[0-9]+", TOKENIZER), **options)
     assert re.fullmatch("(on [0-9]{4}-[0-9]{2}, ){4}", TOKENIZER.decode(out.tokens[0]))
-    with pytest.raises(ValueError, match="holes of 2, 4 tokens that no accepted text fills"):
+    with pytest.raises(ValueError, match=r"which no text has in row 0, got \[2, 4\]"):
         dgemma.infill(model, tokens, 4, constraint=dgemma.Regex("[0-9]{3}", TOKENIZER), **options)
 
 
@@ -163,7 +163,7 @@ def test_a_recorded_run_is_replayed_with_its_constraint(tmp_path):
         (lambda: dgemma.JsonSchema({"not": {}}, TOKENIZER), "got 'not'"),
         (lambda: dgemma.JsonSchema({"type": "integer", "minimum": 3, "maximum": 2}, TOKENIZER), "no value fits"),
         (lambda: generate(dgemma.Regex("a{99}", TOKENIZER)), "shortest text has 99 tokens for 16 positions"),
-        (lambda: generate([dgemma.Regex("a", TOKENIZER)]), r"a list of 2 such values or Nones"),
+        (lambda: generate([dgemma.Regex("a", TOKENIZER)]), r"a list of 2 values or Nones"),
         (
             lambda: generate(
                 dgemma.Regex("[ab]+", TOKENIZER),

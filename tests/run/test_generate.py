@@ -527,7 +527,7 @@ def test_a_stray_token_written_into_the_state_of_a_stream_is_refused():
     events = dgemma.stream(RowwiseDenoiser(), torch.full((2, 3), 5), max_new_tokens=16, steps=4, stop=None)
     record = next(events)
     record.state.canvas[1, 7] = 64
-    sentence = r"DenoiseState\.canvas must hold tokens in \[0, 64\), got \d+\.\.64 at block 0, step 0, row 1"
+    sentence = r"A change between two steps must write tokens in \[0, 64\), got \d+\.\.64 at block 0, step 0, row 1"
     with pytest.raises(ValueError, match=sentence):
         next(events)
 

@@ -516,7 +516,7 @@ def test_a_run_from_a_cache_needs_that_cache(model, prompt):
 
 
 def test_places_and_names_that_do_not_exist_are_refused(model, recorded):
-    with pytest.raises(ValueError, match=r"block 0, step 4\. The recorded steps per block are \[4, 4\]"):
+    with pytest.raises(IndexError, match=r"block 0, step 4\. The recorded steps per block are \[4, 4\]"):
         recorded.trajectory.fork(model, block=0, step=4)
     with pytest.raises(ValueError, match="must be one of rows, step"):
         recorded.trajectory.array("canvass")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from dgemma.checks import show
+from dgemma.checks import require
 from dgemma.constraints.languages import Regex
 from dgemma.constraints.token_automaton import TokenAutomaton, unite, with_gaps, with_stops
 from dgemma.diffusion.automaton import Automaton
@@ -47,10 +47,8 @@ class RunLanguage(NamedTuple):
             return states
         reached = self.automaton.advance(states, tokens)
         if bool((reached < 0).any()):
-            raise ValueError(
-                "generate constraint must hold for every committed block, got a text outside the language. "
-                "Do not change the draft in on_step."
-            )
+            got, fix = "a text outside the language", "Do not change the draft in on_step."
+            require(False, "generate constraint", "hold for every committed block", got, fix)
         return reached
 
     def to(self, device: torch.device) -> "RunLanguage":
@@ -117,10 +115,8 @@ class HoleLanguage:
         missed = (~self.reach[0, torch.arange(batch_size), self.first]).nonzero()[:, 0].tolist()
         if missed:
             lengths = sorted({len(run) for run in _runs(self.holes[missed[0]])})
-            raise ValueError(
-                f"{owner} constraint must have texts of exactly the holes' lengths, got row {missed[0]} with holes of "
-                f"{', '.join(map(str, lengths))} tokens that no accepted text fills. Change their lengths."
-            )
+            rule = f"have texts of exactly the holes' lengths, which no text has in row {missed[0]}"
+            require(False, f"{owner} constraint", rule, lengths, "Change their lengths.")
 
     def canvases(self, rows: Sequence[Any], canvas_len: int) -> RunLanguage:
         """The language of one canvas per row.
@@ -245,11 +241,9 @@ _on_device = _Kept(Automaton.to)
 def _unite(owner: str, constraint: Constraint, batch_size: int, vocab_size: int) -> tuple[TokenAutomaton, Tensor]:
     """One automaton for all rows, and each row's start state (B,)."""
     listed = [constraint] * batch_size if isinstance(constraint, Regex) or constraint is None else list(constraint)
-    if len(listed) != batch_size or not all(one is None or isinstance(one, Regex) for one in listed):
-        raise ValueError(
-            f"{owner} constraint must be a value such as Regex(pattern, tokenizer), or a list of {batch_size} "
-            f"such values or Nones, one per row, got {show(constraint)}."
-        )
+    fits = len(listed) == batch_size and all(one is None or isinstance(one, Regex) for one in listed)
+    rule = f"be a value such as Regex(pattern, tokenizer), or a list of {batch_size} values or Nones, one per row"
+    require(fits, f"{owner} constraint", rule, constraint)
     distinct = list(dict.fromkeys(listed))
     automata = [_padded(None if one is None else one.automaton, vocab_size) for one in distinct]
     united, starts = (automata[0], [0]) if len(automata) == 1 else unite(automata)

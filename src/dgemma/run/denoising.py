@@ -76,12 +76,7 @@ def _refuse_step(record: StepRecord, broken: list[int], stray: list[int]) -> NoR
     if any(broken):
         refuse_nan(where)
     canvas, vocab_size = record.state.canvas[row], record.state.noise.vocab_size
-    got = f"got {int(canvas.min())}..{int(canvas.max())} {where}."
-    if record.verdict is not None and not record.verdict[2, row]:
-        raise ValueError(
-            f"DenoiseState.canvas must hold tokens in [0, {vocab_size}), {got} Write only token ids into it."
-        )
-    raise ValueError(
-        f"{type(record.knobs.sampler).__name__} must write tokens in [0, {vocab_size}), {got} "
-        "Take them from the prediction."
-    )
+    by_callback = record.verdict is not None and not record.verdict[2, row]
+    writer = "A change between two steps" if by_callback else type(record.knobs.sampler).__name__
+    got = f"got {int(canvas.min())}..{int(canvas.max())} {where}"
+    raise ValueError(f"{writer} must write tokens in [0, {vocab_size}), {got}. Take them from the prediction.")

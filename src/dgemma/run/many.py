@@ -140,7 +140,7 @@ class PromptReader:
 
     def read(self, index: int, prompt: Any) -> Rows:
         """Return the row of a prompt."""
-        entry = read_entry(index, prompt)
+        entry = _as_entry(prompt, f"generate_many prompt {index}")
         seed = self._seed + index if entry.get("seed") is None else entry["seed"]
         try:
             return Rows(self._plan(entry, seed), index=index)
@@ -208,14 +208,6 @@ class PromptReader:
                 "tokenizer=Tokenizer.from_pretrained(path), or prompts of token ids."
             )
         return tokenizer.encode(entry["prompt"]) if "prompt" in entry else tokenizer.chat(entry["messages"])
-
-
-def read_entry(index: int, prompt: Any) -> Mapping[str, Any]:
-    """Return any form of prompt as a dictionary with "prompt", "messages" or "tokens".
-
-    Example: `read_entry(0, "Once")` is `{"prompt": "Once"}`.
-    """
-    return _as_entry(prompt, f"generate_many prompt {index}")
 
 
 def _as_entry(prompt: Any, owner: str) -> Mapping[str, Any]:
@@ -354,7 +346,8 @@ def _show(completed: Iterator[Completion], *, total: int | None, progress: bool)
 
 
 def _prompt_digest(index: int, prompt: Any) -> str:
-    content = {name: value for name, value in read_entry(index, prompt).items() if name != "id"}
+    entry = _as_entry(prompt, f"generate_many prompt {index}")
+    content = {name: value for name, value in entry.items() if name != "id"}
     return _digest(json.dumps(content, sort_keys=True, default=str).encode())
 
 

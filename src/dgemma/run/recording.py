@@ -128,7 +128,9 @@ class Recording:
         for recorded in self.steps:
             if (recorded.block, recorded.index) == (block, step):
                 return recorded
-        raise IndexError(f"Trajectory.at must name a recorded step, got block {block}, step {step} of {self!r}.")
+        counts = [sum(recorded.block == b for recorded in self.steps) for b in range(len(self.commits) + 1)]
+        fix = f"The recorded steps per block are {[count for count in counts if count]}."
+        raise IndexError(f"Trajectory must have the recorded step, got block {block}, step {step}. {fix}")
 
     @property
     def new_tokens(self) -> Tensor:

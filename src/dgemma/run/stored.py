@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from dgemma.checks import check_types, require, require_tensor
+from dgemma.checks import check_types, require, require_tensor, show
 from dgemma.run.arguments import MOST_STEPS
 from dgemma.run.plan import Plan
 from dgemma.run.records import BlockCommit, Change
@@ -56,9 +56,7 @@ def check_content(content: Mapping[str, Any]) -> None:
     plan, sizes = content.get("plan"), content.get("sizes")
     top: Any = content.get("top")
     if not isinstance(plan, Plan) or not isinstance(sizes, tuple) or type(top) is not int:
-        require(False, "plan, sizes and top", "be a Plan, a tuple and a number", (type(plan).__name__, sizes, top))
-    assert isinstance(plan, Plan)
-    assert isinstance(sizes, tuple)
+        raise ValueError(f"plan, sizes and top must be a Plan, a tuple and a number, got {show((plan, sizes, top))}.")
     # `rebuild_value` checks no types where a class is unknown, such as a user's sampler.
     check_types(plan)
     check_types(plan.span)

@@ -110,7 +110,7 @@ class Trajectory(Recording):
 
         Example: `a.moment(model, step=3).state.splice(rows, b.moment(model, step=3).state.select(rows))`.
         """
-        self._check_place(block, step)
+        self.at(block=block, step=step)  # raises if there is no such step
 
         def script(place: StepPlace, moment: Moment, record: StepRecord | None) -> Changes:
             changes = self._changes_before(place, moment)
@@ -146,7 +146,7 @@ class Trajectory(Recording):
 
         Example: `trajectory.fork(model, block=1, step=4, sampler=EntropyBound(bound=0.5))`.
         """
-        self._check_place(block, step)
+        self.at(block=block, step=step)  # raises if there is no such step
         forked = self._until(block)
         if seed is not None:
             row_seeds = arguments.read_seeds(seed, self.plan.prompt_tokens)
@@ -187,14 +187,6 @@ class Trajectory(Recording):
         past = list(again.commits)
         events = run_plan(model, plan, None if cache is None else cache.clone(), past=past, on_start=on_start)
         return Generation(**vars(drain(events, on_step=on_step, recording=again)), trajectory=again)
-
-    def _check_place(self, block: int, step: int) -> None:
-        if not any((recorded.block, recorded.index) == (block, step) for recorded in self.steps):
-            counts = [sum(recorded.block == b for recorded in self.steps) for b in range(self._place()[0] + 1)]
-            raise ValueError(
-                f"Trajectory block and step must name a recorded step, got block {block}, step {step}. "
-                f"The recorded steps per block are {[count for count in counts if count]}."
-            )
 
     def _check_model(self, model: Denoiser, cache: Cache | None) -> None:
         check_denoiser("Trajectory", model)
