@@ -207,7 +207,7 @@ def sweep(
             for seed_place, seed in enumerate(seeds):
                 index = place * len(seeds) + seed_place
                 if file is not None and index in file:
-                    outcome = _Outcome(**file[index]["outcome"])
+                    outcome = _RunOutcome(**file[index]["outcome"])
                 else:
                     outcome = _run(task, sampler, seed)
                     if file is not None:
@@ -218,7 +218,7 @@ def sweep(
     return Sweep(tuple(rows))
 
 
-class _Outcome(NamedTuple):
+class _RunOutcome(NamedTuple):
     seed: int
     quality: list[float]
     tokens_per_forward: list[float]
@@ -226,7 +226,7 @@ class _Outcome(NamedTuple):
     seconds: float
 
 
-def _run(task: Task, sampler: Any, seed: int) -> _Outcome:
+def _run(task: Task, sampler: Any, seed: int) -> _RunOutcome:
     start = time.perf_counter()
     result = task(sampler, seed)
     is_pair = isinstance(result, tuple) and len(result) == 2
@@ -238,7 +238,7 @@ def _run(task: Task, sampler: Any, seed: int) -> _Outcome:
     speeds = [torch.as_tensor(part.tokens_per_forward, dtype=torch.float64).reshape(-1) for part in parts]
     steps = [torch.as_tensor(part.steps, dtype=torch.float64) for part in parts]
     forwards = [count.reshape(len(speed), -1).sum(1) for count, speed in zip(steps, speeds, strict=True)]
-    return _Outcome(
+    return _RunOutcome(
         seed=seed,
         quality=torch.as_tensor(result[0], dtype=torch.float64).reshape(-1).tolist(),
         tokens_per_forward=torch.cat(speeds).tolist(),
@@ -247,7 +247,7 @@ def _run(task: Task, sampler: Any, seed: int) -> _Outcome:
     )
 
 
-def _summarise(name: str, outcomes: Sequence[_Outcome]) -> SweepRow:
+def _summarise(name: str, outcomes: Sequence[_RunOutcome]) -> SweepRow:
     quality = [value for outcome in outcomes for value in outcome.quality]
     return SweepRow(
         label=name,
@@ -261,7 +261,7 @@ def _summarise(name: str, outcomes: Sequence[_Outcome]) -> SweepRow:
     )
 
 
-def _examples(name: str, outcome: _Outcome) -> list[SweepExample]:
+def _examples(name: str, outcome: _RunOutcome) -> list[SweepExample]:
     """The values of each example. A task with one quality for all rows has one example, with their mean speed."""
     speeds, forwards = outcome.tokens_per_forward, outcome.forwards
     if len(outcome.quality) != len(speeds):
