@@ -70,7 +70,7 @@ def uniform_of_word(seeds: Tensor, block: Tensor, step: Tensor, num_positions: i
 def uniform_at(seeds: Tensor, block: Tensor, step: Tensor, position: Tensor, word: Tensor) -> Tensor:
     """Draw uniforms (B, P) float64 for positions (P,). `word` (P,) holds the counter word of each position's purpose.
 
-    Example: `draws.uniform_at(seeds, block, step, torch.arange(2), torch.tensor([purpose_word("a"), purpose_word("b")]))`.
+    Example: `draws.uniform_at(seeds, block, step, torch.arange(2), torch.full((2,), draws.purpose_word("token")))`.
     """
     high, low, _, _ = philox(
         seeds.long()[:, None],  # the products of the rounds overflow 32 bits
