@@ -182,7 +182,9 @@ def _parse(description: Any, tensors: Mapping[str, Tensor], find: Callable[[str]
 
 def _build(cls: type, values: Mapping[str, Any]) -> Any:
     """Return a dataclass or a named tuple with the fields of a file."""
-    listed = {f.name: f for f in fields(cls) if f.init} if is_dataclass(cls) else dict.fromkeys(cls._fields)  # type: ignore[attr-defined]
+    listed: dict[str, Any] = dict.fromkeys(getattr(cls, "_fields", ()))
+    if is_dataclass(cls):
+        listed = {f.name: f for f in fields(cls) if f.init}
     if not values.keys() <= listed.keys():
         raise ValueError(f"{cls.__name__} has no field {show(min(values.keys() - listed.keys()))}.")
     if is_dataclass(cls) and find_unknown(values) is not None:
@@ -231,7 +233,8 @@ def _finder(extra: tuple[type, ...]) -> Callable[[str], type | None]:
     library = {cls.__qualname__: cls for cls in own if _has_fields(cls)}
     derived: dict[str, type] = {}
     while own:
-        subclasses = [cls for cls in own.pop().__subclasses__() if not cls.__module__.startswith("dgemma.")]
+        found: list[type] = own.pop().__subclasses__()
+        subclasses = [cls for cls in found if not cls.__module__.startswith("dgemma.")]
         derived.update({_full_name(cls): cls for cls in subclasses if _has_fields(cls)})  # the latest of a name
         own.extend(subclasses)
 

@@ -37,8 +37,8 @@ def grammar_pattern(grammar: str, depth: int) -> str:
     fix = "It leads back to itself in every alternative. Add one without it."
     require(endless is None, "Grammar.grammar", "have rules whose texts can end", str(endless), fix)
     pattern = _expand("start", rules, terminals, depth, ())
-    rule = "be enough for the shallowest text of the grammar"
-    require(pattern is not None, "Grammar.depth", rule, depth, "Raise it.")
+    if pattern is None:
+        raise ValueError(f"Grammar.depth must be enough for the shallowest text of the grammar, got {depth}. Raise it.")
     return pattern
 
 

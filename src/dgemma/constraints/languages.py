@@ -259,5 +259,6 @@ def _bare_key(name: str) -> str:
 
 def _marker(tokenizer: Any, text: str) -> str:
     token = marker_id(tokenizer, text)
-    require(token is not None, "ToolCalls.tokenizer", f"have the token {text}", tokenizer)
+    if token is None:
+        raise ValueError(f"ToolCalls.tokenizer must have the token {text}, got one without it.")
     return marker(token)

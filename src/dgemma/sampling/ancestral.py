@@ -33,8 +33,9 @@ class Ancestral(Sampler):
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         if self.parametrisation == "loo":
-            evidence = {"z": state.canvas, "noise_level": state.noise_level, "allowed": state.allowed}
-            prediction = prediction.revised(lambda logits: state.noise.to_mean(logits, **evidence))
+            prediction = prediction.revised(
+                lambda logits: state.noise.to_mean(logits, state.canvas, state.noise_level, allowed=state.allowed)
+            )
         return transition(prediction.sample(state.uniform("token")), state)
 
     def final(self, prediction: Prediction, state: DenoiseState) -> Tensor:

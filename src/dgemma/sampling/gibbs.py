@@ -57,12 +57,11 @@ class LeaveOneOutGibbs(Sampler):
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         noise, level = state.noise, state.memory
         predicts, next_level = self.clock(state)  # (B,)
-        evidence = {"z": state.canvas, "noise_level": level, "allowed": state.allowed}
         mean, loo = prediction, prediction.logits
         if self.parametrisation == "loo":
-            mean = prediction.revised(lambda logits: noise.to_mean(logits, **evidence))
+            mean = prediction.revised(lambda logits: noise.to_mean(logits, state.canvas, level, allowed=state.allowed))
         if self.parametrisation == "mean" or prediction.joint is not None:
-            loo = noise.to_loo(mean.logits, **evidence)
+            loo = noise.to_loo(mean.logits, state.canvas, level, allowed=state.allowed)
         u = state.uniform("token")
         tokens = torch.where(predicts[:, None], mean.sample(u), Prediction(loo).sample(u))
 
