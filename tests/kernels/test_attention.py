@@ -227,9 +227,9 @@ def test_canvases_of_any_batch_fill_an_h200_in_one_round():
 
 
 REFUSED = {
-    "window-without-causal": ({"window": 4}, "causal True for a canvas or a window, got Mask"),
+    "window-without-causal": ({"window": 4}, "causal True for a canvas or a window, got KeyMask"),
     "empty-window": ({"causal": True, "window": 0}, "window must be >= 1"),
-    "canvas-without-causal": ({"canvas_len": 1}, "causal True for a canvas or a window, got Mask"),
+    "canvas-without-causal": ({"canvas_len": 1}, "causal True for a canvas or a window, got KeyMask"),
     "keeps-more": ({"causal": True, "window": 4, "canvas_len": 1, "keep": 5}, "keep 0 to the window"),
     "float-length": ({"length": torch.zeros(1)}, "length must be"),
     "other-head-dim": ({"keys": torch.zeros(1, 2, 8, 24)}, "keys and values"),

@@ -112,7 +112,7 @@ def test_queries_that_are_not_rounded_are_refused():
 def test_strided_keys_are_refused():
     queries, keys, values, length = draw([20], 9, (2, 512), heads=4, device="cpu")
     strided = keys.transpose(1, 2).contiguous().transpose(1, 2)
-    with pytest.raises(ValueError, match="attention keys"):
+    with pytest.raises(ValueError, match="keys and values in their last two dimensions"):
         attention_float8(queries, strided, values, length)
 
 

@@ -28,7 +28,7 @@ from attention_cases import (
 from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.attention import AttentionTile, attention, choose_kernel
 from dgemma_kernels.ops.attention import kernel as module
-from dgemma_kernels.ops.attention.parts import Inputs, Mask, Parts
+from dgemma_kernels.ops.attention.parts import Inputs, KeyMask, Parts
 from gluon_interpreter import Hazard, load
 from kernel_inputs import error
 
@@ -151,7 +151,7 @@ def interpret(case: tuple[Tensor, ...], *, kernel: Any = None, num_splits: int =
     partial = torch.empty((num_splits, *queries.shape), dtype=queries.dtype)
     log_weight = torch.empty((num_splits, *queries.shape[:3]), dtype=torch.float32)
     inputs, part = Inputs(*case, mode.pop("position", case[3])), mode.pop("part", 0)
-    (kernel or interpreted()).attend(inputs, Parts(partial, log_weight), Mask(**mode), part)
+    (kernel or interpreted()).attend(inputs, Parts(partial, log_weight), KeyMask(**mode), part)
     if num_splits == 1:
         return partial[0]
     weight = (log_weight.double() - log_weight.amax(0)).exp2().unsqueeze(-1)  # (splits, B, T, N, 1)

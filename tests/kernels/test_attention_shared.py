@@ -14,7 +14,7 @@ import attention_cases
 from attention_cases import FULL, HANGS, LIMITS, TAKEN, UNSEEN, exact, native, pretend_hopper
 from dgemma_kernels.ops.attention import attention
 from dgemma_kernels.ops.attention import kernel as module
-from dgemma_kernels.ops.attention.parts import Inputs, Mask, Parts
+from dgemma_kernels.ops.attention.parts import Inputs, KeyMask, Parts
 from gluon_interpreter import Hazard, load
 from kernel_inputs import error
 
@@ -44,7 +44,7 @@ def interpret(
     queries = case[0]
     partial = torch.full((num_splits, *queries.shape), torch.nan, dtype=queries.dtype)
     log_weight = torch.full((num_splits, *queries.shape[:3]), torch.nan)
-    inputs, mask = Inputs(*case, case[3]), Mask(causal=causal, canvas_len=canvas_len)
+    inputs, mask = Inputs(*case, case[3]), KeyMask(causal=causal, canvas_len=canvas_len)
     (kernel or interpreted()).attend(inputs, Parts(partial, log_weight), mask)
     if num_splits == 1:
         return partial[0]

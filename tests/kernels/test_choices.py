@@ -6,6 +6,8 @@ import torch
 import dgemma
 from dgemma.model import experts as experts_module
 from dgemma_kernels.ops.choices import choose_experts, group_choices, reference, weigh_choices, weigh_choices_gradient
+from dgemma_kernels.training import experts as fast_experts
+from dgemma_kernels.training.experts import known
 
 TOKENS, EXPERTS, CHOICES = 13, 32, 4  # tokens fill no whole number of programs
 
@@ -78,8 +80,10 @@ def test_a_router_has_the_same_choices_and_gradients_with_the_kernels(device, is
     slopes = [torch.randn(TOKENS, size, generator=generator).to(device) for size in (32, CHOICES)]
     results = []
     for use in (False, True):
-        monkeypatch.setattr(experts_module, "_uses_choice_kernels", lambda *_, use=use: use)
-        routing = router(x, chosen)
+        routed = experts_module.router_input(x, router.scale, router.eps)
+        monkeypatch.setattr(fast_experts, "runs_kernels", lambda _, use=use: use)
+        with known(routed, chosen):
+            routing = fast_experts.choose_experts(router.proj(routed), router.per_expert_scale, router.top_k)
         total = sum((value * slope).sum() for value, slope in zip(routing[:2], slopes, strict=True))
         results.append([*routing, *torch.autograd.grad(total, [router.proj.weight])])
     for ours, theirs in zip(*results, strict=True):

@@ -50,6 +50,6 @@ print(dgemma_kernels.accelerate.__module__)
 
 
 def test_the_package_lists_its_public_names_and_refuses_others():
-    assert dir(dgemma_kernels) == ["FusedDenoiser", "accelerate"]
+    assert dir(dgemma_kernels) == ["FusedDenoiser", "accelerate", "accelerate_training"]
     with pytest.raises(AttributeError, match="module 'dgemma_kernels' has no attribute 'speed_up'"):
         _ = dgemma_kernels.speed_up

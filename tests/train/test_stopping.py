@@ -96,7 +96,7 @@ def test_a_short_run_shortens_its_warm_up(tmp_path, clock):
 
 def test_a_run_limited_by_steps_can_continue_for_minutes(tmp_path, clock):
     run(tmp_path, clock, lambda step: 2.0, minutes=None, steps=60, stop_at=20)
-    with pytest.raises(ValueError, match=r"TrainConfig\.steps must stay 60, .*, got None"):
+    with pytest.raises(ValueError, match=r"train config steps must stay 60, .*, got None"):
         run(tmp_path, clock, lambda step: 2.0)
     result, seconds = run(tmp_path, clock, lambda step: 2.0, allow_changes=True)
     assert 0.95 * SECONDS < seconds < SECONDS
@@ -236,7 +236,7 @@ def test_changes_to_an_unfinished_run_keep_its_learning_rate(tmp_path, clock):
 
 def test_another_configuration_is_refused_unless_allowed(tmp_path, clock):
     run(tmp_path, clock, lambda step: 2.0, stop_at=20)
-    with pytest.raises(ValueError, match=r"TrainConfig\.lr must stay 0\.01"):
+    with pytest.raises(ValueError, match=r"train config lr must stay 0\.01"):
         run(tmp_path, clock, lambda step: 2.0, lr=0.1)
 
 

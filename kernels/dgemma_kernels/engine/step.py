@@ -119,8 +119,8 @@ class CapturedStep:
         """Return True if `soften` has loaded this state, unmodified since, and the knobs and buffers are the same."""
         if self._held is None or self._knobs is not knobs or self._buffers() is not buffers:
             return False
-        held, was_written = self._held
-        return held() is state and not was_written()
+        loaded, was_written = self._held
+        return loaded() is state and not was_written()
 
     def load(self, leaves: list, postponed: Tensor | None, signal: Tensor) -> None:
         """Copy a state to the inputs: the leaves of `_carried(state)`, and its soft embedding."""

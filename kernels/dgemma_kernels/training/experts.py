@@ -40,7 +40,7 @@ class TiledGroups(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What a router need not compute: its input (M, D), and in a recomputation the experts (M, A) it chose."""
+    """Results that a router need not compute: its input (M, D), and in a recomputation the experts (M, A) it chose."""
 
     routed: Tensor
     chosen: Tensor | None

@@ -120,8 +120,8 @@ def load_writer(arguments: argparse.Namespace) -> Writer:
     tokenizer = Tokenizer.from_pretrained(arguments.tokenizer or arguments.model)
     constraint = pick_constraint(arguments, tokenizer)  # first, because it may be refused
     denoiser = load_denoiser(arguments)
-    given = {name: value for name, value in vars(arguments).items() if value is not None}
-    settings: dict[str, Any] = {**select(given, CanvasOptions), "noise": make_noise(arguments, denoiser, tokenizer)}
+    chosen = {name: value for name, value in vars(arguments).items() if value is not None}
+    settings: dict[str, Any] = {**select(chosen, CanvasOptions), "noise": make_noise(arguments, denoiser, tokenizer)}
     if constraint is not None:
         settings["constraint"] = constraint
     check_chosen_sampler(arguments, settings["noise"], denoiser)

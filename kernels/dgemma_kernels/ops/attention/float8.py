@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dgemma_kernels.formats.float8 import Quantized
 from dgemma_kernels.ops.attention.kernel import check_arguments, hopper_obstacle
-from dgemma_kernels.ops.attention.parts import Mask, float8_unit
+from dgemma_kernels.ops.attention.parts import KeyMask, float8_unit
 from dgemma_kernels.ops.configs import gluon_obstacle
 
 _BLOCK = 128  # slots and columns per program
@@ -40,7 +40,7 @@ def attention_float8(
         )
     if obstacle := float8_obstacle(queries, keys, values):
         raise ValueError(f"attention_float8 needs {obstacle}. Use attention.")
-    check_arguments(queries, keys, values, length, Mask(causal=True))
+    check_arguments(queries, keys, values, length, KeyMask(causal=True))
     batch, num_tokens, num_heads, head_dim = queries.shape
     unit = float8_unit(head_dim)
     out = torch.empty_like(queries.values, dtype=None if float8 else queries.dtype)

@@ -35,18 +35,18 @@ from dgemma_kernels.ops.attention.hopper_common import (
     store_log_weight,
     store_unit,
 )
-from dgemma_kernels.ops.attention.parts import Inputs, Mask, Parts, part_of_keys
+from dgemma_kernels.ops.attention.parts import Inputs, KeyMask, Parts, part_of_keys
 from dgemma_kernels.ops.hopper import async_load, async_store, make_barriers
 
 TILE = (128, 64, 256)  # of a program: query rows, slots per iteration, value columns
 
 
-def attend(inputs: Inputs, parts: Parts, mask: Mask, part: int) -> None:
+def attend(inputs: Inputs, parts: Parts, mask: KeyMask, part: int) -> None:
     """Write attention over each part of the keys to `parts`. `part` is that of `kernel.attention`, 0 for equal parts.
 
     `kernel.choose_kernel` must allow this kernel for these arguments.
 
-    Example: `attend(Inputs(queries, keys, values, length, length), Parts(out.unsqueeze(0), out), Mask(), 0)`.
+    Example: `attend(Inputs(queries, keys, values, length, length), Parts(out.unsqueeze(0), out), KeyMask(), 0)`.
     """
     batch, num_tokens, num_heads, head_dim = inputs.queries.shape
     kv_heads = inputs.keys.shape[1]
@@ -105,7 +105,7 @@ def _attention_hopper_kernel(
     fence_async_shared()
     wait_for_launches_before(DEPENDENT)
 
-    MASK: gl.constexpr = Mask(CAUSAL, WINDOW, CANVAS, KEEP)
+    MASK: gl.constexpr = KeyMask(CAUSAL, WINDOW, CANVAS, KEEP)
     row_tile, _, batch, _ = _place(KV_HEADS, K_CHUNKS)
     prefix_len = gl.load(length_ptr + batch).to(gl.int32)
     origin = prefix_len * 0

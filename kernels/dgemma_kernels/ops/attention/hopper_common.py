@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from dgemma_kernels.ops.attention.parts import Inputs, Mask, Parts, float8_unit, seen_slots
+from dgemma_kernels.ops.attention.parts import Inputs, KeyMask, Parts, float8_unit, seen_slots
 from dgemma_kernels.ops.configs import dependent_launch
 from dgemma_kernels.ops.hopper import async_load
 
@@ -23,7 +23,7 @@ NUMBERS = [
 ]  # fmt: skip
 
 
-def launch_arguments(inputs: Inputs, parts: Parts, mask: Mask, key_columns: int = CHUNK.value) -> dict[str, Any]:
+def launch_arguments(inputs: Inputs, parts: Parts, mask: KeyMask, key_columns: int = CHUNK.value) -> dict[str, Any]:
     """Return the arguments that `hopper` and `hopper_shared` have in common.
 
     Tensor descriptors contain the tensors' addresses and are passed by value. So a captured graph is valid only while

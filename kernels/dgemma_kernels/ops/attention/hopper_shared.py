@@ -37,7 +37,7 @@ from dgemma_kernels.ops.attention.hopper_common import (
     store_log_weight,
     store_unit,
 )
-from dgemma_kernels.ops.attention.parts import Inputs, Mask, Parts, part_of_keys
+from dgemma_kernels.ops.attention.parts import Inputs, KeyMask, Parts, part_of_keys
 from dgemma_kernels.ops.hopper import async_load, async_store, make_barriers
 
 TILE = (64, 64, 512)  # of a program: query rows, slots per iteration, value columns
@@ -47,12 +47,12 @@ _HALF = gl.constexpr(256)  # columns
 _PAIRS = gl.constexpr(64)
 
 
-def attend(inputs: Inputs, parts: Parts, mask: Mask) -> None:
+def attend(inputs: Inputs, parts: Parts, mask: KeyMask) -> None:
     """Write attention over each part of the keys, as `hopper.attend` does without a window and without fixed parts.
 
     Keys must equal values in columns [64, 256) and [320, 512).
 
-    Example: `attend(Inputs(queries, keys, values, length, length), Parts(out.unsqueeze(0), out), Mask(causal=True))`.
+    Example: `attend(Inputs(queries, keys, values, length, length), Parts(out.unsqueeze(0), out), KeyMask(causal=True))`.
     """
     batch, num_tokens, num_heads, _ = inputs.queries.shape
     kv_heads = inputs.keys.shape[1]
@@ -103,7 +103,7 @@ def _attention_hopper_shared_kernel(
 
     row_tile, batch, _ = _place(KV_HEADS)
     prefix_len = gl.load(length_ptr + batch).to(gl.int32)
-    MASK: gl.constexpr = Mask(CAUSAL, 0, CANVAS, 0)
+    MASK: gl.constexpr = KeyMask(CAUSAL, 0, CANVAS, 0)
     begin, end = part_of_keys(row_tile, prefix_len, prefix_len * 0, num_tokens, ROWS, GROUP, KEYS, MASK, SPLIT, 0)
     # Tiles come in pairs. The second tile of the last pair may be empty; then it is masked.
     num_pairs = gl.maximum(gl.cdiv(end - begin, 2 * KEYS), 1)

@@ -17,7 +17,7 @@ from torch import Tensor
 from dgemma_kernels.formats.float8 import Quantized, values_and_scale
 from dgemma_kernels.ops.attention.parts import (
     Inputs,
-    Mask,
+    KeyMask,
     Parts,
     choose_num_splits,
     combine_parts,
@@ -112,7 +112,7 @@ def attention(
     """
     if window is not None and window < 1:
         raise ValueError(f"attention window must be >= 1, got {window}. Use None for no window.")
-    mask = Mask(causal, window or 0, canvas_len, keep)
+    mask = KeyMask(causal, window or 0, canvas_len, keep)
     check_arguments(queries, keys, values, length, mask)
     batch, num_tokens, num_heads, head_dim = queries.shape
     kv_heads, capacity = keys.shape[1], keys.shape[2]
@@ -241,7 +241,7 @@ def _hopper_shared() -> ModuleType:
     return hopper_shared
 
 
-def _attend(inputs: Inputs, parts: Parts, mask: Mask, part: int, tile: AttentionTile) -> None:
+def _attend(inputs: Inputs, parts: Parts, mask: KeyMask, part: int, tile: AttentionTile) -> None:
     queries, keys, values, length, position = inputs
     batch, num_tokens, num_heads, head_dim = queries.shape
     kv_heads, num_splits, value_dim = keys.shape[1], parts.partial.shape[0], tile.value_dim or head_dim
@@ -325,7 +325,7 @@ def _attention_kernel(
     origin = prefix_len * 0
     if PART > 0:
         origin = tl.load(position_ptr + batch).to(tl.int32) - prefix_len
-    MASK: tl.constexpr = Mask(CAUSAL, WINDOW, CANVAS, KEEP)
+    MASK: tl.constexpr = KeyMask(CAUSAL, WINDOW, CANVAS, KEEP)
     begin, end = part_of_keys(row_tile, prefix_len, origin, num_tokens, ROWS, GROUP, KEYS, MASK, SPLIT, PART)
     column = tl.arange(0, HEAD_DIM)
     value_column = value_part * VALUE_DIM + tl.arange(0, VALUE_DIM)
@@ -394,7 +394,7 @@ def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def check_arguments(queries: Tensor | Quantized, keys: Tensor, values: Tensor, length: Tensor, mask: Mask) -> None:
+def check_arguments(queries: Tensor | Quantized, keys: Tensor, values: Tensor, length: Tensor, mask: KeyMask) -> None:
     """Raise ValueError for arguments of `attention` with wrong shapes, strides or dtypes."""
     rows, _ = values_and_scale(queries)
     if rows.dim() != 4 or keys.dim() != 4 or keys.shape != values.shape:

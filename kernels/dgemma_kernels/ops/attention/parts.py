@@ -24,7 +24,7 @@ _COMBINE_ELEMENTS = 8192  # float32 values of partial results in the registers o
 
 
 class Inputs(NamedTuple):
-    """What attention reads: queries (B, T, N, H), keys and values (B, K, capacity, H), and (B,) each of length and
+    """The operands of attention: queries (B, T, N, H), keys and values (B, K, capacity, H), and (B,) each of length and
     position. `kernel.attention` describes them.
     """
 
@@ -35,7 +35,7 @@ class Inputs(NamedTuple):
     position: Tensor
 
 
-class Mask(NamedTuple):
+class KeyMask(NamedTuple):
     """The slots that a token sees, as `kernel.attention` describes them. `window` 0 means none."""
 
     causal: bool = False
@@ -45,7 +45,7 @@ class Mask(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Where a kernel writes attention over each part of the keys: (splits, B, T, N, H) and (splits, B, T, N) float32.
+    """The results of a kernel, attention over each part of the keys: (splits, B, T, N, H) and (splits, B, T, N) float32.
 
     With one split `partial` is the whole result, and `log_weight` is not written. With `scale` (B·T,), `partial` is
     float8 in units of `float8_unit`, and that unit is written to `scale`.

@@ -39,8 +39,8 @@ from dgemma_kernels.ops.configs import (
     tensor_descriptors,
 )
 from dgemma_kernels.ops.experts.tiles import (
-    Operands,
-    Sizes,
+    TileOperands,
+    TileSizes,
     decoded_down_tile,
     decoded_gate_up_tile,
     down_tile,
@@ -350,9 +350,9 @@ def _expert_gate_up_kernel(
     DESCRIBED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    SIZE: tl.constexpr = Sizes(WIDTH, HIDDEN, NUM_ACTIVE, ROWS, COLS, DEPTH, None, GROUPS, ONE_SCALE, DESCRIBED, "")
+    SIZE: tl.constexpr = TileSizes(WIDTH, HIDDEN, NUM_ACTIVE, ROWS, COLS, DEPTH, None, GROUPS, ONE_SCALE, DESCRIBED, "")
     proj = Weights(gate_up_proj, proj_scale, zero, bias, row_scale, starts, places, outliers)
-    operands = Operands(x, x_scale, proj, None, pairs, out, out_scale)
+    operands = TileOperands(x, x_scale, proj, None, pairs, out, out_scale)
     COL_BLOCKS: tl.constexpr = triton.cdiv(HIDDEN, COLS)
     col = tl.program_id(0) % COL_BLOCKS * COLS
     number = tl.program_id(0) // COL_BLOCKS
@@ -405,9 +405,9 @@ def _expert_down_kernel(
     DESCRIBED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    SIZE: tl.constexpr = Sizes(WIDTH, HIDDEN, None, ROWS, COLS, DEPTH, BLOCK, GROUPS, ONE_SCALE, DESCRIBED, KEEP)
+    SIZE: tl.constexpr = TileSizes(WIDTH, HIDDEN, None, ROWS, COLS, DEPTH, BLOCK, GROUPS, ONE_SCALE, DESCRIBED, KEEP)
     proj = Weights(down_proj, proj_scale, zero, bias, row_scale, starts, places, outliers)
-    operands = Operands(hidden, hidden_scale, proj, weights, pairs, out, None)
+    operands = TileOperands(hidden, hidden_scale, proj, weights, pairs, out, None)
     COL_BLOCKS: tl.constexpr = triton.cdiv(WIDTH, COLS)
     col = tl.program_id(0) % COL_BLOCKS * COLS
     number = tl.program_id(0) // COL_BLOCKS

@@ -22,7 +22,7 @@ class ExpertTile(NamedTuple):
     num_rows: tl.tensor
 
 
-class Operands(NamedTuple):
+class TileOperands(NamedTuple):
     """The tensors of one product. Scales are None if the values are not float8."""
 
     rows: tl.tensor  # tokens, or hidden values
@@ -34,7 +34,7 @@ class Operands(NamedTuple):
     out_scale: tl.tensor
 
 
-class Sizes(NamedTuple):
+class TileSizes(NamedTuple):
     """The constants of a launch."""
 
     WIDTH: tl.constexpr  # of a token
@@ -88,19 +88,19 @@ def _cols_from(first: tl.tensor, LIMIT: tl.constexpr, COLS: tl.constexpr) -> _Co
 
 
 @triton.jit
-def _pairs_of(operands: Operands, rows: _Rows) -> tl.tensor:
+def _pairs_of(operands: TileOperands, rows: _Rows) -> tl.tensor:
     return tl.load(operands.pairs + rows.first + rows.slots, mask=rows.inside, other=0)
 
 
 @triton.jit
-def _token_rows(operands: Operands, rows: _Rows, SIZE: tl.constexpr) -> tl.tensor:
+def _token_rows(operands: TileOperands, rows: _Rows, SIZE: tl.constexpr) -> tl.tensor:
     """Return a column of pointers to the rows' tokens."""
     token = _pairs_of(operands, rows) // SIZE.NUM_ACTIVE
     return operands.rows + token[:, None].to(tl.int64) * SIZE.WIDTH
 
 
 @triton.jit
-def _hidden_rows(operands: Operands, rows: _Rows, SIZE: tl.constexpr) -> tl.tensor:
+def _hidden_rows(operands: TileOperands, rows: _Rows, SIZE: tl.constexpr) -> tl.tensor:
     """Return a column of pointers to the rows."""
     return operands.rows + (rows.first + rows.slots)[:, None].to(tl.int64) * SIZE.HIDDEN
 
@@ -139,7 +139,7 @@ def _add_products(
 
 @triton.jit
 def _store_geglu(
-    operands: Operands,
+    operands: TileOperands,
     gate: tl.tensor,
     up: tl.tensor,
     gate_scale: tl.tensor,
@@ -171,7 +171,7 @@ def _store_geglu(
 
 @triton.jit
 def _store_weighted(
-    operands: Operands,
+    operands: TileOperands,
     sums: tl.tensor,
     scale: tl.tensor,
     pair: tl.tensor,
@@ -193,7 +193,7 @@ def _store_weighted(
 
 
 @triton.jit
-def gate_up_tile(operands: Operands, tile: ExpertTile, col: tl.tensor, SIZE: tl.constexpr, MORE: tl.constexpr) -> None:
+def gate_up_tile(operands: TileOperands, tile: ExpertTile, col: tl.tensor, SIZE: tl.constexpr, MORE: tl.constexpr) -> None:
     """Compute a tile's rows by COLS columns. With MORE > 0, the tile has a second block of rows."""
     WIDTH: tl.constexpr = SIZE.WIDTH
     HIDDEN: tl.constexpr = SIZE.HIDDEN
@@ -239,7 +239,7 @@ def gate_up_tile(operands: Operands, tile: ExpertTile, col: tl.tensor, SIZE: tl.
 
 
 @triton.jit
-def down_tile(operands: Operands, tile: ExpertTile, col: tl.tensor, SIZE: tl.constexpr, MORE: tl.constexpr) -> None:
+def down_tile(operands: TileOperands, tile: ExpertTile, col: tl.tensor, SIZE: tl.constexpr, MORE: tl.constexpr) -> None:
     """Compute a tile of down as `gate_up_tile` does. Float8 hidden values have one scale per BLOCK, or per row."""
     WIDTH: tl.constexpr = SIZE.WIDTH
     HIDDEN: tl.constexpr = SIZE.HIDDEN
@@ -283,7 +283,7 @@ def down_tile(operands: Operands, tile: ExpertTile, col: tl.tensor, SIZE: tl.con
 
 
 @triton.jit
-def decoded_gate_up_tile(operands: Operands, tile: ExpertTile, col: tl.tensor, SIZE: tl.constexpr) -> None:
+def decoded_gate_up_tile(operands: TileOperands, tile: ExpertTile, col: tl.tensor, SIZE: tl.constexpr) -> None:
     """Compute gate and up of packed or four-bit weights, whose blocks have the rows of both."""
     proj, block = operands.proj, col // SIZE.COLS
     BLOCKS: tl.constexpr = triton.cdiv(SIZE.HIDDEN, SIZE.COLS)
@@ -302,7 +302,7 @@ def decoded_gate_up_tile(operands: Operands, tile: ExpertTile, col: tl.tensor, S
 
 
 @triton.jit
-def decoded_down_tile(operands: Operands, tile: ExpertTile, col: tl.tensor, SIZE: tl.constexpr) -> None:
+def decoded_down_tile(operands: TileOperands, tile: ExpertTile, col: tl.tensor, SIZE: tl.constexpr) -> None:
     """Compute a tile of down with packed or four-bit weights. Four-bit columns of a block are in two halves."""
     proj, block = operands.proj, col // SIZE.COLS
     WIDTH: tl.constexpr = SIZE.WIDTH
