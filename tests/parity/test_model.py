@@ -8,7 +8,8 @@ import dgemma
 from dgemma import ModelConfig
 from published import pair
 
-TOLERANCE = 1e-5  # relative to the largest |logit|: three layers of float32 sums in a different order
+# Relative to the largest logit: three layers of float32 sums. On some CPUs each implementation is 1e-5 from float64.
+TOLERANCE = 2e-5
 
 
 def close(ours: Tensor, theirs: Tensor) -> None:

@@ -52,7 +52,7 @@ def attend(inputs: Inputs, parts: Parts, mask: KeyMask) -> None:
 
     Keys must equal values in columns [64, 256) and [320, 512).
 
-    Example: `attend(Inputs(queries, keys, values, length, length), Parts(out.unsqueeze(0), out), KeyMask(causal=True))`.
+    Example: `attend(Inputs(queries, keys, values, length, length), Parts(out[None], out), KeyMask(causal=True))`.
     """
     batch, num_tokens, num_heads, _ = inputs.queries.shape
     kv_heads = inputs.keys.shape[1]

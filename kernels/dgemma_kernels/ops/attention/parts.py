@@ -45,7 +45,7 @@ class KeyMask(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The results of a kernel, attention over each part of the keys: (splits, B, T, N, H) and (splits, B, T, N) float32.
+    """The results of a kernel for each part of the keys: (splits, B, T, N, H) and (splits, B, T, N) float32.
 
     With one split `partial` is the whole result, and `log_weight` is not written. With `scale` (B·T,), `partial` is
     float8 in units of `float8_unit`, and that unit is written to `scale`.

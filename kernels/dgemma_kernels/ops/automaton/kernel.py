@@ -35,7 +35,7 @@ class _Endings(NamedTuple):
     may_end: Any
 
 
-class _Sizes(NamedTuple):
+class _LanguageSizes(NamedTuple):
     """The sizes of the passes: positions, slots of a `Fan`, states, and the sizes of the fan's tables."""
 
     canvas: Any
@@ -150,7 +150,7 @@ def _walk(language: Language, weights: Tensor | None, best_weights: Tensor) -> T
         language.end.contiguous(),
         fan._replace(arc=_UNUSED),
         out,
-        _Sizes(canvas_len, num_slots, num_states, num_some, num_joined, width),
+        _LanguageSizes(canvas_len, num_slots, num_states, num_some, num_joined, width),
         FEW=(fan.few.shape[1], triton.next_power_of_2(num_states)),
         SOME=(triton.next_power_of_2(num_some) if num_joined else 0, fan.some.shape[2]),
         JOIN=(triton.next_power_of_2(num_joined), triton.next_power_of_2(width)),
@@ -454,7 +454,7 @@ def _run_pass(
     out: tl.tensor,
     step: tl.tensor,
     fan: Fan,
-    num: _Sizes,
+    num: _LanguageSizes,
     MAXIMUM: tl.constexpr,
     FEW: tl.constexpr,
     SOME: tl.constexpr,
@@ -506,7 +506,7 @@ def _passes_kernel(
     end_ptr: tl.tensor,
     fan: Fan,
     out_ptr: tl.tensor,
-    num: _Sizes,
+    num: _LanguageSizes,
     FEW: tl.constexpr,
     SOME: tl.constexpr,
     JOIN: tl.constexpr,

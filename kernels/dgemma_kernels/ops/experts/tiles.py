@@ -193,7 +193,9 @@ def _store_weighted(
 
 
 @triton.jit
-def gate_up_tile(operands: TileOperands, tile: ExpertTile, col: tl.tensor, SIZE: tl.constexpr, MORE: tl.constexpr) -> None:
+def gate_up_tile(
+    operands: TileOperands, tile: ExpertTile, col: tl.tensor, SIZE: tl.constexpr, MORE: tl.constexpr
+) -> None:
     """Compute a tile's rows by COLS columns. With MORE > 0, the tile has a second block of rows."""
     WIDTH: tl.constexpr = SIZE.WIDTH
     HIDDEN: tl.constexpr = SIZE.HIDDEN
