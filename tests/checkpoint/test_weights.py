@@ -643,8 +643,8 @@ def test_ctrl_c_while_weights_are_read_is_a_keyboard_interrupt(tmp_path):
     previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         for delay in range(40):
-            signal.setitimer(signal.ITIMER_REAL, 0.001 + delay * 2e-5)
             with pytest.raises(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, 0.001 + delay * 2e-5)
                 read_forever()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
