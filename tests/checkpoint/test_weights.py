@@ -635,7 +635,8 @@ def test_ctrl_c_while_weights_are_read_is_a_keyboard_interrupt(tmp_path):
     # torch turns an interrupt into "could not determine the shape of object type 'torch.storage.UntypedStorage'".
     save_file({f"t{i}": torch.zeros(64, 64) for i in range(400)}, tmp_path / "x.safetensors")
 
-    def read_forever():
+    def read_forever(seconds):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
         with files.open_tensors(tmp_path / "x.safetensors") as tensors:
             while True:
                 tensors.get_tensor("t7")
@@ -644,8 +645,7 @@ def test_ctrl_c_while_weights_are_read_is_a_keyboard_interrupt(tmp_path):
     try:
         for delay in range(40):
             with pytest.raises(KeyboardInterrupt):
-                signal.setitimer(signal.ITIMER_REAL, 0.001 + delay * 2e-5)
-                read_forever()
+                read_forever(0.001 + delay * 2e-5)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
