@@ -73,16 +73,20 @@ def typed(function: Function) -> Function:
     names = [p.name for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     owner = function.__qualname__.removesuffix(".__init__").removesuffix(".__call__")
 
-    @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # torch.compile cannot trace signatures
-            return function(*args, **kwargs)
+    def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
         bound = signature.bind(*args, **kwargs)
         for name, hint in _hints_of(function).items():
             if name in bound.arguments and name in names and name != "model":
                 _check_type(bound.arguments[name], hint, f"{owner} {name}")
                 if hint is int:
                     bound.arguments[name] = as_int(bound.arguments[name])
+        return bound
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # torch.compile cannot trace signatures, so only `check` has one
+            return function(*args, **kwargs)
+        bound = check(args, kwargs)
         return function(*bound.args, **bound.kwargs)
 
     return checked  # type: ignore[return-value]

@@ -72,7 +72,7 @@ class Recording:
             "top_probabilities": (none if top is None else top.probabilities).half(),
         }
         columns = {name: tensor.detach().cpu() for name, tensor in columns.items()}
-        block, index = self._place()
+        block, index = self.place()
         self.steps.append(RecordedStep(block=block, index=index, **columns))
         self._add_change((block, index + 1), changes, Moment(record.state, record.cache, record.knobs), written)
 
@@ -216,7 +216,7 @@ class Recording:
             spread[i, step.rows.long()] = column
         return spread
 
-    def _place(self) -> StepPlace:
+    def place(self) -> StepPlace:
         """The block of the next recorded step, and its place there."""
         block = len(self.commits)
         return block, self.steps[-1].index + 1 if self.steps and self.steps[-1].block == block else 0

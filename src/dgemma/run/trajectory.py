@@ -181,7 +181,7 @@ class Trajectory(Recording):
             return changes
 
         def on_step(record: StepRecord) -> Changes:
-            block, index = again._place()
+            block, index = again.place()
             return script((block, index + 1), Moment(record.state, record.cache, record.knobs), record)
 
         past = list(again.commits)
