@@ -26,7 +26,7 @@ _after_experts = fused(reference.after_experts, kernels=Kernels("after_experts",
 
 
 def fast_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Norm all rows of x (..., D) by one kernel. A compiled function has the plain norm as a part of its own kernel."""
+    """Norm all rows of x (..., D) by one kernel. A compiled function contains the plain norm."""
     if torch.compiler.is_compiling():
         return plain(layers.rms_norm)(x, weight, eps)
     return _rms_norm(x.flatten(0, -2), weight, eps).view_as(x)

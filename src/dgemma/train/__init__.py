@@ -5,7 +5,6 @@
 | `batch.py` | batches of text, their sources, and the thread that prepares them |
 | `canvases.py` | cuts answers into canvases and adds noise |
 | `one_pass.py` | predicts all canvases of a row in one pass |
-| `together.py` | predicts them in the same pass as the text |
 | `head.py` | the tied head and its losses, one slice of tokens at a time |
 | `losses.py` | the losses of a canvas: `CrossEntropy`, `LeaveOneOut`, `Bound`, and the base class of your own |
 | `objective.py` | the objective as a value: `Objective` |
@@ -15,7 +14,7 @@
 | `optimizer.py` | AdamW, Muon, the learning rate, averaged weights |
 | `config.py` | `TrainConfig` |
 | `loop.py` | `train`; Ctrl-C, and runs limited by minutes |
-| `update.py` | one update of the weights; its passes as CUDA graphs |
+| `update.py` | one update of the weights |
 | `log.py` | numbers per step, router load, `log.jsonl`, `TrainResult` |
 | `checkpoints.py` | the folder of a run: lock, checkpoints, the description that a resumed run must match |
 | `parallel.py` | training in one process, and the files of a checkpoint |
