@@ -11,6 +11,7 @@ from dgemma.diffusion import nelbo
 from dgemma.diffusion.schedule import Loop
 from dgemma.intervals import half_width
 from dgemma.train import TrainBatch, evaluate
+from dgemma.train.estimates import Likelihood, RowSums
 from exact_networks import ExactModel, Network, random_joint
 from toy import SEQUENCES, hybrid_noise, likelihood, mask_noise, uniform_noise
 
@@ -63,6 +64,22 @@ def test_the_fill_of_a_truncated_text_tells_nothing(kind):
     assert gain.max() > 0.4
     assert abs(found.rows.nats.mean().item() - exact) < 4 * error
     assert found.num_tokens == 2 * 512
+
+
+@pytest.mark.parametrize("kind", NOISES)
+@pytest.mark.parametrize("levels", ["stratified", "independent"])
+def test_the_interval_of_one_text_over_noise_levels_holds_the_likelihood(kind, levels):
+    """Of 256 estimates for one text, about 95 % should hold the truth. Costs per level are skewed, so 85 % may."""
+    joint, noise = random_joint(1), NOISES[kind]()
+    text = int(joint.argsort()[13])
+    texts = rows_of(SEQUENCES[text].expand(256, 3))
+    rows = evaluate(exact_model(noise, joint), texts, noise, num_samples=32, levels=levels, batch_size=256).rows
+    truth, covered = -joint[text].log().item() / 3, 0
+    for row in range(256):
+        alone = RowSums(**{name: values[row : row + 1] for name, values in vars(rows).items()})
+        nelbo = Likelihood.of_rows(alone, num_samples=32, confidence=0.95, num_bytes=None).nelbo
+        covered += abs(nelbo.value - truth) < nelbo.error
+    assert covered / 256 > 0.85
 
 
 LOOPS = [Loop(plateau=plateau / 100, start=0.6, stop=0.3) for plateau in range(1, 100)]

@@ -9,6 +9,7 @@ import torch
 import dgemma
 import toy
 from dgemma.tasks.slots import FilledTemplate, Slot, SlotAnswer, calibrate, decide_many, slots
+from exact_networks import Network, random_joint
 
 BOS = 0
 
@@ -80,6 +81,40 @@ def test_options_of_different_lengths_are_compared_by_the_text_after_them():
     assert (
         blind - expected
     ).abs().max() > 0.01  # the negative control: without the text after it, the distribution differs
+
+
+@pytest.mark.parametrize("horizon", [0, 1, 2])
+def test_fixed_text_beyond_the_horizon_does_not_count(horizon):
+    options, after = [[0], []], [1, 2]
+    filled = fill([[BOS], Slot(options), after], horizon=horizon)
+    scored = after[:horizon]
+    expected = exact(options, lambda text, option: text[: len(option) + horizon] == [*option, *scored])
+    torch.testing.assert_close(filled.answers[0].probabilities, expected, rtol=1e-12, atol=0)
+
+
+class NoisyToy(ToyModel):
+    """The exact uniform network of a random joint, which takes a noise level per position."""
+
+    takes_noise_level = takes_position_levels = True
+    joint = random_joint(3)
+
+    def __init__(self):
+        super().__init__()
+        self.config.vocab_size = 3
+
+    def denoise(self, canvas, cache, self_cond=None, noise_level=None):
+        return Network(self.joint, toy.uniform_noise(), 3).at(noise_level).denoise(canvas)
+
+
+@pytest.mark.parametrize("mode", ["sequential", "independent", "joint"])
+def test_under_uniform_noise_levels_per_position_make_probabilities_exact(mode):
+    template = [[BOS], Slot([[0], [2]]), [1], Slot([[0], [1]])]
+    filled = slots(NoisyToy(), template, noise=toy.uniform_noise(), mode="joint", num_draws=2)
+    law = NoisyToy.joint.view(3, 3, 3)[[0, 2], 1][:, [0, 1]]
+    torch.testing.assert_close(filled.joint, law / law.sum(), rtol=1e-9, atol=0)
+    first = slots(NoisyToy(), template, noise=toy.uniform_noise(), mode=mode).answers[0].probabilities
+    of_both = law if mode == "joint" else NoisyToy.joint.view(3, 3, 3)[[0, 2], 1]
+    torch.testing.assert_close(first, of_both.sum(1) / of_both.sum(), rtol=1e-9, atol=0)
 
 
 def test_an_option_may_be_a_prefix_of_another():

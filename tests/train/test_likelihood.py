@@ -303,12 +303,13 @@ def test_half_widths_are_those_of_the_tables(confidence, degrees, tabulated):
     assert half_width(confidence, degrees) == pytest.approx(tabulated, abs=1e-4)
 
 
-def test_a_single_row_has_no_interval(model, tokens):
+def test_one_noise_level_of_one_row_has_no_interval(model, tokens):
     likelihood = evaluate(model, tokens[:1], NOISES["mask"], num_samples=1)
     assert likelihood.nelbo.error == math.inf
     table = str(likelihood)
     assert table.startswith("8 tokens in 1 row, 1 noise level per canvas\n")
     assert "inf" not in table
+    assert "diffusion, estimate" in table
 
 
 def test_evaluate_takes_the_rows_of_one_text_together(model, tokens):

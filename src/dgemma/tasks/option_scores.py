@@ -71,8 +71,8 @@ class Layout(NamedTuple):
 def layouts_of(pieces: Sequence[Piece], places: Sequence[int], canvas_len: int, horizon: int) -> list[Layout]:
     """Return a layout for every combination of options of the slots at `places`.
 
-    The order is that of `itertools.product`. Other slots stay open, with as many positions as their longest option. At
-    most `horizon` fixed tokens are scored.
+    The order is that of `itertools.product`. Other slots stay open, with as many positions as their longest option. If
+    options differ in length, at most `horizon` fixed tokens after them are scored, and later ones are hidden.
 
     Example: `layouts_of([Blank([[5], [6, 7]]), [8]], [0], 32, 8)[1].tokens` is [6, 7, 8].
     """
@@ -94,9 +94,12 @@ def layouts_of(pieces: Sequence[Piece], places: Sequence[int], canvas_len: int, 
             else:
                 layout.tokens.extend([_OPEN] * max(map(len, piece.options)))
         found.append(layout)
-    # All combinations are compared by the same fixed tokens.
-    num_fixed = min(sum(position < canvas_len for position in layout.fixed) for layout in found)
-    return [layout._replace(fixed=layout.fixed[: min(horizon, num_fixed)]) for layout in found]
+    # All combinations are compared by the same fixed tokens. A token that is seen but not scored would favour some.
+    num_fixed = min(horizon, *(sum(position < canvas_len for position in layout.fixed) for layout in found))
+    for layout in found:
+        for hidden in layout.fixed[num_fixed:]:
+            layout.tokens[hidden] = _OPEN
+    return [layout._replace(fixed=layout.fixed[:num_fixed]) for layout in found]
 
 
 class Reader:
@@ -154,7 +157,10 @@ class Reader:
         uniform = draws.uniform(torch.tensor(seeds, device=device)[rows], blocks, draw, canvas.shape[1], "prior")
         gaps = canvas == _OPEN
         canvas = torch.where(gaps, self.noise.prior(uniform), canvas)
-        prediction = self.model.denoise_at(gaps.double().mean(-1), canvas, cache.select(rows))
+        # Open positions are pure noise, fixed ones have none. A network that takes one level per row gets the mean.
+        share = gaps.double().mean(-1)
+        level = torch.ones_like(share) if self.model.takes_position_levels else share
+        prediction = self.model.denoise_at(level, canvas, cache.select(rows), frozen=~gaps)
         prediction = prediction.shaped(allowed=self.noise.proposable(None, device))
         tokens = torch.zeros(len(work), max(len(each) for each, _ in work), dtype=torch.int64)
         for at, (each, _) in enumerate(work):

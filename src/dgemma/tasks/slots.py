@@ -3,7 +3,8 @@
 `slots` fills one template, `decide_many` any number of them, and `calibrate` fits a temperature to known answers.
 Probabilities are those of whole texts, so options may have several tokens and different lengths; see `option_scores`.
 Under mask noise they are exact if the network is exact. Under uniform noise, open positions hold random tokens, and
-probabilities are averages over a few draws of these tokens.
+probabilities are averages over a few draws of these tokens. They are then exact for an exact network that takes a noise
+level per position.
 """
 
 import itertools
@@ -142,13 +143,14 @@ def decide_many(
 
     - `mode`: "sequential" fills slots from left to right, each given the answers before it. "independent" gives the
       distribution of each slot while the others are open. "joint" gives the distribution over all combinations of
-      options, at most 4,096, as the product of each slot's distribution given the slots before it. With
-      "independent" and "joint", all slots must fit into one canvas.
+      options, at most 4,096. By the chain rule it includes the options that "sequential" did not choose, so it is not
+      the product of the distributions that "sequential" reports. With "independent" and "joint", all slots must fit
+      into one canvas.
     - `temperature` divides the log-probabilities of options, or of combinations; see `calibrate`.
     - `threshold`: an answer abstains if the probability of its option is lower.
     - `greedy` takes the most probable option or combination; otherwise one is drawn. Template i has seed + i.
     - `horizon`: for options of different lengths, up to this many fixed tokens after them are scored too. Each such
-      token takes one forward.
+      token takes one forward. Later fixed tokens are hidden.
     - `num_draws`: without a mask token, open positions are drawn this many times, and probabilities are averaged.
     - `tail_token_id` fills the canvas after the template; None leaves it open.
     - `batch_size` canvases are predicted at once.

@@ -31,6 +31,7 @@ class RowSums:
     causal_tokens: Tensor  # (R,) of the text itself
     reconstruction: Tensor  # (R,) the part of the bound below the lowest level
     by_level: Tensor  # (R, bins) the part of the bound per bin of noise levels
+    by_sample: Tensor  # (R, num_samples) the part of the bound from each noise level; sums to `nats - reconstruction`
     by_position: Tensor  # (R, C) the bound per canvas position, summed over canvases
     tokens_by_position: Tensor  # (R, C) text and fill
     causal_by_position: Tensor  # (R, C)
@@ -58,7 +59,8 @@ class Likelihood:
     level. It adds up to `nelbo` minus `reconstruction`, the part below the lowest level. `by_position` and
     `causal_by_position` are means per canvas position over all scored tokens, fill included. All numbers are computed
     from `rows`. Intervals come from the spread between texts. If there is only one text, or rows name no text, they
-    come from the spread between rows.
+    come from the spread between rows. For a single row, the interval of `nelbo` comes from the spread between its noise
+    levels. It says how well the bound of this text is estimated, nothing about other texts.
     """
 
     nelbo: Estimate
@@ -84,8 +86,11 @@ class Likelihood:
         def curve(edges: Tensor, nats: Tensor, tokens: Tensor) -> Curve:
             return mean_of_rows(edges, nats, tokens, confidence, clusters=clusters)
 
+        nelbo = _per_token(rows.nats, rows.tokens, confidence, clusters)
+        if len(rows.tokens) == 1 and num_samples > 1:
+            nelbo = nelbo._replace(error=_error_over_levels(rows.by_sample[0], confidence) / int(rows.tokens))
         return cls(
-            nelbo=_per_token(rows.nats, rows.tokens, confidence, clusters),
+            nelbo=nelbo,
             causal=_per_token(rows.causal, rows.causal_tokens, confidence, clusters),
             reconstruction=_per_token(rows.reconstruction, rows.tokens, confidence, clusters).value,
             by_level=curve(levels, rows.by_level, rows.tokens[:, None]),
@@ -168,6 +173,7 @@ class Likelihood:
 
     def __str__(self) -> str:
         share, num_rows = f"{self.confidence:.0%} interval", len(self.rows.tokens)
+        bound = "diffusion, at most" if num_rows > 1 else "diffusion, estimate"
         rows = f"{num_rows:,} row{'s' * (num_rows != 1)}"
         if self.num_texts is not None:
             rows += f" of {self.num_texts:,} text{'s' * (self.num_texts != 1)}"
@@ -177,7 +183,7 @@ class Likelihood:
             f"{tokens} in {rows}, {self.num_samples} noise level{'s' * (self.num_samples != 1)} per canvas",
             f"{'':22}{'nats/token':>10}   {share:20}{'perplexity':>10}",
         ]
-        for name, nats in (("diffusion, at most", self.nelbo), ("causal", self.causal)):
+        for name, nats in ((bound, self.nelbo), ("causal", self.causal)):
             if math.isnan(nats.value):  # a model without a causal mode
                 continue
             interval = f"{nats.value - nats.error:.4f} … {nats.value + nats.error:.4f}"
@@ -218,6 +224,15 @@ def mean_of_rows(
         return Curve(edges=edges, nats=mean, error=torch.full_like(mean, torch.inf))
     variance = residual.square().sum(0) * count / (count - 1)
     return Curve(edges=edges, nats=mean, error=half_width(confidence, count - 1) * variance.sqrt() / total)
+
+
+def _error_over_levels(nats: Tensor, confidence: float) -> float:
+    """The half-width of the interval of a sum over noise levels (n,), from the differences of neighbouring levels.
+
+    Stratified levels have different means, which differences of neighbours contain least.
+    """
+    variance = (nats - nats.roll(1)).square().sum() / 2
+    return half_width(confidence, len(nats) - 1) * float(variance) ** 0.5
 
 
 def _per_token(nats: Tensor, tokens: Tensor, confidence: float, clusters: Tensor) -> Estimate:

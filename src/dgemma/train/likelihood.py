@@ -78,7 +78,8 @@ def evaluate(
     Intervals use Student's t. They are over texts if the batch says which text each row belongs to, as batches of
     `scan` do, otherwise over rows. We measured their coverage with exact networks on texts of three tokens. A 95 %
     interval covers the true value in 94 % of evaluations of 16 texts, and in 94 to 95 % with 64 or 256 texts. Intervals
-    are more often too low than too high, because likelihoods of texts are skewed.
+    are more often too low than too high, because likelihoods of texts are skewed. For a single row the interval is over
+    its noise levels. With 32 levels it covers the true value in 91 to 95 % of evaluations.
 
     Example: `print(evaluate(model, tokens, MaskNoise(512, mask_token_id=4), num_samples=16))`.
     """
@@ -151,13 +152,14 @@ class _Estimator:
         causal, causal_scored = self._causal(canvases, text)
         lowest = torch.full((*canvases.index.shape, 1), self.lowest_level, dtype=torch.float64, device=seeds.device)
         bound = direct = self._cost(canvases, text, seeds, self.num_samples, lowest, nelbo.reconstruction)
-        by_level = bound.new_zeros(len(seeds), self.num_level_bins)
+        by_level, by_sample = bound.new_zeros(len(seeds), self.num_level_bins), []
         for sample in range(self.num_samples):
             u = self._draw(canvases, seeds, sample, 1, "time")  # (B, K, 1)
             u = (sample + u) / self.num_samples if self.stratified else u
             level, density = _propose_levels(u, self.lowest_level, 0.0 if self.noise.kind == "mask" else _LOW_LEVELS)
             cost = self._cost(canvases, text, seeds, sample, level, nelbo.integrand) / (density * self.num_samples)
             bound = bound + cost
+            by_sample.append(cost.sum((1, 2)))
             in_bin = (level[..., 0] * self.num_level_bins).long().clamp(max=self.num_level_bins - 1)
             by_level = by_level.scatter_add(1, in_bin, cost.sum(-1))
         sums = {
@@ -168,6 +170,7 @@ class _Estimator:
             "causal_tokens": (causal_scored & ~canvases.fill).sum((1, 2)),
             "reconstruction": direct.sum((1, 2)),
             "by_level": by_level,
+            "by_sample": torch.stack(by_sample, dim=1),
             "by_position": bound.sum(1),
             "tokens_by_position": canvases.scored.sum(1),
             "causal_by_position": causal.sum(1),
