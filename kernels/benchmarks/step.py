@@ -101,7 +101,7 @@ def count_active(model: FusedDenoiser, cache: FusedCache) -> float:
 
     forward.route = counted
     try:
-        signal = torch.zeros(cache.batch_size * CANVAS, model.config.hidden_size, dtype=model.dtype, device=GPU)
+        signal = torch.zeros(cache.batch_size, CANVAS, model.config.hidden_size, dtype=model.dtype, device=GPU)
         model._forward.canvas(draw_tokens(cache.batch_size, CANVAS), signal, cache.make_room(CANVAS))
     finally:
         forward.route = route
