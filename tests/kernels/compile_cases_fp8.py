@@ -11,6 +11,7 @@ from dgemma_kernels.ops.attention.parts import combine_parts
 from dgemma_kernels.ops.experts import kernel as experts
 from dgemma_kernels.ops.mlp import kernel as mlp
 from dgemma_kernels.ops.norms import kernel as norms
+from dgemma_kernels.ops.product import multiply_beside
 from dgemma_kernels.ops.qkv.kernel import prepare_qkv
 from dgemma_kernels.ops.router import kernel as router
 from dgemma_kernels.ops.router import reference
@@ -78,6 +79,7 @@ CALLS = {
 CALLS["4096 tokens, without Gluon"] = lambda: run_experts(
     "NVIDIA H200", 4096, configs.EXPERTS["fp8"]["NVIDIA H200"][-1]
 )
+CALLS["dense product"] = lambda: multiply_beside(empty(256, D), empty(2 * DENSE, D))
 if not triton.__version__.startswith("3.6."):  # kernels without measured tiles
     CALLS["norms"] = run_norms
     CALLS["attention, sliding"] = lambda: run_attention(8, 256, 2)

@@ -12,6 +12,7 @@ import dgemma
 from dgemma.model.quantize import quantize
 from dgemma.model.quantized import E2M1, IntWeight, NvFp4Weight, pack_nibbles, set_weight
 from dgemma_kernels import accelerate
+from dgemma_kernels.engine import forward
 from dgemma_kernels.engine.precision import FAST
 from dgemma_kernels.formats import float8, fourbit
 from dgemma_kernels.formats.fourbit import arrange
@@ -214,6 +215,18 @@ def test_float8_products_round_weights_and_inputs_and_nothing_else(part, device)
     # The GPU's products add in 14 bits, so some inputs are rounded the other way. Random errors of 2**-13 in every
     # product give 0.07 (attention) and 0.09 (dense). Another rounding to float8 would give about 1.
     assert ((got - want).norm() / effect) < (0.2 if NATIVE else 1e-3)
+
+
+def test_the_dense_product_next_to_the_router_equals_the_librarys(device, monkeypatch):
+    monkeypatch.setattr(forward, "_BESIDE", range(0))
+    want = run(accelerate(make_model(device, **WIDE), "int4", precision=["dense"]), device)
+    calls, beside = [], forward.multiply_beside
+    monkeypatch.setattr(forward, "multiply_beside", lambda *operands: calls.append(1) or beside(*operands))
+    monkeypatch.setattr(forward, "tensor_descriptors", lambda device: True)
+    monkeypatch.setattr(forward, "_BESIDE", range(8, 9))  # the canvases of `run` have 8 rows
+    got = run(accelerate(make_model(device, **WIDE), "int4", precision=["dense"]), device)
+    assert calls
+    torch.testing.assert_close(got, want, rtol=2e-2 if NATIVE else 0, atol=2e-2 if NATIVE else 0)
 
 
 @pytest.mark.slow

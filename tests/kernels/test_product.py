@@ -1,4 +1,4 @@
-"""Products of one row against float64."""
+"""Products against float64."""
 
 import pytest
 import torch
@@ -24,3 +24,12 @@ def test_a_product_with_a_float8_weight_matches_float64(device, rounded):
     got = kernel.multiply_row(x, weight)
     want = reference.multiply_row(x.decode() if rounded else plain.double(), weight.decode())
     assert ((got.double() - want).norm() / want.norm()).item() < 1e-6
+
+
+@pytest.mark.parametrize(("rows", "cols", "depth"), [(128, 128, 384), (100, 272, 400)], ids=["exact", "ragged"])
+def test_a_product_next_to_other_kernels_matches_float64_without_scales(device, rows, cols, depth):
+    generator = torch.Generator().manual_seed(rows)
+    x, weight = (quantize(torch.randn(n, depth, generator=generator).to(device)) for n in (rows, cols))
+    got, want = kernel.multiply_beside(x, weight), reference.multiply_beside(x, weight)
+    # Hopper adds in 14 bits, the interpreter in float32.
+    assert ((got - want).norm() / want.norm()).item() < (4e-3 if device.type == "cuda" else 1e-5)

@@ -33,12 +33,13 @@ from dgemma_kernels.ops.configs import (
     dense_config,
     expert_config,
     gluon_obstacle,
+    tensor_descriptors,
 )
 from dgemma_kernels.ops.embedding import embed
 from dgemma_kernels.ops.experts import fits_many, multiply_experts
 from dgemma_kernels.ops.mlp import dense_mlp, geglu, geglu_float8
 from dgemma_kernels.ops.norms import attention_residual, layer_tail, rms_norm, round_rows, scale_rows
-from dgemma_kernels.ops.product import multiply_row
+from dgemma_kernels.ops.product import multiply_beside, multiply_row
 from dgemma_kernels.ops.qkv import prepare_qkv
 from dgemma_kernels.ops.router import route, sort_by_expert
 from dgemma_kernels.ops.token import choose_token, score_token
@@ -47,6 +48,7 @@ logger = logging.getLogger("dgemma")
 
 _Scales = tuple[Tensor, Tensor] | None  # of rows and columns
 
+_BESIDE = range(129, 257)  # rows of the dense product next to the router; for more, library products fill the GPU
 _MANY = 1024  # tokens of a forward, which fill the GPU with programs of `attention_float8`
 _TILE = 64  # keys; a multiple of the number of keys in any tile of attention
 _FULL_PART = 10 * _TILE  # keys; a canvas of 256 after a prefix of 1,024 tokens sees two equal parts
@@ -404,7 +406,11 @@ class Forward:
             return dense_mlp(dense_in, layer.gate_up, layer.down, self._dense_progress, config=tiles), None
         assert isinstance(layer.gate_up, Quantized)
         assert isinstance(layer.down, Quantized)
-        gate_up = self._multiply_unscaled(dense_in, layer.gate_up, self._one)
+        # `batch_invariant` requires one order of sums for any number of rows.
+        if dense_in.shape[0] in _BESIDE and tensor_descriptors(dense_in.scale.device) and not self.batch_invariant:
+            gate_up = multiply_beside(dense_in, layer.gate_up)
+        else:
+            gate_up = self._multiply_unscaled(dense_in, layer.gate_up, self._one)
         hidden = geglu_float8(gate_up, dense_in.scale, layer.gate_up.scale)
         return self._multiply_unscaled(hidden, layer.down, self._one), (hidden.scale, layer.down.scale)
 
