@@ -48,8 +48,6 @@ def load_pretrained(
     dgemma are stored in bfloat16 to be small. Most CPUs are slow in bfloat16, so for these checkpoints None means
     float32. Quantised weights keep their format. With `quantization`, other weights are quantised one by one as they
     are read.
-
-    Example: `load_pretrained(DiffusionGemma, "path/to/checkpoint", dtype=torch.bfloat16, device="cuda")`.
     """
     device, dtype = read_device("from_pretrained", device), read_dtype("from_pretrained", dtype)
     checkpoint = read_checkpoint(path_or_repo)

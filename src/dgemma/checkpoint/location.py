@@ -16,10 +16,7 @@ _SIGNS = ("config.json", "tokenizer.json", "tokenizer_config.json", SINGLE_FILE,
 
 
 def resolve(path_or_repo: str | Path, files: Sequence[str] = CHECKPOINT_FILES) -> Path:
-    """Return the folder of a checkpoint: a local one, an asset "dgemma/NAME", or `files` downloaded from a hub id.
-
-    Example: `resolve("google/diffusiongemma-26B-A4B-it", files=["config.json"])`.
-    """
+    """Return the folder of a checkpoint: a local one, an asset "dgemma/NAME", or `files` downloaded from a hub id."""
     folder = Path(path_or_repo).expanduser()
     if str(path_or_repo) and folder.is_dir():
         if not (folder / "config.json").is_file() and (folder / "final" / "config.json").is_file():

@@ -31,8 +31,6 @@ def read_checkpoint(path_or_repo: str | Path, files: Sequence[str] = CHECKPOINT_
     """Read the configs and the headers of a checkpoint folder, a hub id or a GGUF file. No weight is read.
 
     If only the config was downloaded, there are no tensors.
-
-    Example: `read_checkpoint("dgemma/text").contents.entries`.
     """
     file = find_gguf(path_or_repo)
     if file is not None:
@@ -54,10 +52,7 @@ def _read_config(folder: Path, name: str) -> dict[str, Any]:
 
 
 def read_headers(folder: Path) -> dict[str, Stored]:
-    """Return the header of every tensor of a checkpoint folder, by its published name. No weight is read.
-
-    Example: `read_headers(Path("checkpoint"))["model.decoder.norm.weight"].shape`.
-    """
+    """Return the header of every tensor of a checkpoint folder, by its published name. No weight is read."""
     folder = stored_folder(folder)
     weight_map = _read_index(folder)
     stored: dict[str, Stored] = {}

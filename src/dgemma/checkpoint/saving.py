@@ -33,8 +33,6 @@ def save_pretrained(model: DiffusionGemma, path: str | Path, *, max_shard_size: 
     New files are written next to the old ones and replace them at the end. If the disk is full, the old checkpoint
     stays. If the process is killed, the folder holds the old weights or the new ones, never a mixture. The config is
     replaced separately, so a kill in between can leave new weights with the old config, or the reverse.
-
-    Example: `save_pretrained(model, "checkpoint", max_shard_size="2GB")`.
     """
     shards = _pack(_tensors_to_save(model), _num_bytes(max_shard_size))
     folder = Path(path).expanduser()

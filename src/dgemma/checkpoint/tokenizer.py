@@ -261,10 +261,7 @@ class Tokenizer(ABC):
 
 
 class PretrainedTokenizer(Tokenizer):
-    """The tokenizer.json of a checkpoint, with its chat template through transformers. No remote code is run.
-
-    Example: `Tokenizer.from_pretrained("path/to/checkpoint")` builds one.
-    """
+    """The tokenizer.json of a checkpoint, with its chat template through transformers. No remote code is run."""
 
     mask_token_id: int | None = None
 

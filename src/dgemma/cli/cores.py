@@ -26,8 +26,6 @@ def idle_cores(start: IdleTime) -> float:
     """Return the mean number of idle cores since `start`; where it is unknown, estimate it from the load average.
 
     The load average alone would count the commands of the last minute, including the user's own.
-
-    Example: `idle_cores(read_idle_time())`.
     """
     now = read_idle_time()
     if now.idle is not None and start.idle is not None and now.time > start.time:

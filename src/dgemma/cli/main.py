@@ -39,10 +39,7 @@ _BAD_PATH = (
 
 
 def build_parser() -> Parser:
-    """Return the parser of all commands.
-
-    Example: `build_parser().parse_args(["generate", "Once upon"]).prompt`.
-    """
+    """Return the parser of all commands."""
     parser = Parser(
         prog="dgemma",
         usage="dgemma COMMAND [OPTION ...]",
@@ -56,10 +53,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line and return its exit code: 0, 1 for failure, 2 for bad arguments, 130 for Ctrl-C.
-
-    Example: `main(["info", "dgemma/text"])`.
-    """
+    """Run a command line and return its exit code: 0, 1 for failure, 2 for bad arguments, 130 for Ctrl-C."""
     if not _open_streams():
         return _fail("dgemma", OSError("standard output is closed. Redirect it to a file or to /dev/null."), 1)
     if isinstance(sys.stdout, io.TextIOWrapper):

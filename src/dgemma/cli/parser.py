@@ -122,10 +122,7 @@ def _wrap(text: str, width: int, margin: str = "") -> list[str]:
 
 
 def import_quickly(module: str) -> Any:
-    """Import a module, and torch with it, with settings that must be made before torch is imported.
-
-    Example: `import_quickly("dgemma.sampling.named").parse_sampler("threshold")`.
-    """
+    """Import a module, and torch with it, with settings that must be made before torch is imported."""
     if "torch" in sys.modules:
         return importlib.import_module(module)
     # Idle threads sleep instead of spinning, which halves the time of a small model on a busy machine.
@@ -183,10 +180,7 @@ def device(text: str) -> str:
 
 
 def sampler(text: str) -> "Sampler":
-    """Read a sampler from its name and fields.
-
-    Example: `sampler("threshold:tau=0.8,greedy=True")`.
-    """
+    """Read a sampler from its name and fields."""
     try:
         return import_quickly("dgemma.sampling.named").parse_sampler(text)
     except ValueError as error:

@@ -151,10 +151,7 @@ class TokenFile:
 def describe_files(
     paths: Sequence[str | Path], tokenizer: Tokenizer, *, separator: str | None = None
 ) -> dict[str, Any]:
-    """Describe what the tokens of text files depend on: the files' bytes, the separator and the tokenizer.
-
-    Example: `TokenFile.write(documents, tokenizer, folder, made_from=describe_files(["a.txt"], tokenizer))`.
-    """
+    """Describe what the tokens of text files depend on: the files' bytes, the separator and the tokenizer."""
     files = list_files(paths)
     made_from: dict[str, Any] = {"separator": separator}
     for number, path in enumerate(files, start=1):

@@ -20,8 +20,6 @@ def fingerprint(value: Any, *, dtype: torch.dtype | None = None) -> str:
 
     Parameters and buffers count, so also the codes of quantised weights. With `dtype`, floats are rounded to it first,
     so that a model has the same identity in bfloat16 and in float32.
-
-    Example: `fingerprint(model) == fingerprint(DiffusionGemma.from_pretrained(model.source))`.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name, item in sorted(_items(value, ""), key=itemgetter(0)):

@@ -12,8 +12,6 @@ def lay_out_by_column(model: nn.Module) -> None:
 
     A layer multiplies by Wᵀ, and OpenBLAS copies W into that order at every call. On an ARM core this copy takes a
     fifth of a small model's step. The embedding is not changed, because tokens are looked up by row.
-
-    Example: `lay_out_by_column(model)` before `generate` on a CPU.
     """
     for module in model.modules():
         if isinstance(module, nn.Linear | Experts):

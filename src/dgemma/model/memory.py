@@ -73,10 +73,7 @@ def summarize(
 
 
 def report_memory(model: nn.Module, dequantized: Mapping[str, str] | None = None) -> MemoryReport:
-    """Return the report of a model: its parameters, buffers and quantised weights.
-
-    Example: `report_memory(model).parts[0].format`.
-    """
+    """Return the report of a model: its parameters, buffers and quantised weights."""
     quantized = list(quantized_weights(model))
     buffers = {f"{name}.{role}" for name, weight in quantized for role in weight.tensors()}
     plain = {name: tensor for name, tensor in model.state_dict().items() if name not in buffers}

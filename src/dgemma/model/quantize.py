@@ -132,10 +132,7 @@ def quantize(
 
 
 def require_finite(weight: Tensor, owner: str) -> None:
-    """Raise if a weight has NaN or infinity: its whole group would become NaN.
-
-    Example: `require_finite(weight, "quantize")`.
-    """
+    """Raise if a weight has NaN or infinity: its whole group would become NaN."""
     if not bool(torch.linalg.vector_norm(weight.flatten(), torch.inf).isfinite()):
         raise ValueError(f"{owner} weight must be finite, got NaN or infinity. Repair or load another checkpoint.")
 
@@ -145,8 +142,6 @@ def requantize(values: Tensor, like: QuantizedWeight) -> QuantizedWeight:
 
     The result never has a `group_index`: its groups are neighbouring columns. It never has a `bias` either: if the
     other weight has one, the result has zero points.
-
-    Example: `requantize(weight.decode(torch.float32) + update, weight)`.
     """
     if not isinstance(like, IntWeight):
         return quantize(values, like.format)
@@ -180,8 +175,6 @@ def choose_scale(groups: Tensor, *, bits: int, symmetric: bool, scale_dtype: tor
 
     For 8 bits, the scale represents the largest value. For 4 bits, the function tries several fractions of that scale
     and returns the one with the least squared error.
-
-    Example: `choose_scale(weight.unflatten(-1, (-1, 64)), bits=4, symmetric=True, scale_dtype=torch.half)`.
     """
     middle, top = 1 << bits - 1, (1 << bits) - 1
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)

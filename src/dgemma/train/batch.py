@@ -135,10 +135,7 @@ def row_seeds(seed: int, step: int, rows: range) -> Tensor:
 
 
 def check_ids(batch: TrainBatch, vocab_size: int, owner: str) -> None:
-    """Raise unless every token is in the vocabulary. On a GPU an unknown id would end the process.
-
-    Example: `check_ids(source(0, range(8)), model.config.vocab_size, "train")`.
-    """
+    """Raise unless every token is in the vocabulary. On a GPU an unknown id would end the process."""
     fits, rule = in_range(batch.tokens, vocab_size), f"return ids in [0, {vocab_size})"
     require(fits, f"{owner} source", rule, batch.tokens, "Check the tokenizer.")
 
@@ -156,9 +153,6 @@ def feed(
     """Yield this process's `rows` for each of `steps`, in micro-batches, on `device`.
 
     A thread makes and pins the next steps' rows while the current step computes.
-
-    Example: `next(feed(source, seed=0, rows=range(8), micro_batch_size=4, steps=range(9), vocab_size=512,
-    device=device)).parts`.
     """
 
     def make(step: int) -> StepInput:

@@ -75,10 +75,7 @@ class CanvasSizes(NamedTuple):
 
 
 def sizes_of(batch: TrainBatch, canvas_len: int) -> CanvasSizes:
-    """Return the sizes without waiting for the device.
-
-    Example: `sizes_of(batch, 64).num_canvases`.
-    """
+    """Return the sizes without waiting for the device."""
     assert batch.spans is not None
     spans = set(batch.spans)
     blocks = {(prompt, max(0, -((prompt - length) // canvas_len))) for prompt, length in spans}
@@ -239,8 +236,6 @@ def cut_holes(canvases: Canvases, seeds: Tensor, prob: float) -> Canvases:
 
     Holes and frozen stretches take turns; either may come first. Their lengths are log-uniform. Holes have from 1 token
     to half a canvas, frozen stretches from 1 token to a canvas. Frozen tokens get no noise and are not scored.
-
-    Example: `cut_holes(canvases, seeds, 0.5).frozen`.
     """
     canvas_len = canvases.x.shape[-1]
     u = _draw_uniform(seeds, canvases.index, canvas_len + 2, _HOLES)  # (B, K, C + 2)
@@ -269,8 +264,6 @@ def noise_canvases(
 
     seeds: (B,). masks: replaces `noise` on a canvas, with probability `masks_prob`. allowed: (V,) bool, the
     tokens that uniform noise draws from; None for all.
-
-    Example: `noise_canvases(noise, canvases, seeds, t_range=(0.0, 1.0), self_cond_prob=0.5).z`.
     """
     u = _draw(seeds, canvases.index, canvases.x.shape[-1])
     low, high = t_range

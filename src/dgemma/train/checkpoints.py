@@ -46,8 +46,6 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
     The operating system releases the lock when the process ends, for any reason. A thread that holds it may take it
     again.
-
-    Example: `with lock_folder(Path("run")): ...`.
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -79,8 +77,6 @@ class Checkpoints:
     A checkpoint is written as `.step-000100.new`, flushed to the disk and renamed. An old one is renamed to
     `.step-000100.old` before it is deleted. So a folder called `step-…` was complete when it got that name. `run.json`
     stores the CRC-32 of its files, which reveals later damage.
-
-    Example: `Checkpoints(folder=Path("run"), keep_last=2, parallel=Parallel()).latest()`.
     """
 
     folder: Path
@@ -252,10 +248,7 @@ def refuse_changes(now: Mapping[str, Any], then: Mapping[str, Any], folder: Path
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the class and the settings of the groups. Call it before the first step changes their learning rates.
-
-    Example: `describe_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))`.
-    """
+    """Return the class and the settings of the groups. Call it before the first step changes their learning rates."""
     groups = [
         {name: identify(value) for name, value in group.items() if name not in _FREE_SWITCHES | {"params"}}
         for group in optimizer.param_groups

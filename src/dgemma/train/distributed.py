@@ -277,8 +277,6 @@ def spread_experts(experts: Experts, mesh: DeviceMesh) -> None:
 
     The weights become DTensors of the whole shape under their old names, so a checkpoint does not depend on the mesh.
     Adapters on the experts are spread with them.
-
-    Example: `spread_experts(layer.experts, init_device_mesh("cuda", (8,)))`.
     """
     num_experts = experts.gate_up_proj.shape[0]
     divides = num_experts % mesh.size() == 0

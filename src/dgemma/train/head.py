@@ -32,8 +32,6 @@ def map_logits(
 
     Logits are cap · tanh(hidden @ weightᵀ / cap) in float32, or in float64 for float64 weights. Under autocast the
     product is in autocast's dtype.
-
-    Example: `map_logits(lambda logits, x: F.cross_entropy(logits, x, reduction="none"), hidden, weight, x, cap=30.0)`.
     """
 
     def of_slice(rows: Tensor, weight: Tensor, *values: Tensor) -> Tensor:
@@ -64,8 +62,6 @@ def cross_entropy(
     `evidence` (M,) is added to the capped logit of the `observed` token (M,). This turns logits of
     p(x | z without this position) into those of p(x | z). A `banned` token, such as a mask that
     is never proposed, has probability zero.
-
-    Example: `cross_entropy(hidden, model.embed_tokens.weight, targets, cap=30.0).mean().backward()`.
     """
     require_both(observed, evidence)
 
@@ -97,8 +93,6 @@ def soft_embedding(
     allowed: (V,) or (1, 1, V) bool, the tokens that may be proposed, as in `generate`; None for all. As in the
     published model, the gradient reaches the embedding that the probabilities are multiplied with, and stops at the
     probabilities.
-
-    Example: `model.embed_canvas(canvas, soft_embedding(model, first_pass_hidden))`.
     """
     weight = model.embed_tokens.weight
 

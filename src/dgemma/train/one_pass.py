@@ -90,8 +90,6 @@ def canvas_masks(
 
     documents: number of the document of each clean token (B, P) and of each canvas token (B, K, C). aligned: True
     promises that K is 1 and every canvas starts at `num_clean`; then no mask is needed unless the window is too short.
-
-    Example: `predict_canvases(model, canvases, starts, clean, canvas_masks(model, starts, 64, 128, aligned=True))`.
     """
     batch_size, num_canvases = starts.shape
     num_noisy = num_canvases * canvas_len
@@ -135,8 +133,6 @@ def predict_canvases(
 
     clean: the text before them; None if all start at 0. masks: those of `canvas_masks`, by default for one text per
     row. signal: self-conditioning (B, K, C, D). noise_level: (B, K, C), for a model that takes it.
-
-    Example: `predict_canvases(model, canvases, starts, read_clean(model, tokens))`.
     """
     _, num_canvases, canvas_len = canvases.shape
     if masks is None:
@@ -203,8 +199,6 @@ def run_text_and_canvases(
 
     The text is read as far as a canvas sees it or the causal term scores it. noisy: None reads only the text.
     self_cond_off: the signal of canvases without self-conditioning, zeros or the mean embedding.
-
-    Example: `run_text_and_canvases(model, canvases, noisy).canvases`.
     """
     tokens, documents = text_read(canvases, noisy)
     clean = read_clean(model, tokens, documents=documents) if tokens.shape[1] else None
@@ -370,10 +364,7 @@ class ByCanvas:
 
 
 def read_canvases(model: Denoiser, canvases: Canvases, self_cond: SelfCond | None = None) -> OnePass | ByCanvas:
-    """Read the text of the canvases, in the fastest way that the model allows.
-
-    Example: `read_canvases(model, canvases).causal_cost()`.
-    """
+    """Read the text of the canvases, in the fastest way that the model allows."""
     if isinstance(model, DiffusionGemma):
         return OnePass(model, canvases, self_cond)
     return ByCanvas(model, canvases, self_cond)

@@ -35,10 +35,7 @@ def learning_rate_factor(step: int, *, steps: int | None, warmup: int, floor: fl
 def adamw(
     parameters: Mapping[str, nn.Parameter], *, lr: float, betas: tuple[float, float], weight_decay: float
 ) -> torch.optim.AdamW:
-    """Return AdamW over named parameters, with a fused kernel on a GPU. Matrices decay; norms and scales do not.
-
-    Example: `adamw(dict(model.named_parameters()), lr=1.5e-4, betas=(0.95, 0.99), weight_decay=1e-4)`.
-    """
+    """Return AdamW over named parameters, with a fused kernel on a GPU. Matrices decay; norms and scales do not."""
     matrices = [p for p in parameters.values() if p.dim() >= 2]
     scales = [p for p in parameters.values() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": scales, "weight_decay": 0.0}]
@@ -90,8 +87,6 @@ class WeightAverage:
     """An exponential moving average of the trained weights, in float32.
 
     Its decay is min(decay, (1 + step) / (10 + step)), so that the initial weights soon count little.
-
-    Example: `average = WeightAverage(dict(model.named_parameters()), 0.999); average.update(step)`.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:

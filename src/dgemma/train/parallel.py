@@ -99,8 +99,6 @@ class Parallel:
         """Run the objective of one micro-batch, which may call any method of the model and read its weights.
 
         Between two such runs the weights may be spread over processes.
-
-        Example: `terms = parallel.forward(model, lambda: objective(model, batch, seeds=seeds))`.
         """
         return run()
 
@@ -138,8 +136,6 @@ def save_parts(folder: Path, state: Mapping[str, Tensor], *, rank: int, world_si
     """Write this process's parts of DTensors; the first process also writes the other tensors. Return the file.
 
     If several processes hold the same part, only the first of them writes it.
-
-    Example: `save_parts(folder, model.state_dict(), rank=0, world_size=2)`.
     """
     tensors: dict[str, Tensor] = {}
     places: dict[str, dict[str, list[int]]] = {}

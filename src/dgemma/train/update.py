@@ -41,10 +41,7 @@ class Measured(NamedTuple):
 
 
 class Updater:
-    """A model in training, with its objective, its optimizer and, with `ema_decay`, the average of its weights.
-
-    Example: `Updater(model, objective, config, Parallel()).update(step_input, step=0, steps=100, warmup=10).loss`.
-    """
+    """A model in training, with its objective, its optimizer and, with `ema_decay`, the average of its weights."""
 
     def __init__(
         self,

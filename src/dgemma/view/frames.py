@@ -81,10 +81,7 @@ def check_canvas(trajectory: Trajectory, tokenizer: object, *, owner: str) -> No
 
 
 def read_prompt(trajectory: Trajectory, row: int, pieces: Pieces, *, num_tokens: int) -> str:
-    """Return a row's prompt as text, shortened to its last `num_tokens` tokens.
-
-    Example: `read_prompt(trajectory, 0, Pieces(tokenizer), num_tokens=100)`.
-    """
+    """Return a row's prompt as text, shortened to its last `num_tokens` tokens."""
     tokens = read_prompt_tokens(trajectory, row)
     last = tokens[-num_tokens:]
     text = " ".join(map(str, last)) if pieces.tokenizer is None else printable(pieces.tokenizer.decode(last))
@@ -102,10 +99,7 @@ def read_prompt_tokens(trajectory: Trajectory, row: int) -> list[int]:
 
 
 def read_frames(trajectory: Trajectory, row: int) -> Frames:
-    """Return the frames of a row, without the steps after it was done.
-
-    Example: `read_frames(out.trajectory, 0).entropy.mean(1)`.
-    """
+    """Return the frames of a row, without the steps after it was done."""
     places: list[tuple[int, int]] = []
     frames: list[dict[str, Array]] = []
     for step in trajectory.steps:

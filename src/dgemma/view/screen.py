@@ -35,8 +35,6 @@ class Screen:
 
     Without one (a pipe, TERM=dumb) `live` is False and `draw` does nothing. `has_colour` is False with NO_COLOR or
     with less than 256 colours.
-
-    Example: `screen.draw([[Ink("hello", "1")]])`.
     """
 
     def __init__(self, file: TextIO) -> None:

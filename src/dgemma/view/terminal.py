@@ -106,10 +106,7 @@ class View(ABC):
             self.screen.draw(self.draw())
 
     def watch(self, events: Events) -> Generation:
-        """Run a stream to its end under this view and return its result.
-
-        Example: `out = view.watch(dgemma.stream(model, prompt))`.
-        """
+        """Run a stream to its end under this view and return its result."""
         while True:
             try:
                 self(next(events))

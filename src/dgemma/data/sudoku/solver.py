@@ -40,10 +40,7 @@ def solve(puzzles: Any, *, limit: int = 2) -> Solutions:
 
 
 def read_board(name: str, digits: Any) -> NDArray[Any]:
-    """Return digits 0 to 9, in a tensor, array or list of shape (N, 81), as an array.
-
-    Example: `read_board("solve puzzles", puzzles)`.
-    """
+    """Return digits 0 to 9, in a tensor, array or list of shape (N, 81), as an array."""
     read: NDArray[Any] = np.empty(0)
     if not isinstance(digits, Tensor) or has_values(digits):
         with suppress(TypeError, ValueError, RuntimeError):

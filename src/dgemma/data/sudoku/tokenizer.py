@@ -34,10 +34,7 @@ class SudokuTokenizer(Tokenizer):
 
     @staticmethod
     def fits(config: DenoiserConfig) -> bool:
-        """Return True for the sizes of a Sudoku solver.
-
-        Example: `SudokuTokenizer.fits(model.config)`.
-        """
+        """Return True for the sizes of a Sudoku solver."""
         return (config.vocab_size, config.canvas_length) == (VOCAB_SIZE, NUM_CELLS)
 
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
