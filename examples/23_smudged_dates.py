@@ -32,6 +32,27 @@ DATES = [FIRST + datetime.timedelta(days) for days in range((LAST - FIRST).days 
 PLACES = (4, 5, 7, 8, 9, 13, 14)  # in "Sat 24 Mar 1984": day, month and the last two digits of the year
 TOKENIZER = dgemma.ByteTokenizer()
 NOISE = dgemma.MaskNoise(TOKENIZER.vocab_size, mask_token_id=TOKENIZER.mask_token_id)
+ROPE = {"rope_type": "default", "rope_theta": 100.0}
+# A dense network of two layers that see prompt and answer.
+CONFIG = dgemma.ModelConfig(
+    vocab_size=TOKENIZER.vocab_size,
+    hidden_size=64,
+    intermediate_size=128,
+    canvas_length=16,
+    num_hidden_layers=2,
+    layer_types=("sliding_attention", "full_attention"),
+    sliding_window=64,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=16,
+    num_global_key_value_heads=4,
+    global_head_dim=16,
+    num_experts=1,
+    top_k_experts=1,
+    moe_intermediate_size=64,
+    rope_parameters={"sliding_attention": ROPE, "full_attention": ROPE},
+    max_position_embeddings=256,
+)
 
 
 def written(date: datetime.date) -> str:
@@ -78,10 +99,8 @@ def source(step: int, rows: range) -> TrainBatch:
 
 
 def train_model(out: Path, steps: int) -> dgemma.DiffusionGemma:
-    config = dgemma.presets.markov(num_states=382, length=15, hidden_size=64, num_hidden_layers=2)
-    config = config.replace(intermediate_size=128)
     torch.manual_seed(0)
-    model = dgemma.DiffusionGemma(config)
+    model = dgemma.DiffusionGemma(CONFIG)
     soften_attention(model)
     loss = CrossEntropy(scored="noised")
     objective = Objective(noise=NOISE, canvas_len=16, loss=loss, self_cond_prob=0.0, causal_weight=0.0)

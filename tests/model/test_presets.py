@@ -44,10 +44,3 @@ def test_checkpoints_that_ship_have_presets(name):
 def test_the_sudoku_preset_has_the_tokens_of_sudoku():
     config = dgemma.presets.sudoku()
     assert (config.vocab_size, config.canvas_length) == (VOCAB_SIZE, NUM_CELLS)
-
-
-def test_the_markov_preset_sees_whole_texts_and_has_the_weights_it_says():
-    config = dgemma.presets.markov()
-    assert counts(config)[0] == pytest.approx(24.5e6, rel=0.01)
-    assert config.sliding_window >= config.canvas_length == 1 + 30
-    assert config.vocab_size == 254 + 2

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 import dgemma
-from dgemma.data.markov import MarkovChain, MarkovSource
 from dgemma.diffusion import nelbo
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, UniformNoise
 from dgemma.diffusion.schedule import ClippedLinear, OneMinusCosine
@@ -331,9 +330,14 @@ def test_evaluate_takes_the_rows_of_one_text_together(model, tokens):
     assert errors(pairs)[0] == pytest.approx(expected.item(), rel=1e-5)  # Student's t of three texts, from a table
 
 
+def source(step, rows):
+    """Rows of eight random tokens without a prompt."""
+    tokens = torch.randint(13, (10, 8), generator=torch.Generator().manual_seed(step))[rows.start : rows.stop]
+    length = torch.full((len(tokens),), 8)
+    return TrainBatch(tokens=tokens, prompt_len=torch.zeros_like(length), length=length)
+
+
 def test_a_source_gives_the_requested_rows_and_the_table_is_readable(model):
-    chain = MarkovChain.random(num_states=13, num_successors=3)
-    source = MarkovSource(chain=chain, length=8)
     likelihood = evaluate(model, source, NOISES["mask"], num_rows=10, batch_size=4, num_bytes=160)
     assert (len(likelihood.rows.nats), likelihood.num_tokens) == (10, 80)
     assert likelihood.bits_per_byte.value == pytest.approx(likelihood.nelbo.value / 2 / math.log(2), abs=1e-12)
@@ -352,7 +356,6 @@ def test_a_source_gives_the_requested_rows_and_the_table_is_readable(model):
 
 
 def test_the_causal_mode_cannot_score_the_first_token_without_a_prompt(model):
-    source = MarkovSource(chain=MarkovChain.random(num_states=13, num_successors=3), length=8)
     likelihood = evaluate(model, source, NOISES["mask"], num_rows=3, num_samples=1)
     assert (likelihood.rows.tokens.tolist(), likelihood.rows.causal_tokens.tolist()) == ([8] * 3, [7] * 3)
     expected = causal_costs(model, source(0, range(3)).tokens).double()
@@ -369,7 +372,6 @@ def test_rows_with_their_fill_must_fit_the_positions_of_the_model(tokens):
 
 def test_impossible_evaluations_are_refused(model, tokens):
     mask = NOISES["mask"]
-    source = MarkovSource(chain=MarkovChain.random(num_states=13, num_successors=3), bos=14, length=8)
 
     def unread(step, rows):
         raise AssertionError("an hour of work, before the refusal")

@@ -1,5 +1,5 @@
-"""Training data: Sudoku, text files and a Markov chain, as `TrainBatch`es."""
+"""Training data: Sudoku and text files, as `TrainBatch`es."""
 
-from dgemma.data import corpus, markov, sudoku, text
+from dgemma.data import corpus, sudoku, text
 
-__all__ = ["corpus", "markov", "sudoku", "text"]
+__all__ = ["corpus", "sudoku", "text"]

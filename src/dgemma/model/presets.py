@@ -96,37 +96,6 @@ def sudoku() -> ModelConfig:
     )
 
 
-def markov(
-    *, num_states: int = 254, length: int = 30, hidden_size: int = 512, num_hidden_layers: int = 5
-) -> ModelConfig:
-    """A dense network for short texts of `dgemma.data.markov`, 24 million weights; a canvas is a text.
-
-    The last two token ids are the mask and the token that every text begins with. All heads have one size, every layer
-    sees the whole text, and rope_theta is small.
-    """
-    rope = {"rope_type": "default", "rope_theta": 100.0}
-    return ModelConfig(
-        vocab_size=num_states + 2,
-        hidden_size=hidden_size,
-        intermediate_size=4 * hidden_size,
-        canvas_length=length + 1,
-        num_hidden_layers=num_hidden_layers,
-        layer_types=(SLIDING,) * (num_hidden_layers - 1) + (FULL,),
-        sliding_window=max(64, length + 1),
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=hidden_size // 4,
-        num_global_key_value_heads=4,
-        global_head_dim=hidden_size // 4,
-        num_experts=1,
-        top_k_experts=1,
-        moe_intermediate_size=64,
-        rope_parameters={SLIDING: rope, FULL: rope},
-        max_position_embeddings=max(256, length + 1),
-        vision_config=dict(_TINY_VISION),
-    )
-
-
 def small() -> ModelConfig:
     """About 40 million weights: trains in minutes on one GPU."""
     return ModelConfig(
