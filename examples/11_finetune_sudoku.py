@@ -17,15 +17,18 @@ import os
 import tempfile
 import time
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import dgemma
 from dgemma.data import sudoku
-from dgemma.train import LoRA, TrainConfig, add_lora, merge_lora, muon, recipes, train
+from dgemma.train import LoRA, TrainBatch, TrainConfig, add_lora, merge_lora, muon, recipes, train
 from dgemma.train.log import TrainStep
 
 NUMBERS = {  # defaults with and without a GPU
@@ -37,17 +40,69 @@ NUMBERS = {  # defaults with and without a GPU
 }
 TESTS = {"40-45 givens": (40, 45), "30-39 givens": (30, 39)}
 LEARNING_RATES = {"full": 2.5e-3, "lora": 2e-3}
+ROW_NAMES = "ABCDEFGHI"
 SAMPLER = {"sampler": dgemma.EntropyBound(bound=0.1), "temperature": dgemma.LinearTemperature(start=0.8, end=0.4)}
+
+
+@dataclass(frozen=True)
+class TextSudoku:
+    """The rows of a `SudokuSource` as text: a start token and the puzzle, then the solution. Nothing is frozen.
+
+    A model without absolute positions cannot see where row 4 begins in 81 bare digits, so a letter begins each row. The
+    text of a board is "A530070000B600195000C098000060" and so on, with 0 for a blank. A board is 90 tokens, so each
+    cell of the solution is 90 tokens after the same cell of the puzzle. The tokenizer must not merge digits.
+    """
+
+    source: sudoku.SudokuSource
+    tokenizer: dgemma.Tokenizer
+
+    board_len = 90  # tokens of a puzzle, and of a canvas
+
+    @cached_property
+    def digits(self) -> Tensor:
+        """The tokens of the digits, (10,)."""
+        return torch.tensor(self.tokenizer.encode("0123456789", bos=False))
+
+    @cached_property
+    def row_names(self) -> Tensor:
+        """The tokens of the letters that begin the rows, (9,)."""
+        return torch.tensor([self.tokenizer.encode(name, bos=False)[0] for name in ROW_NAMES])
+
+    def board_tokens(self, digits: Any) -> Tensor:
+        """Return boards (B, 90) of digits (B, 81), 0 for a blank."""
+        cells = self.digits[torch.as_tensor(digits).long()].unflatten(-1, (9, 9))
+        names = self.row_names[:, None].expand(*cells.shape[:-1], 1)
+        return torch.cat([names, cells], dim=-1).flatten(-2)
+
+    def prompt_tokens(self, puzzles: Any) -> Tensor:
+        """Return the prompts (B, 91) of puzzles (B, 81), 0 for a blank."""
+        return F.pad(self.board_tokens(puzzles), (1, 0), value=self.tokenizer.bos_token_id)
+
+    def canvas_digits(self, tokens: Tensor) -> Tensor:
+        """Return the digits (B, 81) of canvas tokens (B, 90), 0 for any other token."""
+        cells = tokens.unflatten(-1, (9, 10))[..., 1:].flatten(-2)
+        return (cells[..., None] == self.digits.to(tokens.device)).int().argmax(-1)
+
+    def __call__(self, step: int, rows: range) -> TrainBatch:
+        sample = self.source.sample(step, rows)
+        prompt = self.prompt_tokens(sample.puzzle)
+        prompt_len, length = prompt.shape[1], prompt.shape[1] + self.board_len
+        return TrainBatch(
+            tokens=torch.cat([prompt, self.board_tokens(sample.solution)], dim=1),
+            prompt_len=torch.full((len(rows),), prompt_len),
+            length=torch.full((len(rows),), length),
+            spans=((prompt_len, length),) * len(rows),
+        )
 
 
 def load(args: argparse.Namespace) -> dgemma.DiffusionGemma:
     model = dgemma.DiffusionGemma.from_pretrained(args.model, dtype=torch.float32, device=args.device)
     # No weight depends on the length of a canvas.
-    model.config = model.config.replace(canvas_length=sudoku.TextSudoku.board_len)
+    model.config = model.config.replace(canvas_length=TextSudoku.board_len)
     return model
 
 
-def solve(model: dgemma.DiffusionGemma, text: sudoku.TextSudoku, puzzles: sudoku.Puzzles, num_steps: int) -> dict:
+def solve(model: dgemma.DiffusionGemma, text: TextSudoku, puzzles: sudoku.Puzzles, num_steps: int) -> dict:
     """Solve with the published sampler and return the scores. No clue is frozen, and every token is allowed."""
     out = dgemma.generate(
         model,
@@ -64,7 +119,7 @@ def solve(model: dgemma.DiffusionGemma, text: sudoku.TextSudoku, puzzles: sudoku
     return completion.scores(puzzles.solutions)
 
 
-def tune(how: str, args: argparse.Namespace, text: sudoku.TextSudoku, out: Path) -> tuple[dgemma.DiffusionGemma, dict]:
+def tune(how: str, args: argparse.Namespace, text: TextSudoku, out: Path) -> tuple[dgemma.DiffusionGemma, dict]:
     model = load(args)
     if how == "lora":
         add_lora(model, LoRA(rank=32, alpha=64))
@@ -113,7 +168,7 @@ def main(args: argparse.Namespace, out: Path) -> None:
     tests = {name: make(args.num_tests, givens=givens, split="test") for name, givens in TESTS.items()}
     pool = make(args.pool, givens=30)
     source = sudoku.SudokuSource(pool=pool, givens=(30, 45), skew=1.5)
-    text = sudoku.TextSudoku(source, dgemma.Tokenizer.from_pretrained(args.model))
+    text = TextSudoku(source, dgemma.Tokenizer.from_pretrained(args.model))
     out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {"options": vars(args)}
 

@@ -287,16 +287,11 @@ def test_everything_that_does_not_fit_is_named_in_one_error(folder):
         *("num_attention_heads", "num_key_value_heads", "global_head_dim", "num_global_key_value_heads"),
     ],
 )
-def test_a_config_that_does_not_fit_its_tensors_names_the_field_that_does_not(folder, field):
-    size = getattr(TINY, field)
+def test_a_config_that_does_not_fit_its_tensors_is_refused(folder, field):
     text = json.loads((folder / "config.json").read_text())["text_config"]
-    edit_json(folder / "config.json", text_config=text | {field: 2 * size})
-    with pytest.raises(ValueError, match="does not fit its config") as error:
+    edit_json(folder / "config.json", text_config=text | {field: 2 * getattr(TINY, field)})
+    with pytest.raises(ValueError, match=r"does not fit its config\.json:\n  misshapen model\.decoder\."):
         DiffusionGemma.from_pretrained(folder)
-    lines = str(error.value).split("\n  ")
-    assert [line for line in lines if "ModelConfig" in line] == [
-        f"ModelConfig.{field} must be {size}, as stored, got {2 * size}."
-    ]
 
 
 def test_an_error_names_a_few_wrong_tensors_and_counts_the_others(folder):
@@ -306,50 +301,11 @@ def test_an_error_names_a_few_wrong_tensors_and_counts_the_others(folder):
     with pytest.raises(ValueError, match="does not fit its config") as error:
         DiffusionGemma.from_pretrained(folder)
     lines = str(error.value).split("\n  ")
-    assert lines[1:3] == [
-        "ModelConfig.layer_types must have 'full_attention' at [2] (stored without v_proj), got it at [].",
-        "ModelConfig.num_hidden_layers must be 3, as stored, got 4.",
-    ]
     # Five tensors of the third layer do not fit, because this config makes it a sliding layer. Its q, o and both norms
     # have another head size, and v is missing. The fourth layer lacks q, k, o and two norms, three of the MLP, five of
     # router and experts, seven norms and two scalars.
-    assert len(lines) == 3 + 5 + 1
+    assert len(lines) == 1 + 5 + 1
     assert lines[-1] == "and 22 more"
-
-
-def q_norm_of_other_heads(tensors):
-    tensors["model.decoder.layers.1.self_attn.q_norm.weight"] = torch.ones(5)
-
-
-def q_norm_without_dimensions(tensors):
-    tensors["model.decoder.layers.1.self_attn.q_norm.weight"] = torch.tensor(1.0)
-
-
-def v_proj_of_a_full_layer(tensors):
-    tensors["model.decoder.layers.2.self_attn.v_proj.weight"] = torch.ones(32, 16)
-
-
-def without_a_layer(tensors):
-    for name in [name for name in tensors if ".layers.0." in name]:
-        del tensors[name]
-
-
-@pytest.mark.parametrize(
-    "damage", [q_norm_of_other_heads, q_norm_without_dimensions, v_proj_of_a_full_layer, without_a_layer]
-)
-def test_a_single_wrong_tensor_or_layer_is_not_blamed_on_the_config(folder, damage):
-    edit(folder, damage)
-    with pytest.raises(ValueError, match="does not fit its config") as error:
-        DiffusionGemma.from_pretrained(folder)
-    assert "ModelConfig" not in str(error.value)
-
-
-def test_a_missing_v_proj_is_reported_and_the_layer_type_is_not_blamed(folder):
-    edit(folder, lambda tensors: tensors.pop("model.decoder.layers.1.self_attn.v_proj.weight"))
-    with pytest.raises(
-        ValueError, match=r"config\.json:\n  missing model\.decoder\.layers\.1\.self_attn\.v_proj\.weight$"
-    ):
-        DiffusionGemma.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 300, -1], ids=["empty", "no-header", "header-cut", "last-byte"])

@@ -1,6 +1,8 @@
 """Sudoku: puzzles have one solution, symmetries and splits are exact, and models read and write the right tokens."""
 
 import itertools
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -418,10 +420,14 @@ def test_a_solution_keeps_rows_columns_boxes_and_clues(some):
     assert not sudoku.is_solution(puzzles, relabelled).any(), "keeps every rule, but not the clues"
 
 
+def text_sudoku():
+    return runpy.run_path(str(Path(__file__).parents[2] / "examples" / "11_finetune_sudoku.py"))["TextSudoku"]
+
+
 def test_a_row_as_text_is_a_start_the_puzzle_and_the_solution_with_a_letter_before_each_row(some):
     tokenizer = dgemma.Tokenizer.from_pretrained("dgemma/text")
     source = sudoku.SudokuSource(pool=some, frozen_share=1.0)
-    text, sample = sudoku.TextSudoku(source, tokenizer), source.sample(3, range(5))
+    text, sample = text_sudoku()(source, tokenizer), source.sample(3, range(5))
     batch = text(3, range(5))
 
     def board(cells):
@@ -439,19 +445,9 @@ def test_a_row_as_text_is_a_start_the_puzzle_and_the_solution_with_a_letter_befo
 
 def test_tokens_that_are_not_digits_are_read_as_blanks(some):
     tokenizer = dgemma.ByteTokenizer()
-    text = sudoku.TextSudoku(sudoku.SudokuSource(pool=some), tokenizer)
+    text = text_sudoku()(sudoku.SudokuSource(pool=some), tokenizer)
     written = torch.tensor([tokenizer.encode("A9x0 15555" + "7555555555" * 8, bos=False)])
     assert text.canvas_digits(written).tolist() == [[9, 0, 0, 0, 1] + [5] * 76]
-
-
-@pytest.mark.parametrize("merged", ["12", "A0"])
-def test_a_tokenizer_that_merges_digits_or_the_letter_before_one_is_refused(some, merged):
-    class Merging(dgemma.ByteTokenizer):
-        def encode(self, text, *, bos=True):
-            return super().encode(text.replace(merged, "x"), bos=bos)
-
-    with pytest.raises(ValueError, match="must have one token per digit and per letter before a digit"):
-        sudoku.TextSudoku(sudoku.SudokuSource(pool=some), Merging())
 
 
 def test_puzzles_and_solutions_are_texts_of_81_characters_each():

@@ -58,7 +58,7 @@ def load_pretrained(
         )
     model = _build_empty(cls, checkpoint, conventions)
     is_gemma4 = checkpoint.published.get("model_type") in GEMMA4_TYPES
-    plan = make_plan(model.config, model.state_dict(), checkpoint.contents, plain_gemma4=is_gemma4)
+    plan = make_plan(model.state_dict(), checkpoint.contents, plain_gemma4=is_gemma4)
     if dtype is None:
         stored_dtype = FLOATS.get(entries[plan.whole["embed_tokens.weight"]].format, torch.bfloat16)
         dtype = torch.float32 if checkpoint.folder.parent == ASSETS else stored_dtype

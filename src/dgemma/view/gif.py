@@ -17,11 +17,10 @@ from dgemma.run.trajectory import Trajectory
 from dgemma.view import board
 from dgemma.view.board import Board
 from dgemma.view.frames import Frames, check_canvas, check_row, read_frames, read_prompt
-from dgemma.view.heat import LEVELS, palette
+from dgemma.view.heat import DARK, LEVELS
 from dgemma.view.pieces import STATIC, Pieces, width
 
 _PAGE, _SOFT, _ACCENT, _FROZEN = "#101218", "#7d7a88", "#3ecfb4", "#82b4ff"
-_HEAT = palette(dark=True)
 _PROMPT_TOKENS = 60
 _MAX_FRAMES = 240
 _RUN_MS = 5000  # length of the animation, if a frame then lasts 110 to 600 ms
@@ -143,7 +142,7 @@ def _looks(frames: Frames, index: int, texts: list[str], pieces: Pieces) -> list
     num_finished = frames.num_blocks if index == len(frames) else int(frames.block[at])
     frozen = [frames.frozen[frames.block == block][-1] for block in range(num_finished)]
     looks: list[_Look | None] = [
-        _Look(text, _FROZEN if frozen[i // canvas_len][i % canvas_len] else _HEAT[0])
+        _Look(text, _FROZEN if frozen[i // canvas_len][i % canvas_len] else DARK[0])
         if i % canvas_len < frames.kept[i // canvas_len]
         else None
         for i, text in enumerate(texts[: num_finished * canvas_len])
@@ -152,7 +151,7 @@ def _looks(frames: Frames, index: int, texts: list[str], pieces: Pieces) -> list
         return looks
     for i, text in enumerate(pieces(frames.canvas[at].tolist())):
         doubt = 1 - float(frames.confidence[at, i])  # 1 for the initial noise
-        colour = _FROZEN if frames.frozen[at, i] else _HEAT[round(doubt * (LEVELS - 1))]
+        colour = _FROZEN if frames.frozen[at, i] else DARK[round(doubt * (LEVELS - 1))]
         looks.append(_Look(text, colour, bool(frames.accepted[at, i])))
     return looks
 

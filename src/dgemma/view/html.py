@@ -39,7 +39,7 @@ from dgemma.view.frames import (
     read_rows,
     settled,
 )
-from dgemma.view.heat import LEVELS, palette
+from dgemma.view.heat import DARK, LEVELS, LIGHT
 from dgemma.view.pieces import Pieces
 
 ENTROPY_SCALE = 4096  # 16 bits cover 0 to 16 nats, more than log(262144)
@@ -219,7 +219,7 @@ def _about(trajectory: Trajectory) -> str:
 def _colours() -> str:
     """Return CSS: a variable per level of certainty, dark and light, and a class for each."""
     dark, light = (
-        "".join(f"--h{level}:{colour};" for level, colour in enumerate(palette(dark=dark))) for dark in (True, False)
+        "".join(f"--h{level}:{colour};" for level, colour in enumerate(colours)) for colours in (DARK, LIGHT)
     )
     classes = "".join(f".h{level}{{--c:var(--h{level})}}" for level in range(LEVELS))
     return (

@@ -16,7 +16,7 @@ from dgemma.printing import install_command
 from dgemma.run.trajectory import Trajectory
 from dgemma.study.sweep import Sweep
 from dgemma.view.frames import Array, check_row, read_frames, settled
-from dgemma.view.heat import palette
+from dgemma.view.heat import LIGHT
 from dgemma.view.pieces import Pieces
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def _colours() -> Any:
     """Return the light palette reversed, so that white means certain."""
     from matplotlib.colors import LinearSegmentedColormap
 
-    colours = ["#fffdf8", *reversed(palette(dark=False)[::3])]
+    colours = ["#fffdf8", *reversed(LIGHT[::3])]
     return LinearSegmentedColormap.from_list("certainty", colours).with_extremes(bad="0.93")
 
 

@@ -14,7 +14,6 @@ from dgemma.data.sudoku.encoding import (
 from dgemma.data.sudoku.puzzles import BANDS, Puzzles, generate_puzzles, parse, split_of, to_text
 from dgemma.data.sudoku.solver import solve
 from dgemma.data.sudoku.symmetry import class_keys, equivalents, originals
-from dgemma.data.sudoku.text import TextSudoku
 
 __all__ = [
     "BANDS",
@@ -25,7 +24,6 @@ __all__ = [
     "CompletedPuzzles",
     "Puzzles",
     "SudokuSource",
-    "TextSudoku",
     "canvas_digits",
     "canvas_tokens",
     "class_keys",
