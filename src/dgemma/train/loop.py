@@ -352,7 +352,7 @@ def _known_cause(device: torch.device) -> str:
 
 @contextmanager
 def stop_request() -> Iterator[threading.Event]:
-    """Yield an event that Ctrl-C or SIGTERM sets, so that the current step can finish. A second signal acts as usual."""
+    """Yield an event that Ctrl-C or SIGTERM sets, so that the current step can finish. A second signal acts at once."""
     request = threading.Event()
     if threading.current_thread() is not threading.main_thread():  # other threads cannot catch signals
         yield request
