@@ -3,7 +3,7 @@
 import torch
 
 from dgemma_kernels.ops.adapters import kernel as adapters
-from dgemma_kernels.ops.choices import kernel as choices
+from dgemma_kernels.ops.grouped import group_choices
 from dgemma_kernels.ops.heads import kernel as heads
 from dgemma_kernels.ops.residual import kernel as residual
 
@@ -34,15 +34,6 @@ def run_norms() -> None:
     residual.after_experts_gradient(*[row] * 4, *[vector] * 3, empty(24, 1), 1e-6)
 
 
-def run_choices() -> None:
-    logits, scales, experts = empty(24, 128), empty(128), torch.empty(24, 8, dtype=torch.int64)
-    choices.choose_experts(logits, scales, 8)
-    choices.group_choices(experts, 128)
-    choices.weigh_choices(logits, experts, scales)
-    for of_probabilities in (None, empty(24, 128).float()):
-        choices.weigh_choices_gradient(empty(24, 8).float(), of_probabilities, logits, experts, scales)
-
-
 def run_adapters(*widths: int) -> None:
     inputs = empty(24, sum(widths)), empty(24, len(widths) * 8), empty(sum(widths), 8)
     adapters.contract(empty(24, 2816), empty(len(widths) * 8, 2816), 2.0)
@@ -54,7 +45,7 @@ def run_adapters(*widths: int) -> None:
 CALLS = {
     "adapters of q, k, v": lambda: run_adapters(4096, 2048, 2048),
     "adapters of one layer": lambda: run_adapters(2816),
-    "choices": run_choices,
+    "choices": lambda: group_choices(torch.empty(24, 8, dtype=torch.int64), 128),
     "norms": run_norms,
     "heads of 256": lambda: run_heads(16, 8, 256, has_value=True),
     "heads of 512": lambda: run_heads(16, 2, 512, has_value=False),

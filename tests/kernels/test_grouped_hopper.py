@@ -12,7 +12,6 @@ from torch import Tensor
 
 from dgemma.model.layers import gated_gelu
 from dgemma_kernels.ops import configs
-from dgemma_kernels.ops.choices.reference import group_choices
 from dgemma_kernels.ops.configs import is_hopper
 from dgemma_kernels.ops.grouped import kernel, multiply_rows, multiply_tokens, reference
 from gluon_interpreter import Hazard, load
@@ -62,7 +61,7 @@ def draw(kind: Kind, sizes: tuple[int, ...], width: int, num_out: int, rank: int
     order = torch.randperm(num_rows, generator=generator).to(device) if kind.gathered else None
     x = values(num_rows // CHOICES if kind.gathered else num_rows, width)
     experts_of_rows = torch.arange(experts).repeat_interleave(torch.tensor(sizes))[:, None]
-    _, _, ends, tiles = group_choices(experts_of_rows.to(device), experts)
+    _, _, ends, tiles = reference.group_choices(experts_of_rows.to(device), experts)
     return Inputs(x, weights, values(num_rows, rank), b, order, ends, tiles)
 
 

@@ -3,29 +3,36 @@
 import pytest
 import torch
 
+from dgemma.doors import plain
 from dgemma.model import presets
 from dgemma.model.attention import attend
-from dgemma.model.experts import Experts, group_by_expert, grouped_product
+from dgemma.model.experts import Experts, choose_experts, group_by_expert, grouped_product, weigh_choices
 from dgemma_kernels.training import experts as training
 from dgemma_kernels.training.attention import attend_by_products
 
 
-@pytest.mark.parametrize("top_k", [1, 2, 3])
-def test_choosing_among_few_experts_equals_topk_in_values_and_gradients(top_k):
-    scores, scales = torch.randn(50, 5, dtype=torch.float64), torch.rand(5, dtype=torch.float64)
-    scores[:5, :2] = scores[:5, :1]  # two equal experts
-    probabilities = scores.softmax(-1).requires_grad_()
-    scales.requires_grad_()
-    weights, scale, experts = training._choose_among_few(probabilities, scales.expand(50, 5), top_k)
-    expected, _ = probabilities.topk(top_k)
-    assert torch.equal(weights, expected)
-    assert torch.equal(probabilities.gather(1, experts), expected)
-    assert torch.equal(scale, scales[experts])
-    assert all(len(set(chosen)) == top_k for chosen in experts.tolist())
-    probe = torch.randn_like(weights)
-    ours = torch.autograd.grad((weights * scale * probe).sum(), (probabilities, scales))
-    by_index = probabilities.gather(1, experts) * scales[experts] * probe
-    torch.testing.assert_close(ours, torch.autograd.grad(by_index.sum(), (probabilities, scales)))
+@pytest.mark.parametrize("is_compiling", [False, True])
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_choices_in_training_equal_the_plain_ones_in_values_and_gradients(top_k, is_compiling, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: is_compiling)  # compiled layers compare instead of topk
+    logits = torch.randn(50, 5, dtype=torch.float64, requires_grad=True)
+    scales = torch.rand(5, dtype=torch.float64, requires_grad=True)
+    ours, theirs = (choose(logits, scales, top_k) for choose in (training.choose_experts, plain(choose_experts)))
+    assert torch.equal(ours.experts, theirs.experts)
+    probes = [torch.randn_like(value) for value in theirs[:2]]
+    found = []
+    for routing in (ours, theirs):
+        total = sum((value * probe).sum() for value, probe in zip(routing[:2], probes, strict=True))
+        found.append((routing[:2], torch.autograd.grad(total, (logits, scales))))
+    torch.testing.assert_close(*found)
+
+
+def test_a_router_weighs_the_experts_that_an_earlier_pass_chose():
+    logits, chosen = torch.randn(7, 5), torch.rand(7, 5).topk(2).indices
+    with training.known(torch.empty(7, 3), chosen):
+        routing = training.choose_experts(logits, torch.ones(5), 2)
+    assert torch.equal(routing.experts, chosen)
+    torch.testing.assert_close(routing, weigh_choices(logits.softmax(-1), torch.ones(5), chosen))
 
 
 @pytest.mark.parametrize("num_experts", [1, 4, 17])  # 1: nothing to sort; 4: by counting; 17: by sorting

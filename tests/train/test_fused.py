@@ -10,7 +10,7 @@ import dgemma
 from dgemma.model.quantize import quantize
 from dgemma.train import LoRA, Objective, TrainBatch, add_lora
 from dgemma_kernels import accelerate_training
-from dgemma_kernels.ops import adapters, choices
+from dgemma_kernels.ops import adapters, grouped
 from dgemma_kernels.training import fused
 
 
@@ -29,7 +29,7 @@ def graphs(monkeypatch):
     monkeypatch.setattr(torch, "compile", with_names)
     monkeypatch.setattr(fused, "COMPILED_ON", ("cpu",))
     monkeypatch.setattr(fused, "_kernel", lambda *_: None)  # compiled functions, not kernels
-    monkeypatch.setattr(choices, "fits", lambda *_: False)
+    monkeypatch.setattr(grouped, "fits_groups", lambda *_: False)
     monkeypatch.setattr(adapters, "fits", lambda *_: False)
     fused.compiled.cache_clear()
     torch._dynamo.reset()

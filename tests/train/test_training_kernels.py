@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 import dgemma
 from dgemma.train import LoRA, Objective, TrainBatch, add_lora
 from dgemma_kernels import accelerate_training
-from dgemma_kernels.ops import adapters, ahead, choices, grouped, heads, residual
-from dgemma_kernels.ops.grouped import hopper, kernel, reference, tiles
+from dgemma_kernels.ops import adapters, ahead, grouped, heads, residual
+from dgemma_kernels.ops.grouped import groups, hopper, kernel, reference
 from dgemma_kernels.training import compiling, door, fused, head
 
 CONFIG = {
@@ -46,9 +46,9 @@ def kernels_on_cpu(monkeypatch):
         monkeypatch.setattr(fused, "COMPILED_ON", ("cpu",))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     ran = set()
-    for package in (adapters, choices, grouped, heads, residual):
+    for package in (adapters, grouped, heads, residual):
         for name in package.__all__:
-            if name not in ("fits", "ExpertProduct", "calls_of_products"):
+            if name not in ("fits", "fits_groups", "ExpertProduct", "calls_of_products"):
                 function = getattr(package, name)
                 monkeypatch.setattr(package, name, lambda *a, f=function, n=name, **k: ran.add(n) or f(*a, **k))
     return ran
@@ -92,8 +92,7 @@ def test_a_step_with_the_kernels_is_as_exact_as_the_plain_one(kernels_on_cpu):
     assert kernels_on_cpu == set()
     kernel_loss, kernel_gradients = step(fast=True)
     assert kernels_on_cpu == {
-        *("choose_experts", "weigh_choices", "weigh_choices_gradient", "group_choices"),
-        *("multiply_tokens", "multiply_rows", "contract_and_outer"),
+        *("group_choices", "multiply_tokens", "multiply_rows", "contract_and_outer"),
         *("contract", "contract_gradient", "expand", "expand_gradient"),
         *("norm_heads", "norm_heads_gradient"),
         *("rms_norm", "rms_norm_gradient", "after_attention_gradient", "after_experts", "after_experts_gradient"),
@@ -123,8 +122,7 @@ def test_the_first_step_starts_to_compile_its_kernels_ahead(rank, kernels_on_cpu
     compiled, launched = [], []
     names = {
         adapters: ("contract", "contract_gradient", "expand", "expand_gradient"),
-        choices: ("choose_experts", "group_choices", "weigh_choices", "weigh_choices_gradient"),
-        grouped: ("contract_and_outer", "multiply_rows"),
+        grouped: ("contract_and_outer", "group_choices", "multiply_rows"),
         heads: ("norm_heads", "norm_heads_gradient"),
         residual: ("after_attention_gradient", "after_experts", "after_experts_gradient", "rms_norm_gradient"),
     }
@@ -144,7 +142,7 @@ def test_the_first_step_starts_to_compile_its_kernels_ahead(rank, kernels_on_cpu
         return name, *((*each.shape[1:], each.dtype) for each in tensors)
 
     def multiply(x, weights, narrow, b, of_tiles, order, *, gated):
-        num_rows, tile_rows = narrow.shape[0], tiles.rows_per_tile(narrow.shape[0], weights.shape[0])
+        num_rows, tile_rows = narrow.shape[0], groups.rows_per_tile(narrow.shape[0], weights.shape[0])
         shapes = x.shape[1], weights.shape, weights.is_contiguous(), b.shape, b.is_contiguous(), num_rows // x.shape[0]
         (compiled if x.is_meta else launched).append((*shapes, tile_rows, order is None, gated, x.dtype))
         if x.is_meta:
@@ -170,8 +168,8 @@ def test_the_first_step_starts_to_compile_its_kernels_ahead(rank, kernels_on_cpu
     def record(package, name):
         function = getattr(package, name)
         # Sizes matter here, and values do not. References are faster than interpreted kernels. References of
-        # `choices` and `grouped` return other types, so their own functions run.
-        references = package if package in (choices, grouped) else import_module(f"{package.__name__}.reference")
+        # `grouped` return other types, so its own functions run.
+        references = package if package is grouped else import_module(f"{package.__name__}.reference")
         faster = getattr(references, name)
 
         def run(*args, **options):

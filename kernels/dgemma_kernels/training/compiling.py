@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dgemma.model.backbone import Layer
 from dgemma.train.lora import AdaptedExperts, AdaptedLinear
-from dgemma_kernels.ops import adapters, ahead, choices, grouped, heads, residual
+from dgemma_kernels.ops import adapters, ahead, grouped, heads, residual
 from dgemma_kernels.training.adapted_experts import FEW_OUTPUTS, keeps_output, uses_kernel
 
 
@@ -70,7 +70,9 @@ def _adapted(layer: Layer) -> Iterator[tuple[tuple[int, ...], int]]:
 
 @lru_cache(maxsize=64)
 def _start(sizes: _StepSizes, dtype: torch.dtype, device: torch.device) -> None:
-    if choices.fits(sizes.experts[0]) and (products := grouped.calls_of_products(_products(sizes, dtype), device)):
+    if grouped.fits_groups(sizes.experts[0]) and (
+        products := grouped.calls_of_products(_products(sizes, dtype), device)
+    ):
         ahead.start([*products, *_other_calls(sizes, dtype)])
 
 
@@ -116,13 +118,7 @@ def _other_calls(sizes: _StepSizes, dtype: torch.dtype) -> Iterator[partial[Any]
     yield partial(residual.after_attention_gradient, x, x, x, x, x, x, *vectors, vector, 1e-6)
     for weight, added in ((None, None), (vector, None), (vector, x)):
         yield partial(residual.rms_norm_gradient, x, x, weight, 1e-6, added)
-    weights = _empty(num_tokens, sizes.top_k, dtype=torch.float32)
-    chosen = _empty(*weights.shape, dtype=torch.int64)
-    logits, scales = empty(num_tokens, num_experts), empty(num_experts)
-    yield partial(choices.choose_experts, logits, scales, sizes.top_k)
-    yield partial(choices.group_choices, chosen, num_experts)
-    yield partial(choices.weigh_choices, logits, chosen, scales)
-    yield partial(choices.weigh_choices_gradient, weights, None, logits, chosen, scales)
+    yield partial(grouped.group_choices, _empty(num_tokens, sizes.top_k, dtype=torch.int64), num_experts)
     gate_and_up, hidden, narrow = (empty(num_rows, columns) for columns in (2 * inner, inner, rank))
     ends, by_row = _empty(num_experts, dtype=torch.int32), _empty(num_rows, dtype=torch.float32)
     up_b, down_a = empty(num_experts, 2 * inner, rank), empty(num_experts, rank, inner)

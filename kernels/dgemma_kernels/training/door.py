@@ -4,7 +4,7 @@
 |---|---|
 | norms, GeGLU, heads, the residual stream | compiled functions, or kernels with their gradients (`layer.py`) |
 | attention | flash kernels without a copy of keys; matrix products for large heads (`attention.py`) |
-| routing and products by expert | kernels for choices and groups; gradients without sorting (`experts.py`) |
+| routing and products by expert | compiled functions, a kernel for groups; gradients without sorting (`experts.py`) |
 | adapters | shared products, and experts whose backward keeps their output (`adapted_*.py`) |
 | the passes over text and canvases | one joint pass per layer, for adapters (`together.py`) |
 | the head | large slices with one kernel each (`head.py`) |

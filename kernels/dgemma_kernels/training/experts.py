@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dgemma.doors import plain
 from dgemma.model import experts as reference
@@ -19,18 +18,17 @@ from dgemma.model.experts import (
     grouped_product,
     looped_product,
     supports_grouped,
-    weigh_choices,
 )
 from dgemma.model.layers import wide_dtype
 from dgemma.model.quantized import QuantizedWeight, Weight, decoded_product
-from dgemma_kernels.ops import choices
+from dgemma_kernels.ops import grouped
 from dgemma_kernels.training.fused import fused, runs_kernels
 
 _FEW = 16  # experts; for so few, comparing all of them is faster than sorting
 
 
 class TiledGroups(NamedTuple):
-    """`Groups`, and tiles for kernels: each tile is some rows of one expert, see `ops.choices.group_choices`."""
+    """`Groups`, and tiles for kernels: each tile is some rows of one expert, see `ops.grouped.group_choices`."""
 
     experts: Tensor
     order: Tensor
@@ -72,74 +70,43 @@ _router_input = fused(plain(reference.router_input))
 
 
 def choose_experts(logits: Tensor, scales: Tensor, top_k: int) -> Routing:
-    """Choose experts by kernels, which need frozen scales; compiled layers compare few experts instead of sorting."""
-    if torch.compiler.is_compiling():
-        if logits.shape[-1] > _FEW:
-            return plain(reference.choose_experts)(logits, scales, top_k)
-        probabilities = logits.softmax(-1, dtype=wide_dtype(logits))
-        weights, scale, experts = _choose_among_few(probabilities, scales.expand_as(probabilities), top_k)
-        return Routing(probabilities, weights / weights.sum(-1, keepdim=True) * scale, experts)
-    now = _known.get()
-    chosen = None if now is None else now.chosen
-    if _has_kernels(logits, logits.shape[-1]) and not scales.requires_grad and logits.dtype != torch.float64:
-        return Routing(*_Choices.apply(logits, scales, top_k, chosen))
-    if chosen is None:
-        return plain(reference.choose_experts)(logits, scales, top_k)
-    return weigh_choices(logits.softmax(-1, dtype=wide_dtype(logits)), scales, chosen)
+    """Choose experts, unless `known` has them, and weigh them by one function with its own gradient."""
+    now = None if torch.compiler.is_compiling() else _known.get()
+    experts = now.chosen if now is not None and now.chosen is not None else _most_likely(logits.detach(), top_k)
+    return Routing(*_weigh(logits, experts, scales), experts)
 
 
-def _has_kernels(x: Tensor, num_experts: int) -> bool:
-    return runs_kernels(x) and choices.fits(num_experts)
-
-
-class _Choices(torch.autograd.Function):
-    """Probabilities, weights and experts of a `Routing`, from logits (M, E). Replaces about 15 launches."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, scales: Tensor, top_k: int, chosen: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if chosen is None:
-            probabilities, weights, experts = choices.choose_experts(logits, scales, top_k)
-        else:
-            experts = chosen.view_as(chosen)
-            probabilities, weights = choices.weigh_choices(logits, chosen, scales)
-        ctx.mark_non_differentiable(experts)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits, scales, experts)
-        return probabilities, weights, experts
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, of_probabilities: Tensor | None, of_weights: Tensor | None, _: Tensor | None
-    ) -> tuple[Tensor, None, None, None]:
-        logits, scales, experts = ctx.saved_tensors
-        grad = torch.zeros_like(experts, dtype=torch.float32) if of_weights is None else of_weights
-        return choices.weigh_choices_gradient(grad, of_probabilities, logits, experts, scales), None, None, None
-
-
-def _choose_among_few(probabilities: Tensor, scales: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each token's A largest probabilities, their scales and their experts, (M, A) each; inputs are (M, E).
-
-    torch.compile fuses these comparisons and sums into one kernel, and those of the gradient into another. `topk` takes
-    five kernels.
-    """
-    expert = torch.arange(probabilities.shape[-1], device=probabilities.device)
-    left, chosen = probabilities.detach(), []
+def _most_likely(logits: Tensor, top_k: int) -> Tensor:
+    num_experts = logits.shape[-1]
+    if num_experts > _FEW or not torch.compiler.is_compiling():
+        return logits.topk(top_k, dim=-1).indices
+    # Compiled layers contain these comparisons; `topk` takes five kernels.
+    expert, chosen = torch.arange(num_experts, device=logits.device), []
     for _ in range(top_k):
-        is_next = left.argmax(-1, keepdim=True) == expert
-        left = left.masked_fill(is_next, -1.0)
-        chosen.append(is_next)
-    is_chosen = torch.stack(chosen, dim=1)  # (M, A, E), True once in each row
-    weights, scale = (torch.where(is_chosen, of_all[:, None], 0.0).sum(-1) for of_all in (probabilities, scales))
-    return weights, scale, torch.where(is_chosen, expert, 0).sum(-1)
+        chosen.append(logits.argmax(-1, keepdim=True))
+        logits = logits.masked_fill(chosen[-1] == expert, -torch.inf)
+    return torch.cat(chosen, -1)
+
+
+@fused
+def _weigh(logits: Tensor, experts: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Return probabilities (M, E) and the weights (M, A) of chosen experts (M, A).
+
+    Comparisons and sums fuse into one kernel, and those of the gradient into another; `gather` would not.
+    """
+    probabilities = logits.softmax(-1, dtype=wide_dtype(logits))
+    is_chosen = experts[..., None] == torch.arange(logits.shape[-1], device=logits.device)  # (M, A, E)
+    weights, scale = (
+        torch.where(is_chosen, of_all, 0.0).sum(-1)
+        for of_all in (probabilities[:, None], scales.to(probabilities.dtype))
+    )
+    return probabilities, weights / weights.sum(-1, keepdim=True) * scale
 
 
 def group_by_expert(experts: Tensor, num_experts: int) -> TiledGroups:
     """Sort choices by a kernel; in compiled layers, by counting if there are few experts."""
-    if _has_kernels(experts, num_experts) and experts.numel():
-        return TiledGroups(experts, *choices.group_choices(experts.contiguous(), num_experts))
+    if runs_kernels(experts) and grouped.fits_groups(num_experts) and experts.numel():
+        return TiledGroups(experts, *grouped.group_choices(experts.contiguous(), num_experts))
     count = torch.arange(experts.numel(), device=experts.device)
     if num_experts == 1:  # nothing to sort
         ends = torch.full((1,), experts.numel(), dtype=torch.int32, device=experts.device)

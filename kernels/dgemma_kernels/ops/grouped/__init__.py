@@ -1,12 +1,15 @@
-"""Products of tokens with the weights and adapters of their experts."""
+"""Products of tokens with the weights and adapters of their experts, and the groups of tokens by expert."""
 
 from dgemma_kernels.ops.grouped.adapters import contract_and_outer
+from dgemma_kernels.ops.grouped.groups import fits_groups, group_choices
 from dgemma_kernels.ops.grouped.kernel import ExpertProduct, calls_of_products, multiply_rows, multiply_tokens
 
 __all__ = [
     "ExpertProduct",
     "calls_of_products",
     "contract_and_outer",
+    "fits_groups",
+    "group_choices",
     "multiply_rows",
     "multiply_tokens",
 ]

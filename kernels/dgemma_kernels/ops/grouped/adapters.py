@@ -5,8 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma_kernels.ops.grouped.tiles import find_tile
-
 _ROWS, _COLS = 128, 128  # of a tile
 _PARTS, _VALUES = 8, 512  # of a block that is summed at once
 _LEAST = 16  # depth of a product on tensor cores
@@ -130,3 +128,22 @@ def _add_tiles_kernel(
         at = parts + tile.to(tl.int64)[:, None] * SIZE + value[None, :]
         total += tl.sum(tl.load(at, (tile < end)[:, None] & is_value[None, :], 0.0), 0)
     tl.store(out + expert.to(tl.int64) * SIZE + value, total.to(out.dtype.element_ty), is_value)
+
+
+@triton.jit
+def find_tile(
+    ends: tl.tensor, tile: tl.tensor, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, ROWS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return the expert of tile number `tile`, the tile's first row, and the end of the expert's rows.
+
+    Tiles of an expert begin ROWS rows apart. If there is no tile with this number, the expert is EXPERTS or more.
+    """
+    experts = tl.arange(0, EXPERT_BLOCK)
+    group_ends = tl.load(ends + experts, experts < EXPERTS, 0)
+    starts = tl.load(ends + experts - 1, (experts > 0) & (experts < EXPERTS), 0)
+    num_tiles = tl.cdiv(group_ends - starts, ROWS)
+    tile_ends = tl.cumsum(num_tiles, 0)
+    expert = tl.sum((tile_ends <= tile).to(tl.int32), 0)
+    is_own = experts == expert
+    start = tl.sum(tl.where(is_own, starts + (tile - tile_ends + num_tiles) * ROWS, 0), 0)
+    return expert, start, tl.sum(tl.where(is_own, group_ends, 0), 0)

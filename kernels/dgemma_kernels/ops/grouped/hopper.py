@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dgemma_kernels.ops.configs import num_multiprocessors
-from dgemma_kernels.ops.grouped.tiles import SMALL_TILE, rows_per_tile
+from dgemma_kernels.ops.grouped.groups import SMALL_TILE, rows_per_tile
 from dgemma_kernels.ops.persistent import (
     UNIT,
     Operands,
@@ -32,7 +32,7 @@ def multiply(
 
     narrow: (R, rank), grouped by expert. x: (R, I), also grouped by expert, or, with `order`, tokens (M, I). order:
     (R,), the choice of each row as token · A + a, where a is its index among the token's A choices. weights: (E, O, I),
-    and b: (E, O, rank), both contiguous or both transposed. tiles: those of `choices.group_choices`.
+    and b: (E, O, rank), both contiguous or both transposed. tiles: those of `group_choices`.
 
     Example: `multiply(hidden, experts.down_proj, narrow, experts.down_lora_b, groups.tiles, None, gated=False)`.
     """

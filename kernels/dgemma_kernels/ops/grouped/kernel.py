@@ -22,7 +22,7 @@ from dgemma.checks import require
 from dgemma_kernels.blocks import gelu_tanh_times
 from dgemma_kernels.ops import ahead
 from dgemma_kernels.ops.configs import gluon_obstacle, is_hopper
-from dgemma_kernels.ops.grouped.tiles import find_tile
+from dgemma_kernels.ops.grouped.adapters import find_tile
 
 _ROWS, _COLS, _DEPTH = 128, 256, 64  # of a tile
 _LEAST = 16  # fewest columns of a product on tensor cores
@@ -64,7 +64,7 @@ def multiply_tokens(
     x: (M, I) tokens. weights: (E, O, I), contiguous or transposed. order: (R,), the choices grouped by expert, each as
     token · A + a, where a is its index among the token's A choices. narrow: (R, rank), in this order. b: (E, O, rank),
     contiguous or transposed. ends: (E,) int32, where the group of each expert ends. tiles: those of
-    `choices.group_choices`; without them, `hopper` is not used. gated: return gelu(first half) · second half instead,
+    `group_choices`; without them, `hopper` is not used. gated: return gelu(first half) · second half instead,
     (R, O / 2).
 
     Example: `multiply_tokens(x, experts.gate_up_proj, narrow, experts.gate_up_lora_b, groups.order, groups.ends)`.
