@@ -15,7 +15,7 @@ from dgemma_kernels.ops.router import kernel as router
 E, A, D, F, DENSE = 128, 8, 2816, 704, 2112
 WGMMA = {
     *("_partial_scores_kernel", "_expert_gate_up_kernel", "_expert_down_kernel", "_dense_mlp_kernel"),
-    *("_multiply_tokens_kernel", "_multiply_tokens_hopper_kernel", "_experts_many_kernel"),
+    *("_multiply_tokens_hopper_kernel", "_experts_many_kernel"),
 }
 
 
@@ -37,24 +37,18 @@ def run_dense(tokens: int) -> None:
     mlp.dense_mlp(empty(tokens, D), empty(2 * DENSE, D), empty(D, DENSE), empty(2, dtype=torch.int32))
 
 
-def run_training(num_tokens: int = 256) -> None:
+def run_training(num_tokens: int) -> None:
     x, order, ends = empty(num_tokens, D), torch.empty(num_tokens * A, dtype=torch.int64), empty(E).int()
     narrow, tiles = empty(num_tokens * A, 8), torch.empty(1, 3, dtype=torch.int32)
     gate_up, down, wide, low = empty(E, 2 * F, D), empty(E, D, F), empty(E, 2 * F, 8), empty(E, 8, F)
     for gated in (False, True):
-        grouped.multiply_tokens(x, gate_up, narrow, wide, order, ends, tiles, gated=gated)
-    grouped.multiply_tokens(x, down.mT, narrow, low.mT, order, ends, tiles)
+        grouped.multiply(x, gate_up, narrow, wide, tiles, order, gated=gated)
+    grouped.multiply(x, down.mT, narrow, low.mT, tiles, order)
     hidden, of_wide = empty(num_tokens * A, F), empty(num_tokens * A, 2 * F)
-    grouped.multiply_rows(hidden, low, ends)
     adapters.contract_and_outer(hidden, narrow, low.mT, ends, scale=2.0, by_row=empty(num_tokens * A).float())
     adapters.contract_and_outer(of_wide, narrow, wide, ends, scale=2.0)
-    grouped.multiply_rows(hidden, down, ends, narrow, empty(E, D, 8), tiles)
-    grouped.multiply_rows(of_wide, gate_up.mT, ends, narrow, empty(E, 8, D).mT, tiles)
-
-
-@patch.object(grouped, "is_hopper", lambda device: True)
-def run_training_on_hopper(num_tokens: int) -> None:
-    run_training(num_tokens)
+    grouped.multiply(hidden, down, narrow, empty(E, D, 8), tiles)
+    grouped.multiply(of_wide, gate_up.mT, narrow, empty(E, 8, D).mT, tiles)
 
 
 def run_norms() -> None:
@@ -76,8 +70,7 @@ CALLS = {
     "experts, 4096 tokens, without Gluon": lambda: run_routed_experts(4096, configs.EXPERTS["bf16"]["NVIDIA H200"][-1]),
     "dense MLP, whole blocks of tokens": lambda: run_dense(256),
     "dense MLP, ragged": lambda: run_dense(500),
-    "tokens with adapters": run_training,
-    "tokens with adapters, with Gluon, tall": lambda: run_training_on_hopper(256),
-    "tokens with adapters, with Gluon, wide": lambda: run_training_on_hopper(4096),
+    "tokens with adapters, tall": lambda: run_training(256),
+    "tokens with adapters, wide": lambda: run_training(4096),
     "norms": run_norms,
 }

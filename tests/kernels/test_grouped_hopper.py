@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgemma.model.layers import gated_gelu
 from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.configs import is_hopper
-from dgemma_kernels.ops.grouped import kernel, multiply_rows, multiply_tokens, reference
+from dgemma_kernels.ops.grouped import kernel, multiply, reference
 from gluon_interpreter import Hazard, load
 
 HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))
@@ -41,9 +40,8 @@ class Inputs(NamedTuple):
     weights: Tensor
     narrow: Tensor
     b: Tensor
-    order: Tensor | None
-    ends: Tensor
     tiles: Tensor
+    order: Tensor | None
 
 
 def draw(kind: Kind, sizes: tuple[int, ...], width: int, num_out: int, rank: int, device: str = "cpu") -> Inputs:
@@ -61,24 +59,21 @@ def draw(kind: Kind, sizes: tuple[int, ...], width: int, num_out: int, rank: int
     order = torch.randperm(num_rows, generator=generator).to(device) if kind.gathered else None
     x = values(num_rows // CHOICES if kind.gathered else num_rows, width)
     experts_of_rows = torch.arange(experts).repeat_interleave(torch.tensor(sizes))[:, None]
-    _, _, ends, tiles = reference.group_choices(experts_of_rows.to(device), experts)
-    return Inputs(x, weights, values(num_rows, rank), b, order, ends, tiles)
+    tiles = reference.group_choices(experts_of_rows.to(device), experts)[3]
+    return Inputs(x, weights, values(num_rows, rank), b, tiles, order)
 
 
 def error(got: Tensor, inputs: Inputs, kind: Kind) -> float:
     """Return the relative error against float64."""
-    x, weights, narrow, b, order, ends, _ = inputs
-    rows = x if order is None else x[order // CHOICES]
-    want = reference.multiply_rows(rows.double(), weights.double(), ends, narrow.double(), b.double())
-    want = gated_gelu(*want.chunk(2, dim=-1)) if kind.gated else want
+    exact = (each.double() for each in inputs[:4])
+    want = reference.multiply(*exact, inputs.tiles, inputs.order, gated=kind.gated)
     return ((got.double() - want).norm() / want.norm()).item()
 
 
 def interpreted(inputs: Inputs, kind: Kind, **options: Any) -> Tensor:
     module = load("dgemma_kernels.ops.grouped.hopper", **options)
-    x, weights, narrow, b, order, _, tiles = inputs
-    out = module.multiply(x, weights, narrow, b, tiles, order, gated=kind.gated)
-    assert tiles[0, 1] == 0  # so that the next product over these tiles starts with the first item
+    out = module.multiply(*inputs, gated=kind.gated)
+    assert inputs.tiles[0, 1] == 0  # so that the next product over these tiles starts with the first item
     return out
 
 
@@ -108,14 +103,14 @@ def test_a_missing_fence_before_the_adapter_is_detected():
         interpreted(draw(kind, (70, 8), 512, 128, 8), kind, edits=edits)
 
 
-def test_sizes_that_do_not_fit_run_the_triton_kernel(monkeypatch):
+def test_sizes_dtypes_and_versions_that_do_not_fit_are_known(monkeypatch):
     monkeypatch.setattr(kernel, "is_hopper", lambda device: True)
     monkeypatch.setattr(configs, "GLUON_RAN_WITH", (configs.triton.__version__,))
 
     def fits(width: int, num_out: int, rank: int, dtype: torch.dtype) -> bool:
         weights, b = torch.empty(2, num_out, width, dtype=dtype), torch.empty(2, num_out, rank, dtype=dtype)
         narrow, x = torch.empty(6, rank, dtype=dtype), torch.empty(6, width, dtype=dtype)
-        return kernel._fits_hopper(weights, b, narrow, x, x.device)
+        return kernel.fits_product(x, weights, narrow, b, x.device)
 
     assert fits(128, 144, 8, torch.bfloat16)
     assert fits(128, 144, 64, torch.float16)
@@ -131,18 +126,10 @@ def test_sizes_that_do_not_fit_run_the_triton_kernel(monkeypatch):
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("sizes", [(1, 128, 160, 161, 0, 320, 257, 21), (20, 0, 600, 700)], ids=["tall", "wide"])
 @pytest.mark.parametrize("name", KINDS)
-def test_published_sizes_match_float64_and_the_triton_kernel_on_a_gpu(name, sizes, monkeypatch):
+def test_published_sizes_match_float64_on_a_gpu(name, sizes):
     kind = KINDS[name]
     width, num_out = {"down": (704, 2816), "gradient of hidden values": (2816, 704)}.get(name, (2816, 1408))
-    x, weights, narrow, b, order, ends, tiles = inputs = draw(kind, sizes, width, num_out, 8, "cuda")
-
-    def run() -> Tensor:
-        if order is None:
-            return multiply_rows(x, weights, ends, narrow, b, tiles)
-        return multiply_tokens(x, weights, narrow, b, order, ends, tiles, gated=kind.gated)
-
-    got = run()
+    inputs = draw(kind, sizes, width, num_out, 8, "cuda")
+    got = multiply(*inputs, gated=kind.gated)
     assert error(got, inputs, kind) < LIMIT
-    assert torch.equal(got, run())
-    monkeypatch.setattr(kernel, "_fits_hopper", lambda *_: False)
-    assert torch.equal(got, run())  # sums over the depth have one order
+    assert torch.equal(got, multiply(*inputs, gated=kind.gated))

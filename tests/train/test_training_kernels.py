@@ -11,8 +11,8 @@ import dgemma
 from dgemma.train import LoRA, Objective, TrainBatch, add_lora
 from dgemma_kernels import accelerate_training
 from dgemma_kernels.ops import adapters, ahead, grouped, heads, residual
-from dgemma_kernels.ops.grouped import groups, hopper, kernel, reference
-from dgemma_kernels.training import compiling, door, fused, head
+from dgemma_kernels.ops.grouped import groups, hopper, reference
+from dgemma_kernels.training import adapted_experts, compiling, door, fused, head
 
 CONFIG = {
     "num_hidden_layers": 2,
@@ -44,11 +44,11 @@ def kernels_on_cpu(monkeypatch):
         monkeypatch.setattr(module, "compiled", without_compiler)
     if not torch.cuda.is_available():
         monkeypatch.setattr(fused, "COMPILED_ON", ("cpu",))
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        monkeypatch.setattr(adapted_experts, "is_hopper", lambda device: True)
     ran = set()
     for package in (adapters, grouped, heads, residual):
         for name in package.__all__:
-            if name not in ("fits", "fits_groups", "ExpertProduct", "calls_of_products"):
+            if name not in ("fits", "fits_groups", "fits_product"):
                 function = getattr(package, name)
                 monkeypatch.setattr(package, name, lambda *a, f=function, n=name, **k: ran.add(n) or f(*a, **k))
     return ran
@@ -92,7 +92,7 @@ def test_a_step_with_the_kernels_is_as_exact_as_the_plain_one(kernels_on_cpu):
     assert kernels_on_cpu == set()
     kernel_loss, kernel_gradients = step(fast=True)
     assert kernels_on_cpu == {
-        *("group_choices", "multiply_tokens", "multiply_rows", "contract_and_outer"),
+        *("group_choices", "contract_and_outer"),
         *("contract", "contract_gradient", "expand", "expand_gradient"),
         *("norm_heads", "norm_heads_gradient"),
         *("rms_norm", "rms_norm_gradient", "after_attention_gradient", "after_experts", "after_experts_gradient"),
@@ -122,7 +122,7 @@ def test_the_first_step_starts_to_compile_its_kernels_ahead(rank, kernels_on_cpu
     compiled, launched = [], []
     names = {
         adapters: ("contract", "contract_gradient", "expand", "expand_gradient"),
-        grouped: ("contract_and_outer", "group_choices", "multiply_rows"),
+        grouped: ("contract_and_outer", "group_choices"),
         heads: ("norm_heads", "norm_heads_gradient"),
         residual: ("after_attention_gradient", "after_experts", "after_experts_gradient", "rms_norm_gradient"),
     }
@@ -147,16 +147,7 @@ def test_the_first_step_starts_to_compile_its_kernels_ahead(rank, kernels_on_cpu
         (compiled if x.is_meta else launched).append((*shapes, tile_rows, order is None, gated, x.dtype))
         if x.is_meta:
             return None
-        ends = ends_of_tiles(of_tiles, weights.shape[0])
-        rows = x if order is None else x[order // (num_rows // x.shape[0])]
-        out = reference.multiply_rows(rows, weights, ends, narrow, b)
-        return reference.gated_gelu(*out.chunk(2, dim=-1)) if gated else out
-
-    def ends_of_tiles(of_tiles, num_experts):
-        ends = torch.zeros(num_experts, dtype=torch.int32, device=of_tiles.device)
-        for expert, first, num_rows in of_tiles[1 : 1 + of_tiles[0, 0].item()].tolist():
-            ends[expert] = first + num_rows
-        return ends.cummax(0).values
+        return reference.multiply(x, weights, narrow, b, of_tiles, order, gated=gated)
 
     def start(calls):
         for call in calls:
@@ -166,15 +157,12 @@ def test_the_first_step_starts_to_compile_its_kernels_ahead(rank, kernels_on_cpu
                 compiled.append(describe(call.func.__name__, *call.args, **call.keywords))
 
     def record(package, name):
-        function = getattr(package, name)
         # Sizes matter here, and values do not. References are faster than interpreted kernels. References of
         # `grouped` return other types, so its own functions run.
         references = package if package is grouped else import_module(f"{package.__name__}.reference")
         faster = getattr(references, name)
 
         def run(*args, **options):
-            if name == "multiply_rows" and len(args) > 3:  # `multiply` computes it
-                return function(*args, **options)
             launched.append(describe(name, *args, **options))
             with monkeypatch.context() as patch:
                 patch.setattr(fused, "COMPILED_ON", ())  # a reference must not call kernels
@@ -188,7 +176,7 @@ def test_the_first_step_starts_to_compile_its_kernels_ahead(rank, kernels_on_cpu
             monkeypatch.setattr(package, name, record(package, name))
     monkeypatch.setattr(hopper, "multiply", multiply)
     monkeypatch.setattr(ahead, "start", start)
-    monkeypatch.setattr(kernel, "_fits_hopper", lambda *_: True)
+    monkeypatch.setattr(grouped, "fits_product", lambda *_: True)
     make_step(torch.float16, rank=rank)(fast=True)
     assert len(launched) > len(set(launched)) == len(set(compiled))
     assert set(launched) == set(compiled)

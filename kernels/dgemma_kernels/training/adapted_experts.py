@@ -4,7 +4,7 @@ Reference: `AdaptedExperts.forward`.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from dgemma.model.layers import gated_gelu, wide_dtype
 from dgemma.model.quantized import Weight
 from dgemma.train.lora import AdaptedExperts
 from dgemma_kernels.ops import grouped
+from dgemma_kernels.ops.configs import is_hopper
 from dgemma_kernels.training.adapted_linear import product_dtype, scaled_product
 from dgemma_kernels.training.experts import (
     TiledGroups,
@@ -28,7 +29,7 @@ from dgemma_kernels.training.experts import (
 )
 from dgemma_kernels.training.fused import fused, runs_kernels
 
-FEW_OUTPUTS = 16  # a product with at most this many outputs has its own kernel
+FEW_OUTPUTS = 16  # products with at most this many outputs are read once for two gradients
 
 
 @dataclass
@@ -83,12 +84,11 @@ def mix(experts: AdaptedExperts, hidden: Tensor, weights: Tensor, groups: TiledG
         experts.lora.scale,
         *(each.to(hidden.dtype) for each in (experts.down_lora_a, experts.down_lora_b)),
     )
-    if uses_kernel(experts.down_proj, hidden):
-        adapter = thin_product(hidden, down_a, groups.ends, scale), down_b
-        rows = grouped.multiply_rows(hidden, experts.down_proj, groups.ends, *adapter, groups.tiles)
+    narrow = product_by_group(hidden, down_a, groups.ends)
+    rows = _product(hidden, experts.down_proj, (narrow * scale).to(hidden.dtype), down_b, groups)
+    if rows is not None:
         return combine(rows, weights, groups, dtype)
     mixed = combine(product_by_group(hidden, experts.down_proj, groups.ends), weights, groups, dtype)
-    narrow = product_by_group(hidden, down_a, groups.ends)
     narrow = (narrow * (in_rows(weights, groups)[:, None] * scale)).to(hidden.dtype)
     # The other experts get zeros. So one product with the B of all experts gives the sum over a token's experts.
     spread = _Put.apply(narrow, groups)  # (M, E · rank)
@@ -193,8 +193,8 @@ def _gate_up_gradient(
     a, b, gate_up = weight["gate_up_lora_a"], weight["gate_up_lora_b"], weight["gate_up_proj"]
     of_narrow, of_b = contract_and_outer(grad, narrow, b, groups, experts.lora.scale)
     spread = put(of_narrow, groups)  # (M, E · rank)
-    if uses_kernel(gate_up, grad):
-        of_rows = grouped.multiply_rows(grad, gate_up.mT, groups.ends, of_narrow, a.mT, groups.tiles)
+    of_rows = _product(grad, gate_up.mT, of_narrow, a.mT, groups)
+    if of_rows is not None:
         of_x = sum_choices(of_rows, groups.back)
     else:
         of_x = sum_choices(product_by_group(grad, gate_up.mT, groups.ends), groups.back)
@@ -235,22 +235,13 @@ def product_of_tokens(
     """Return x W_eᵀ + narrow B_eᵀ for each choice of an expert e by a token, in rows grouped by expert: (R, O).
 
     x (M, I), weights (E, O, I), b (E, O, rank); narrow (R, rank) is grouped by expert, too. If gated, `gated_gelu`
-    makes the result (R, O / 2). On a Hopper GPU, compiled training steps use one kernel. It does not copy the tokens.
+    makes the result (R, O / 2). On a Hopper GPU, one kernel computes it. It does not copy the tokens.
     """
-    if uses_kernel(weights, x):
-        rows = groups.order, groups.ends, groups.tiles
-        return grouped.multiply_tokens(x.contiguous(), weights, narrow, b, *rows, gated=gated)
+    out = _product(x.contiguous(), weights, narrow, b, groups, groups.order, gated=gated)
+    if out is not None:
+        return out
     out = product_by_group(dispatch(x, groups), weights, groups.ends) + product_by_group(narrow, b, groups.ends)
     return gated_gelu(*out.chunk(2, dim=-1)) if gated else out
-
-
-def thin_product(rows: Tensor, weights: Tensor, ends: Tensor, scale: float, by_row: Tensor | None = None) -> Tensor:
-    """Return scale · by_row · `product_by_group` for weights with few outputs, for which torch's grouped product is
-    slow."""
-    if weights.shape[1] <= FEW_OUTPUTS and uses_kernel(weights, rows):
-        return grouped.multiply_rows(rows, weights, ends, scale=scale, by_row=by_row)
-    factor = scale if by_row is None else scale * by_row[:, None]
-    return (product_by_group(rows, weights, ends) * factor).to(rows.dtype)
 
 
 def contract_and_outer(
@@ -262,24 +253,32 @@ def contract_and_outer(
     of each expert; if the weights are transposed in memory, so is this product. rows (R, N) and narrow (R, rank) are
     grouped by expert; weights (E, N, rank).
     """
-    if uses_kernel(weights, rows) and weights.shape[-1] <= FEW_OUTPUTS:
+    is_narrow = rows.dtype == weights.dtype in (torch.bfloat16, torch.float16)
+    if runs_kernels(rows) and is_narrow and weights.shape[-1] <= FEW_OUTPUTS and is_hopper(rows.device):
         return grouped.contract_and_outer(rows, narrow, weights, groups.ends, scale=scale, by_row=by_row)
-    of_narrow = thin_product(rows, weights.mT.contiguous(), groups.ends, scale, by_row)
+    factor = scale if by_row is None else scale * by_row[:, None]
+    of_narrow = (product_by_group(rows, weights.mT.contiguous(), groups.ends) * factor).to(rows.dtype)
     if weights.is_contiguous():
         return of_narrow, outer_by_group(rows, narrow, groups.ends)
     return of_narrow, outer_by_group(narrow, rows, groups.ends).mT
 
 
-def uses_kernel(weights: Weight, x: Tensor) -> TypeGuard[Tensor]:
-    """Return True while autograd is off, if our kernels support the GPU, dtype and widths."""
-    return (
-        runs_kernels(x)
-        and not torch.is_grad_enabled()
-        and isinstance(weights, Tensor)
-        and x.dtype == weights.dtype in (torch.bfloat16, torch.float16)
-        and x.shape[1] % 64 == weights.shape[1] % 8 == 0
-        and torch.cuda.get_device_capability(x.device)[0] == 9  # Hopper has the shared memory for the tiles
-    )
+def _product(
+    x: Tensor,
+    weights: Weight,
+    narrow: Tensor,
+    b: Tensor,
+    groups: TiledGroups,
+    order: Tensor | None = None,
+    *,
+    gated: bool = False,
+) -> Tensor | None:
+    """Return `grouped.multiply`, or None while autograd is on, or if it does not support the GPU, dtypes or sizes."""
+    if torch.is_grad_enabled() or not runs_kernels(x) or not isinstance(weights, Tensor) or groups.tiles is None:
+        return None
+    if not grouped.fits_product(x, weights, narrow, b, x.device):
+        return None
+    return grouped.multiply(x, weights, narrow, b, groups.tiles, order, gated=gated)
 
 
 @fused

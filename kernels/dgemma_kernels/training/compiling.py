@@ -14,7 +14,7 @@ from torch import Tensor
 from dgemma.model.backbone import Layer
 from dgemma.train.lora import AdaptedExperts, AdaptedLinear
 from dgemma_kernels.ops import adapters, ahead, grouped, heads, residual
-from dgemma_kernels.training.adapted_experts import FEW_OUTPUTS, keeps_output, uses_kernel
+from dgemma_kernels.training.adapted_experts import FEW_OUTPUTS, keeps_output
 
 
 class _StepSizes(NamedTuple):
@@ -39,7 +39,7 @@ def start_kernels(layers: Sequence[Layer], x: Tensor, batch_size: int, num_noisy
     Example: `start_kernels(model.layers, x, 8, 256, 703)`.
     """
     experts = layers[0].experts
-    if not isinstance(experts, AdaptedExperts) or not keeps_output(experts) or not uses_kernel(experts.gate_up_proj, x):
+    if not isinstance(experts, AdaptedExperts) or not keeps_output(experts) or x.dtype != experts.gate_up_proj.dtype:
         return
     num_experts, width, inner = experts.down_proj.shape
     sizes = _StepSizes(
@@ -70,30 +70,35 @@ def _adapted(layer: Layer) -> Iterator[tuple[tuple[int, ...], int]]:
 
 @lru_cache(maxsize=64)
 def _start(sizes: _StepSizes, dtype: torch.dtype, device: torch.device) -> None:
-    if grouped.fits_groups(sizes.experts[0]) and (
-        products := grouped.calls_of_products(_products(sizes, dtype), device)
-    ):
-        ahead.start([*products, *_other_calls(sizes, dtype)])
+    products = _products(sizes, dtype)
+    fits = all(grouped.fits_product(*operands, device) for operands, _, _ in products)
+    if not fits or not grouped.fits_groups(sizes.experts[0]):
+        return
+    from dgemma_kernels.ops.grouped import hopper  # Gluon changes with every version of Triton
+
+    tiles = _empty(1, 3, dtype=torch.int32)
+    calls = (partial(hopper.multiply, *operands, tiles, order, gated=gated) for operands, order, gated in products)
+    ahead.start([*calls, *_other_calls(sizes, dtype)])
 
 
-def _products(sizes: _StepSizes, dtype: torch.dtype) -> list[Any]:
-    """Return the products with experts' weights of both forward passes, then those of the backward pass."""
+def _products(sizes: _StepSizes, dtype: torch.dtype) -> list[tuple[tuple[Tensor, ...], Tensor | None, bool]]:
+    """Return operands, order and GeGLU of the experts' products: of both forward passes, then of the backward pass."""
     (num_experts, width, inner), rank = sizes.experts, sizes.rank
     empty = partial(_empty, dtype=dtype)
     gate_up, up_a, up_b = (
         empty(num_experts, *shape) for shape in ((2 * inner, width), (rank, width), (2 * inner, rank))
     )
     down, down_a, down_b = (empty(num_experts, *shape) for shape in ((width, inner), (rank, inner), (width, rank)))
-    products = []
+    products: list[tuple[tuple[Tensor, ...], Tensor | None, bool]] = []
     for row_len in (sizes.num_noisy, sizes.row_len):
         num_tokens = sizes.batch_size * row_len
         x, num_rows = empty(num_tokens, width), num_tokens * sizes.top_k
         narrow, order = empty(num_rows, rank), _empty(num_rows, dtype=torch.int64)
-        products.append(grouped.ExpertProduct(x, gate_up, narrow, up_b, order, gated=True))
-        products.append(grouped.ExpertProduct(empty(num_rows, inner), down, narrow, down_b))
-    products.append(grouped.ExpertProduct(x, gate_up, narrow, up_b, order))
-    products.append(grouped.ExpertProduct(x, down.mT, narrow, down_a.mT, order))
-    products.append(grouped.ExpertProduct(empty(num_rows, 2 * inner), gate_up.mT, narrow, up_a.mT))
+        products.append(((x, gate_up, narrow, up_b), order, True))
+        products.append(((empty(num_rows, inner), down, narrow, down_b), None, False))
+    products.append(((x, gate_up, narrow, up_b), order, False))
+    products.append(((x, down.mT, narrow, down_a.mT), order, False))
+    products.append(((empty(num_rows, 2 * inner), gate_up.mT, narrow, up_a.mT), None, False))
     return products
 
 
@@ -123,7 +128,6 @@ def _other_calls(sizes: _StepSizes, dtype: torch.dtype) -> Iterator[partial[Any]
     ends, by_row = _empty(num_experts, dtype=torch.int32), _empty(num_rows, dtype=torch.float32)
     up_b, down_a = empty(num_experts, 2 * inner, rank), empty(num_experts, rank, inner)
     if rank <= FEW_OUTPUTS:
-        yield partial(grouped.multiply_rows, hidden, down_a, ends, scale=2.0)
         yield partial(grouped.contract_and_outer, gate_and_up, narrow, up_b, ends, scale=2.0)
         yield partial(grouped.contract_and_outer, hidden, narrow, down_a.mT, ends, scale=2.0, by_row=by_row)
 

@@ -2,14 +2,6 @@
 
 from dgemma_kernels.ops.grouped.adapters import contract_and_outer
 from dgemma_kernels.ops.grouped.groups import fits_groups, group_choices
-from dgemma_kernels.ops.grouped.kernel import ExpertProduct, calls_of_products, multiply_rows, multiply_tokens
+from dgemma_kernels.ops.grouped.kernel import fits_product, multiply
 
-__all__ = [
-    "ExpertProduct",
-    "calls_of_products",
-    "contract_and_outer",
-    "fits_groups",
-    "group_choices",
-    "multiply_rows",
-    "multiply_tokens",
-]
+__all__ = ["contract_and_outer", "fits_groups", "fits_product", "group_choices", "multiply"]

@@ -76,7 +76,7 @@ def _contract_and_outer_kernel(
 ) -> None:
     """Sum over all columns for `of_narrow`, and over the rows of this program's tile for `parts`."""
     tile = tl.program_id(0)
-    expert, start, end = find_tile(ends, tile, EXPERTS, EXPERT_BLOCK, ROWS)
+    expert, start, end = _find_tile(ends, tile, EXPERTS, EXPERT_BLOCK, ROWS)
     if expert < EXPERTS:
         row, depth = start + tl.arange(0, ROWS), tl.arange(0, DEPTH)
         is_row, is_depth = row < end, depth < RANK
@@ -131,7 +131,7 @@ def _add_tiles_kernel(
 
 
 @triton.jit
-def find_tile(
+def _find_tile(
     ends: tl.tensor, tile: tl.tensor, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, ROWS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Return the expert of tile number `tile`, the tile's first row, and the end of the expert's rows.

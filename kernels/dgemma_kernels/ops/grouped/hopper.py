@@ -28,14 +28,7 @@ def multiply(
     *,
     gated: bool,
 ) -> Tensor:
-    """Return x Wᵀ + narrow Bᵀ with the weights of each row's expert, (R, O), or GeGLU of it, (R, O / 2).
-
-    narrow: (R, rank), grouped by expert. x: (R, I), also grouped by expert, or, with `order`, tokens (M, I). order:
-    (R,), the choice of each row as token · A + a, where a is its index among the token's A choices. weights: (E, O, I),
-    and b: (E, O, rank), both contiguous or both transposed. tiles: those of `group_choices`.
-
-    Example: `multiply(hidden, experts.down_proj, narrow, experts.down_lora_b, groups.tiles, None, gated=False)`.
-    """
+    """Compute `kernel.multiply`."""
     flipped, (num_experts, num_cols, width), rank = not weights.is_contiguous(), weights.shape, b.shape[-1]
     num_rows, out_cols = narrow.shape[0], num_cols // 2 if gated else num_cols
     out = torch.empty(num_rows, out_cols, dtype=x.dtype, device=x.device)

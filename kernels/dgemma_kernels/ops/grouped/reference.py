@@ -1,4 +1,4 @@
-"""The grouped product in plain PyTorch, the reference for `kernel`."""
+"""Grouped products and groups in plain PyTorch, the reference for `kernel`, `adapters` and `groups`."""
 
 from itertools import pairwise
 
@@ -9,50 +9,33 @@ from dgemma.model.layers import gated_gelu
 from dgemma_kernels.ops.grouped.groups import MORE_ROWS, rows_per_tile
 
 
-def multiply_tokens(
+def multiply(
     x: Tensor,
     weights: Tensor,
     narrow: Tensor,
     b: Tensor,
-    order: Tensor,
-    ends: Tensor,
-    tiles: Tensor | None = None,
+    tiles: Tensor,
+    order: Tensor | None = None,
     *,
     gated: bool = False,
 ) -> Tensor:
-    """Compute the product row by row."""
-    tokens = order // (order.shape[0] // x.shape[0])
-    out = multiply_rows(x[tokens], weights, ends, narrow, b)
+    """Compute the product tile by tile."""
+    rows = x if order is None else x[order // (order.shape[0] // x.shape[0])]
+    out = x.new_empty(rows.shape[0], weights.shape[1])
+    for expert, first, num_rows in tiles[1 : 1 + int(tiles[0, 0])].tolist():
+        own = slice(first, first + num_rows)
+        out[own] = rows[own] @ weights[expert].T + narrow[own] @ b[expert].T
     return gated_gelu(*out.chunk(2, dim=-1)) if gated else out
-
-
-def multiply_rows(
-    rows: Tensor,
-    weights: Tensor,
-    ends: Tensor,
-    narrow: Tensor | None = None,
-    b: Tensor | None = None,
-    tiles: Tensor | None = None,
-    *,
-    scale: float = 1.0,
-    by_row: Tensor | None = None,
-) -> Tensor:
-    """Compute the product row by row."""
-    experts = torch.searchsorted(ends, torch.arange(rows.shape[0], device=ends.device), right=True).tolist()
-    out = torch.stack([weights[expert] @ row for row, expert in zip(rows, experts, strict=True)])
-    if narrow is not None and b is not None:
-        out = out + torch.stack([b[expert] @ low for low, expert in zip(narrow, experts, strict=True)])
-    return out * scale if by_row is None else out * (scale * by_row[:, None])
 
 
 def contract_and_outer(
     rows: Tensor, narrow: Tensor, weights: Tensor, ends: Tensor, *, scale: float, by_row: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Multiply row by row, and expert by expert."""
-    of_narrow = multiply_rows(rows, weights.mT, ends, scale=scale, by_row=by_row)
-    starts = [0, *ends.tolist()]
-    groups = [slice(start, end) for start, end in pairwise(starts)]
-    return of_narrow, torch.stack([rows[group].T @ narrow[group] for group in groups])
+    """Multiply expert by expert."""
+    groups = [slice(start, end) for start, end in pairwise([0, *ends.tolist()])]
+    of_narrow = scale * torch.cat([rows[group] @ weight for group, weight in zip(groups, weights, strict=True)])
+    outer = torch.stack([rows[group].T @ narrow[group] for group in groups])
+    return of_narrow if by_row is None else of_narrow * by_row[:, None], outer
 
 
 def group_choices(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
