@@ -47,7 +47,6 @@ OPERATIONS = {  # by a part of a kernel's name; the first that matches
     "_after_": "functions between products",
     "_attention_residual": "functions between products",
     "_choices_": "sorting and counting",
-    "_choose_experts": "sorting and counting",
     "sdpa": "attention",
     "fmha": "attention",
     "flash": "attention",

@@ -17,6 +17,9 @@ from dgemma_kernels.ops import adapters, ahead, grouped, heads, residual
 from dgemma_kernels.training.adapted_experts import FEW_OUTPUTS, keeps_output
 
 
+_Product = tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor | None, bool]  # operands, order, whether gated
+
+
 class _StepSizes(NamedTuple):
     """Sizes of a step: two forward passes and a backward pass over B rows of canvases and text."""
 
@@ -74,14 +77,12 @@ def _start(sizes: _StepSizes, dtype: torch.dtype, device: torch.device) -> None:
     fits = all(grouped.fits_product(*operands, device) for operands, _, _ in products)
     if not fits or not grouped.fits_groups(sizes.experts[0]):
         return
-    from dgemma_kernels.ops.grouped import hopper  # Gluon changes with every version of Triton
-
     tiles = _empty(1, 3, dtype=torch.int32)
-    calls = (partial(hopper.multiply, *operands, tiles, order, gated=gated) for operands, order, gated in products)
+    calls = (partial(grouped.multiply, *operands, tiles, order, gated=gated) for operands, order, gated in products)
     ahead.start([*calls, *_other_calls(sizes, dtype)])
 
 
-def _products(sizes: _StepSizes, dtype: torch.dtype) -> list[tuple[tuple[Tensor, ...], Tensor | None, bool]]:
+def _products(sizes: _StepSizes, dtype: torch.dtype) -> list[_Product]:
     """Return operands, order and GeGLU of the experts' products: of both forward passes, then of the backward pass."""
     (num_experts, width, inner), rank = sizes.experts, sizes.rank
     empty = partial(_empty, dtype=dtype)
@@ -89,7 +90,7 @@ def _products(sizes: _StepSizes, dtype: torch.dtype) -> list[tuple[tuple[Tensor,
         empty(num_experts, *shape) for shape in ((2 * inner, width), (rank, width), (2 * inner, rank))
     )
     down, down_a, down_b = (empty(num_experts, *shape) for shape in ((width, inner), (rank, inner), (width, rank)))
-    products: list[tuple[tuple[Tensor, ...], Tensor | None, bool]] = []
+    products: list[_Product] = []
     for row_len in (sizes.num_noisy, sizes.row_len):
         num_tokens = sizes.batch_size * row_len
         x, num_rows = empty(num_tokens, width), num_tokens * sizes.top_k

@@ -7,7 +7,6 @@ added. `hopper` gathers the tokens, and the adapters' product is part of its sum
 import torch
 from torch import Tensor
 
-from dgemma_kernels.ops import ahead
 from dgemma_kernels.ops.configs import gluon_obstacle, is_hopper
 
 _DEPTH = 64  # columns of a copy
@@ -52,5 +51,4 @@ def multiply(
     """
     from dgemma_kernels.ops.grouped import hopper  # Gluon changes with every version of Triton
 
-    ahead.finish()
     return hopper.multiply(x, weights, narrow, b, tiles, order, gated=gated)
