@@ -16,7 +16,6 @@ from dgemma.train.lora import AdaptedExperts, AdaptedLinear
 from dgemma_kernels.ops import adapters, ahead, grouped, heads, residual
 from dgemma_kernels.training.adapted_experts import FEW_OUTPUTS, keeps_output
 
-
 _Product = tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor | None, bool]  # operands, order, whether gated
 
 
