@@ -60,7 +60,7 @@ def sharded(tmp_path):
     return tmp_path
 
 
-def test_the_table_gives_the_published_model_exactly_its_published_text_tensors():
+def test_the_table_gives_the_published_model_exactly_its_published_tensors():
     """Names and shapes as listed for google/diffusiongemma-26B-A4B-it: 1,047 tensors, 356 of them vision."""
     hidden, experts = 2816, 128
     norms = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -84,6 +84,19 @@ def test_the_table_gives_the_published_model_exactly_its_published_text_tensors(
         expected |= {f"{layer}{norm}.weight": (hidden,) for norm in norms}
         expected |= {f"{layer}layer_scalar": (1,), f"model.encoder.language_model.layers.{i}.layer_scalar": (1,)}
     assert len(expected) == 1047 - 356
+    tower, width = "model.encoder.vision_tower.", 1152
+    expected |= {f"{tower}patch_embedder.input_proj.weight": (width, 768)}
+    expected |= {f"{tower}patch_embedder.position_embedding_table": (2, 10240, width)}
+    expected |= {f"{tower}std_bias": (width,), f"{tower}std_scale": (width,)}
+    expected |= {"model.encoder.embed_vision.embedding_projection.weight": (hidden, width)}
+    for i in range(27):
+        layer = f"{tower}encoder.layers.{i}."
+        expected |= {f"{layer}self_attn.{part}_proj.linear.weight": (width, width) for part in "qkvo"}
+        expected |= {f"{layer}self_attn.{part}_norm.weight": (72,) for part in "qk"}
+        expected |= {f"{layer}mlp.{part}_proj.linear.weight": (4304, width) for part in ("gate", "up")}
+        expected |= {f"{layer}mlp.down_proj.linear.weight": (width, 4304)}
+        expected |= {f"{layer}{norm}.weight": (width,) for norm in norms[:4]}
+    assert len(expected) == 1047
 
     ours = DiffusionGemma(presets.diffusiongemma_26b_a4b(), device="meta").state_dict()
     assert {published_name(name): tuple(tensor.shape) for name, tensor in ours.items()} == expected
@@ -228,35 +241,24 @@ def test_scalars_that_differ_between_the_modes_are_kept_apart_with_one_warning(f
     assert ["layers.1.layer_scalar" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_vision_tensors_are_skipped_with_one_log_line(folder, caplog):
+def test_towers_that_the_model_does_not_have_are_skipped_with_one_log_line(folder, caplog):
+    """A config without a vision tower, as of a text-only model that transformers saved, and Gemma 4's audio tower."""
     expected = DiffusionGemma.from_pretrained(folder)
-    prefix = "model.encoder."
-    vision = {f"{prefix}vision_tower.std_bias": torch.ones(3), f"{prefix}embed_vision.x": torch.ones(2)}
-    edit(folder, lambda t: t.update(vision))
+    towers = {"model.encoder.vision_tower.std_bias": torch.ones(3), "model.audio_tower.x": torch.ones(2)}
+    edit(folder, lambda t: t.update(towers))
     assert same_weights(expected, DiffusionGemma.from_pretrained(folder))
-    assert ["2 vision tensors" in record.getMessage() for record in caplog.records] == [True]
+    assert ["2 tensors of towers" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_a_gemma4_vision_tower_is_saved_under_the_new_names_and_an_audio_tower_is_not(folder):
-    edit(
-        folder, lambda t: t.update({"model.vision_tower.std_bias": torch.ones(3), "model.audio_tower.x": torch.ones(2)})
-    )
-    model = DiffusionGemma.from_pretrained(folder)
-    model.save_pretrained(folder)
-    saved = load_file(folder / "model.safetensors")
-    extra = saved.keys() - {published_name(name) for name in model.state_dict()}
-    assert extra == {"model.encoder.vision_tower.std_bias"}
-    assert torch.equal(saved["model.encoder.vision_tower.std_bias"], torch.ones(3))
-
-
-def test_a_lost_vision_source_warns_and_still_saves(folder, tmp_path, caplog):
-    edit(folder, lambda t: t.update({"model.encoder.vision_tower.std_bias": torch.ones(3)}))
-    model = DiffusionGemma.from_pretrained(folder)
-    (folder / "model.safetensors").unlink()
-    caplog.clear()
-    model.save_pretrained(tmp_path / "again")
-    assert ["without vision tensors" in record.getMessage() for record in caplog.records] == [True]
-    assert DiffusionGemma.from_pretrained(tmp_path / "again").vision_source is None
+def test_a_checkpoint_without_vision_tensors_has_no_tower_and_one_with_some_must_have_all(tmp_path):
+    model = DiffusionGemma(presets.tiny(vision=True))
+    model.save_pretrained(tmp_path)
+    assert same_weights(model, DiffusionGemma.from_pretrained(tmp_path))
+    edit(tmp_path, lambda t: t.pop("model.encoder.vision_tower.std_bias"))
+    with pytest.raises(ValueError, match=r"missing model\.encoder\.vision_tower\.std_bias"):
+        DiffusionGemma.from_pretrained(tmp_path)
+    edit(tmp_path, lambda t: [t.pop(name) for name in list(t) if "vision" in name])
+    assert DiffusionGemma.from_pretrained(tmp_path).vision is None
 
 
 def test_everything_that_does_not_fit_is_named_in_one_error(folder):

@@ -7,6 +7,7 @@ from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
 import dgemma
 from dgemma import DiffusionGemma, GenerationDefaults, ModelConfig
+from dgemma.checkpoint.names import published_name
 
 PUBLISHED_TEXT = {
     "vocab_size": 262144,
@@ -55,17 +56,15 @@ def test_the_26b_preset_has_exactly_the_published_tensors():
     ours = DiffusionGemma(config, device="meta")
     with torch.device("meta"):
         published = DiffusionGemmaForBlockDiffusion(DiffusionGemmaConfig(**config.to_hf()))
-    vision = {k: v for k, v in published.state_dict().items() if "vision" in k and "inv_freq" not in k}
-    text = {name: tuple(tensor.shape) for name, tensor in ours.state_dict().items()}
-    assert len(text) + len(vision) == 1047
-    assert sum(math.prod(s) for s in text.values()) + sum(v.numel() for v in vision.values()) == 25_823_781_228
-    decoder = {
-        k.removeprefix("model.decoder."): tuple(v.shape)
-        for k, v in published.state_dict().items()
-        if "model.decoder." in k
-    }
-    assert {name: shape for name, shape in text.items() if "causal_" not in name} == decoder
-    assert 25.2e9 <= ours.num_parameters() < 25.3e9  # the card's 25.2B, and 18M of self-conditioning
+    state = {name: tuple(tensor.shape) for name, tensor in ours.state_dict().items()}
+    assert len(state) == 1047
+    assert sum(math.prod(shape) for shape in state.values()) == 25_823_781_228
+    theirs = {k: tuple(v.shape) for k, v in published.state_dict().items() if "inv_freq" not in k}
+    untied = {k for k in theirs if "model.decoder." in k or "vision" in k or "layer_scalar" in k}
+    assert {published_name(name): shape for name, shape in state.items()} == {name: theirs[name] for name in untied}
+    assert (
+        25.8e9 <= ours.num_parameters() < 25.9e9
+    )  # the card's 25.2B of text, 18M of self-conditioning, 0.57B of vision
     assert 3.8e9 <= ours.num_parameters(active=True) < 3.9e9
 
 
@@ -76,6 +75,7 @@ def test_transformers_reads_what_to_hf_writes_and_from_hf_reads_what_transformer
     assert theirs.text_config.per_layer_config[-1 % config.num_hidden_layers].head_dim == config.global_head_dim
     back = ModelConfig.from_hf(theirs.to_dict())  # newer releases write per_layer_config instead of the global fields
     assert back.replace(vision_config=None, carried={}) == config.replace(vision_config=None, carried={})
+    assert back.vision == config.vision  # None for a model without images
 
 
 def test_small_has_tens_of_millions_of_parameters():
@@ -129,6 +129,18 @@ def test_missing_fields_and_wrong_models_are_named(tmp_path):
         ModelConfig.from_hf({"model_type": "llama"})
     with pytest.raises(ValueError, match="vision_config must be a dictionary or None, got True"):
         ModelConfig.from_hf(dgemma.presets.tiny().to_hf() | {"vision_config": True})
+    for change, sentence in (
+        ({"hidden_size": 0}, "VisionConfig.hidden_size must be an integer from 1"),
+        ({"hidden_size": "8"}, "VisionConfig.hidden_size must be int"),
+        ({"head_dim": 6}, "VisionConfig.head_dim must be a multiple of 4"),
+        ({"num_key_value_heads": 1}, "vision_config.num_key_value_heads must be 2, got 1"),
+        ({"use_clipped_linears": True}, "vision_config.use_clipped_linears must be False"),
+    ):
+        published = dgemma.presets.tiny(vision=True).to_hf()
+        with pytest.raises(ValueError, match=sentence):
+            ModelConfig.from_hf(published | {"vision_config": published["vision_config"] | change})
+    with pytest.raises(ValueError, match="image_token_id must be a token id below vocab_size, got 258880"):
+        dgemma.presets.tiny(vision=True).replace(carried={})
     with pytest.raises(ValueError, match="eos_token_id must be a tuple of token ids, got 5"):
         dgemma.model.config.GenerationDefaults(eos_token_id=5)
     with pytest.raises(FileNotFoundError, match=r"config\.json"):

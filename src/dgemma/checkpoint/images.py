@@ -23,7 +23,7 @@ from dgemma.model.vision.images import Images
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    Picture = str | Path | bytes | np.ndarray | Image
+    ImageSource = str | Path | bytes | np.ndarray | Image
 
 TokenBudget = Literal[70, 140, 280, 560, 1120]
 
@@ -70,7 +70,7 @@ class ImageProcessor:
                 break
         return cls(**settings)
 
-    def __call__(self, pictures: Sequence["Picture"]) -> Images:
+    def __call__(self, pictures: Sequence["ImageSource"]) -> Images:
         """Return the patches of pictures: paths, file contents, data URLs, arrays (H, W, 3) of uint8 or PIL images.
 
         Example: `processor(["photo.jpg", numpy_array]).patches.shape` is (2, L, 768).
@@ -107,7 +107,7 @@ class ImageProcessor:
         return np.asarray(picture if size == picture.size else picture.resize(size, Resampling.BICUBIC))
 
 
-def open_picture(picture: "Picture") -> "Image":
+def open_picture(picture: "ImageSource") -> "Image":
     """Return a picture as an upright RGB image. Transparency becomes white.
 
     Example: `open_picture("photo.jpg").size`.

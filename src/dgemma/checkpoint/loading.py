@@ -16,6 +16,7 @@ from torch import Tensor
 from dgemma.checkpoint.formats.entry import FLOATS, Contents
 from dgemma.checkpoint.formats.gguf import open_gguf
 from dgemma.checkpoint.location import ASSETS
+from dgemma.checkpoint.names import VISION
 from dgemma.checkpoint.plan import LoadPlan, first, make_plan
 from dgemma.checkpoint.reading import Checkpoint, read_checkpoint
 from dgemma.checks import read_device, read_dtype
@@ -72,7 +73,6 @@ def load_pretrained(
         for name, weight in weights.items()
         if isinstance(weight, Tensor) and plan.is_quantized(name)
     }
-    model.vision_source = checkpoint.folder if plan.vision else None
     _give_notices(plan, checkpoint.contents, state, model.config)
     return model
 
@@ -85,6 +85,8 @@ def _build_empty(cls: type[Model], checkpoint: Checkpoint, conventions: Conventi
     if isinstance(layers, int) and layers > len(stored):  # a huge number would fill the memory
         raise ValueError(f"ModelConfig.num_hidden_layers must fit the {len(stored)} tensors stored, got {layers}.")
     config = ModelConfig.from_hf(published)
+    if not any(VISION.match(name) for name in stored):
+        config = config.replace(vision_config=None)
     try:
         model = cls(config, device="meta", conventions=conventions)
     except RuntimeError as error:
@@ -195,10 +197,8 @@ def _start_self_conditioning(
 def _give_notices(plan: LoadPlan, contents: Contents, state: Mapping[str, Tensor], config: ModelConfig) -> None:
     for note in contents.notes:
         logger.warning(note)
-    if plan.vision:
-        logger.warning(
-            "Skipped %d vision tensors, because dgemma reads only text. save_pretrained copies them.", len(plan.vision)
-        )
+    if plan.skipped:
+        logger.warning("Skipped %d tensors of towers that the model does not have.", len(plan.skipped))
     if plan.fresh:
         logger.warning("The checkpoint is a plain Gemma 4; newly initialised: %s.", ", ".join(plan.fresh))
     pairs = {f"layers.{i}.layer_scalar": f"layers.{i}.causal_layer_scalar" for i in range(config.num_hidden_layers)}

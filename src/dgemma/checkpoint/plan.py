@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dgemma.checkpoint.formats.entry import FLOATS, Contents, Entry
-from dgemma.checkpoint.names import VISION, our_names, published_name
+from dgemma.checkpoint.names import AUDIO, VISION, our_names, published_name
 from dgemma.model.quantized import IntWeight, QuantizedWeight, Weight
 
 _MOST_NAMED = 5  # the most tensors or files that an error names
@@ -30,7 +30,7 @@ class LoadPlan:
 
     entries: Mapping[str, Entry]  # the checkpoint's weights, by published name
     shapes: Mapping[str, Sequence[int]]  # of our weights
-    vision: list[str]
+    skipped: frozenset[str]  # published names of towers that the model does not have
     whole: dict[str, str] = field(default_factory=dict)  # our name → the published weight it is read from
     parts: dict[str, dict[tuple[int, int], ExpertPart]] = field(default_factory=dict)  # by expert and first row
     copies: list[tuple[str, str]] = field(default_factory=list)  # (published copy, published weight that it equals)
@@ -76,12 +76,14 @@ def make_plan(expected: Mapping[str, Tensor], contents: Contents, *, plain_gemma
     """Match the model's tensors with those in the files. One error lists all mismatches."""
     entries = contents.entries
     shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
-    plan = LoadPlan(entries=entries, shapes=shapes, vision=[name for name in entries if VISION.match(name)])
+    has_vision = any(name.startswith("vision.") for name in shapes)
+    skipped = frozenset(name for name in entries if AUDIO.match(name) or (not has_vision and VISION.match(name)))
+    plan = LoadPlan(entries=entries, shapes=shapes, skipped=skipped)
     found: set[str] = set()
     problems = list(contents.problems)
     # The decoder's tensor is used; encoder copies and a stored head must be equal to it.
     for name in sorted(entries, key=lambda n: (n.startswith(("model.encoder.", "encoder.", "lm_head.")), n)):
-        if VISION.match(name):
+        if name in skipped:
             continue
         entry = entries[name]
         if entry.decode is None and entry.format not in FLOATS:

@@ -1,6 +1,5 @@
 """Saving of a model: a folder of safetensors files that transformers loads."""
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,16 +8,13 @@ from torch import Tensor
 
 from dgemma.checkpoint.formats import compressed_tensors
 from dgemma.checkpoint.location import INDEX_FILE, SINGLE_FILE
-from dgemma.checkpoint.names import VISION, published_name
+from dgemma.checkpoint.names import published_name
 from dgemma.checkpoint.plan import first
-from dgemma.checkpoint.reading import read_headers
 from dgemma.checks import as_int
-from dgemma.files import clear_temporaries, fill_json, fill_tensors, new_files, open_tensors, writing
+from dgemma.files import clear_temporaries, fill_json, fill_tensors, new_files, writing
 from dgemma.model.config import OWN_DEFAULTS
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.quantized import quantized_weights
-
-logger = logging.getLogger("dgemma")
 
 
 def save_pretrained(model: DiffusionGemma, path: str | Path, *, max_shard_size: int | str = "5GB") -> None:
@@ -27,8 +23,7 @@ def save_pretrained(model: DiffusionGemma, path: str | Path, *, max_shard_size: 
     Quantised weights are stored in the compressed-tensors format, one expert at a time, as in the files published for
     vLLM. transformers 5.22 does not read such experts, because its own are fused.
 
-    Vision tensors of the model's checkpoint are copied unchanged: transformers would fill missing ones with random
-    weights, and images would silently stop working. Other files in the folder stay.
+    Other files in the folder stay.
 
     New files are written next to the old ones and replace them at the end. If the disk is full, the old checkpoint
     stays. If the process is killed, the folder holds the old weights or the new ones, never a mixture. The config is
@@ -82,18 +77,6 @@ def _tensors_to_save(model: DiffusionGemma) -> dict[str, Tensor]:
     tensors = {published_name(name): weight for name, weight in state.items()}
     for name, weight in quantized.items():
         tensors |= compressed_tensors.published_tensors(published_name(name), weight)
-    if model.vision_source is None:
-        return tensors
-    try:
-        stored = read_headers(model.vision_source)
-    except (OSError, ValueError) as error:  # a training run must not fail to save because of this
-        logger.warning("Saved without vision tensors, so transformers will initialise them at random: %s", error)
-        return tensors
-    for name, entry in stored.items():
-        kind = VISION.match(name)
-        if kind and "audio" not in kind[1]:  # DiffusionGemma has no audio tower
-            with open_tensors(entry.file) as file:
-                tensors[f"model.encoder.{name[kind.start(1) :]}"] = file.get_tensor(name)  # memory-mapped, not copied
     return tensors
 
 

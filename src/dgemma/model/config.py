@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 from dgemma.checks import check_types, require, require_field, show
 from dgemma.files import read_json
 from dgemma.model.gemma4 import GEMMA4_TYPES, config_from_gemma4
+from dgemma.model.vision.config import VisionConfig
 
 OWN_DEFAULTS = ("noise", "sampler")  # fields of GenerationDefaults that are stored in config.json
 SLIDING = "sliding_attention"
@@ -29,6 +30,20 @@ _FIXED_TEXT_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "attention_dropout": (0.0, None),
     "tie_word_embeddings": (True,),
     "use_bidirectional_attention": ("vision", None),
+}
+# transformers always builds a vision tower, by default of 167M weights. The config of a model without one describes
+# this tower, to keep it small there; `from_hf` reads it as no tower.
+_NO_TOWER: Mapping[str, Any] = {
+    "model_type": "gemma4_vision",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "head_dim": 4,
+    "global_head_dim": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "position_embedding_size": 4,
+    "patch_size": 2,
 }
 
 
@@ -97,7 +112,7 @@ class ModelConfig(DenoiserConfig):
     bos_token_id: int = 2
     eos_token_id: int = 1
     noise_conditioning: bool = False  # an input for the noise level; the published model has none
-    vision_config: Mapping[str, Any] | None = field(default=None, hash=False)  # saved again, but not built
+    vision_config: Mapping[str, Any] | None = field(default=None, hash=False)  # as published; None: no images
     carried: Mapping[str, Any] = field(default_factory=dict, hash=False)  # other published top-level fields
 
     def __post_init__(self) -> None:
@@ -121,13 +136,29 @@ class ModelConfig(DenoiserConfig):
         for kv, head in (("num_key_value_heads", "head_dim"), ("num_global_key_value_heads", "global_head_dim")):
             require_field(self.num_attention_heads % getattr(self, kv) == 0, self, kv, "divide num_attention_heads")
             require_field(getattr(self, head) % 2 == 0, self, head, "be even, because rope rotates pairs")
-        vision = self.vision_config is None or isinstance(self.vision_config, Mapping)
-        require_field(vision, self, "vision_config", "be a dictionary or None")
+        has_vision = isinstance(self.vision_config, Mapping)
+        require_field(self.vision_config is None or has_vision, self, "vision_config", "be a dictionary or None")
         require_field(isinstance(self.carried, Mapping), self, "carried", "be a dictionary")
+        if has_vision:
+            _ = self.vision  # checks its fields
+            fits = _is_int(self.image_token_id, 0) and self.image_token_id < self.vocab_size
+            require_field(
+                fits, self, "image_token_id", "be a token id below vocab_size", "Set carried['image_token_id']."
+            )
         is_mapping = isinstance(self.rope_parameters, Mapping)
         require_field(is_mapping, self, "rope_parameters", "map the types of layers to their parameters")
         for kind in dict.fromkeys((*self.layer_types, *self.rope_parameters)):
             _check_rope(self.rope_parameters, kind)
+
+    @property
+    def vision(self) -> VisionConfig | None:
+        """The sizes of the vision tower; None for a model that reads only text."""
+        return None if self.vision_config is None else VisionConfig.from_hf(self.vision_config)
+
+    @property
+    def image_token_id(self) -> int:
+        """The token that stands for each vector of an image in a prompt."""
+        return self.carried.get("image_token_id", 258_880)
 
     def layer_shape(self, layer: int) -> LayerShape:
         """Return heads, window and rope of one layer.
@@ -193,7 +224,9 @@ class ModelConfig(DenoiserConfig):
             own = {"text_config", "vision_config", "canvas_length", "noise", "sampler"}
             own |= {"quantization_config", "quantization"}  # they describe the files, not the model
             values["carried"] = {k: v for k, v in published.items() if k not in own}
-            values["vision_config"] = published.get("vision_config")
+            vision = published.get("vision_config")
+            is_none = isinstance(vision, Mapping) and _NO_TOWER.items() <= vision.items()
+            values["vision_config"] = None if is_none else vision
             if published.get("canvas_length") is not None:
                 values["canvas_length"] = published["canvas_length"]
         missing = sorted(_REQUIRED - values.keys())
@@ -218,7 +251,7 @@ class ModelConfig(DenoiserConfig):
             "canvas_length": self.canvas_length,
             "tie_word_embeddings": True,
             "text_config": text,
-            **({"vision_config": dict(self.vision_config)} if self.vision_config is not None else {}),
+            "vision_config": dict(_NO_TOWER if self.vision_config is None else self.vision_config),
         }
 
     def replace(self, **changes: Any) -> Self:

@@ -28,6 +28,7 @@ from dgemma.model.noise_level import NoiseLevelEmbedding
 from dgemma.model.quantize import Quantization
 from dgemma.model.quantized import QuantizedWeight, quantized_weights
 from dgemma.model.rotary import rotary_table
+from dgemma.model.vision.tower import PatchEmbedder, VisionTower
 
 _MOST_ROWS = 1 << 20  # in a cache
 _ENCODE_CHUNK = 1024  # tokens per chunk: memory grows with the length of a prompt, not with its square
@@ -89,7 +90,6 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
             require(False, "DiffusionGemma conventions", "be a Conventions", conventions)
         self.config = config
         self.generation = GenerationDefaults()
-        self.vision_source: Path | None = None  # folder whose vision tensors save_pretrained copies
         self.dequantized: dict[str, str] = {}  # names of decoded weights, and their formats in the files
         self.conventions = conventions or Conventions()
         self.takes_noise_level = self.takes_position_levels = config.noise_conditioning
@@ -105,6 +105,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
             self.self_conditioning = SelfConditioning(config)
             self.noise_level_embedding = NoiseLevelEmbedding(config.hidden_size) if config.noise_conditioning else None
+            self.vision = None if config.vision is None else VisionTower(config.vision, config.hidden_size)
         self.to(dtype or torch.get_default_dtype())
         if device.type != "meta":
             self.to_empty(device=device)
@@ -112,18 +113,20 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Set random weights: normal matrices, unit norms and scalars."""
+        """Set random weights: normal matrices and positions, unit norms and scalars."""
         for module in self.modules():
             if isinstance(module, QuantizedWeight):
                 continue
             if isinstance(module, nn.Linear | nn.Embedding):
                 module.weight.normal_(std=self.config.initializer_range, generator=generator)
-            elif isinstance(module, Experts):
+            elif isinstance(module, Experts | PatchEmbedder):
                 for weight in module.parameters():
                     weight.normal_(std=self.config.initializer_range, generator=generator)
             else:
                 for scale in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                     scale.fill_(1.0)
+            if isinstance(module, VisionTower) and module.std_bias is not None:
+                module.std_bias.zero_()
 
     @classmethod
     @typed
@@ -175,10 +178,11 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
     def num_parameters(self, *, active: bool = False) -> int:
         """Return the number of weights; with `active`, only those that one token uses (its chosen experts).
 
-        Example: `model.num_parameters(active=True)` is 3.8e9 of 25.2e9 for the published model.
+        Example: `model.num_parameters(active=True)` is 3.8e9 of 25.8e9 for the published model.
         """
         total, experts = _num_weights(self), sum(_num_weights(m) for m in self.modules() if isinstance(m, Experts))
         idle = experts * (self.config.num_experts - self.config.top_k_experts) // self.config.num_experts
+        idle += 0 if self.vision is None else _num_weights(self.vision)  # text does not run it
         return total - idle if active else total
 
     def memory_report(self) -> MemoryReport:

@@ -9,6 +9,7 @@ from torch import nn
 from dgemma.model.quantized import quantized_weights
 
 _PARTS = {  # parts of the model in the order of the report, and the names of their weights
+    "vision": r"vision\.",
     "embedding": r"embed_tokens\.",
     "attention": r".*\.self_attn\.._proj\.",
     "dense MLP": r".*\.mlp\.",

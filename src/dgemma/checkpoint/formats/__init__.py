@@ -7,7 +7,7 @@ from typing import Any
 from dgemma.checkpoint.formats import compressed_tensors, gptq, mlx, modelopt
 from dgemma.checkpoint.formats.entry import FLOATS, Contents, Stored, plain_entry
 from dgemma.checkpoint.formats.settings import Settings
-from dgemma.checkpoint.names import VISION, our_names
+from dgemma.checkpoint.names import AUDIO, our_names
 from dgemma.model.memory import MemoryReport, summarize
 
 _READERS = {
@@ -33,7 +33,7 @@ def read_contents(published: Mapping[str, Any], stored: Mapping[str, Stored]) ->
 
 
 def report_files(contents: Contents, stored: Mapping[str, Stored]) -> MemoryReport:
-    """Return the format and the bytes of each part of a checkpoint's text weights."""
+    """Return the format and the bytes of each part of a checkpoint's weights."""
     weights = [
         (
             our_names(name)[0],
@@ -42,6 +42,6 @@ def report_files(contents: Contents, stored: Mapping[str, Stored]) -> MemoryRepo
             sum(stored[tensor].num_bytes for tensor in entry.tensors.values()),
         )
         for name, entry in contents.entries.items()
-        if not VISION.match(name)
+        if not AUDIO.match(name)
     ]
     return summarize(weights)

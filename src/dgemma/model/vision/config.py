@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
+from dgemma.checks import as_int, check_finite, check_types, require, require_field
+
+_LARGEST_SIZE = 1 << 20  # larger sizes are certainly mistakes
 # Published fields that the tower implements for one value only; any other would change the result.
 _FIXED: Mapping[str, tuple[Any, ...]] = {
     "hidden_activation": ("gelu_pytorch_tanh",),
@@ -15,16 +18,16 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    """Geometry of the vision tower.
+    """Geometry of the vision tower. The defaults are transformers', whose files may omit a field that equals one.
 
-    Example: `VisionConfig.from_hf(config.vision_config).num_hidden_layers` is 27 for the published model.
+    Example: `dgemma.presets.diffusiongemma_26b_a4b().vision.num_hidden_layers` is 27.
     """
 
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    head_dim: int
+    hidden_size: int = 768
+    intermediate_size: int = 3072
+    num_hidden_layers: int = 16
+    num_attention_heads: int = 12
+    head_dim: int = 64
     patch_size: int = 16
     pooling_kernel_size: int = 3
     position_embedding_size: int = 10_240  # the most patches per side
@@ -32,22 +35,29 @@ class VisionConfig:
     rope_theta: float = 100.0
     standardize: bool = False
 
+    def __post_init__(self) -> None:
+        check_types(self)
+        for field in fields(self):
+            if field.type is int:
+                fits = 1 <= (as_int(getattr(self, field.name)) or 0) <= _LARGEST_SIZE
+                require_field(fits, self, field.name, f"be an integer from 1 to {_LARGEST_SIZE}")
+        for name in ("rms_norm_eps", "rope_theta"):
+            check_finite(self, name, above=0)
+        require_field(self.head_dim % 4 == 0, self, "head_dim", "be a multiple of 4, because rope rotates two halves")
+
     @classmethod
     def from_hf(cls, published: Mapping[str, Any]) -> Self:
         """Read the `vision_config` of a published config.json."""
-        for name, values in _FIXED.items():
-            if published.get(name, values[0]) not in values:
-                raise ValueError(f"vision_config.{name} must be {values[0]!r}, got {published[name]!r}.")
-        heads = published["num_attention_heads"]
-        if published.get("num_key_value_heads", heads) != heads:
-            raise ValueError(
-                f"vision_config.num_key_value_heads must equal num_attention_heads {heads}, "
-                f"got {published['num_key_value_heads']}."
+        heads = published.get("num_attention_heads", cls.num_attention_heads)
+        for name, values in {**_FIXED, "num_key_value_heads": (heads,)}.items():
+            value = published.get(name, values[0])
+            require(
+                value in values, f"vision_config.{name}", f"be {values[0]!r}", value, "dgemma runs only that value."
             )
-        own = {field.name for field in fields(cls)}
         rope = published.get("rope_parameters") or {}
-        values = {name: value for name, value in published.items() if name in own}
-        return cls(**values, **{name: value for name, value in rope.items() if name in own - values.keys()})
+        require(isinstance(rope, Mapping), "vision_config.rope_parameters", "be a dictionary", rope)
+        own = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in {**rope, **published}.items() if name in own})
 
     @property
     def patch_dim(self) -> int:

@@ -1,46 +1,64 @@
-"""Images as the model reads them: patches and where each patch lies."""
+"""Images as the model reads them: patches, and the grid that they come from."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from dgemma.checks import require_tensor, short_repr
 
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Patches of I images, padded to the largest, and the columns and rows of each image's grid of patches.
+    """The patches of some images, one image after the other, and the size of each image in patches.
 
-    The images are in the order of their tokens in the prompt: row by row of the batch.
+    The images are in the order of their tokens in the prompt; in a batch, row after row.
 
     Example: `ImageProcessor()(["photo.jpg"]).num_tokens` is (256,) for a square photo.
     """
 
-    patches: Tensor  # (I, L, patch_dim), values in [0, 1]
-    grids: tuple[tuple[int, int], ...]  # columns and rows of patches
+    patches: Tensor  # (L, patch_dim) uint8: the pixels of a patch, row by row
+    grids: tuple[tuple[int, int], ...]  # columns and rows of patches, both multiples of `pooling`
     pooling: int = 3  # patches per side of a token
+
+    __repr__ = short_repr
+
+    def __post_init__(self) -> None:
+        rule = f"be uint8 patches ({sum(self.num_patches)}, patch_dim), as many as the grids have"
+        require_tensor(self.patches, "Images.patches", rule, shape=(sum(self.num_patches), None), dtypes=(torch.uint8,))
 
     def __len__(self) -> int:
         return len(self.grids)
 
     @property
+    def num_patches(self) -> tuple[int, ...]:
+        """The number of patches of each image."""
+        return tuple(columns * rows for columns, rows in self.grids)
+
+    @property
     def num_tokens(self) -> tuple[int, ...]:
         """The number of tokens of each image."""
-        return tuple(columns * rows // self.pooling**2 for columns, rows in self.grids)
+        return tuple(patches // self.pooling**2 for patches in self.num_patches)
 
     @property
     def positions(self) -> Tensor:
-        """Column and row of each patch, (I, L, 2) int64; -1 for padding."""
-        places = torch.full((*self.patches.shape[:2], 2), -1, dtype=torch.int64)
-        for image, (columns, rows) in enumerate(self.grids):
-            y, x = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-            places[image, : rows * columns] = torch.stack((x, y), dim=-1).flatten(0, 1)
-        return places.to(self.patches.device)
+        """Column and row of each patch in its image, (L, 2) int64."""
+        grids = [torch.cartesian_prod(torch.arange(rows), torch.arange(columns)) for columns, rows in self.grids]
+        return torch.cat(grids).flip(-1).to(self.patches.device)
 
     def to(self, device: torch.device | str) -> Self:
         return type(self)(self.patches.to(device), self.grids, self.pooling)
+
+    def select(self, numbers: Sequence[int]) -> Self:
+        """Return some of the images, by their numbers, in this order.
+
+        Example: `images.select([1]).num_tokens`.
+        """
+        parts = self.patches.split(self.num_patches)
+        patches = torch.cat([parts[number] for number in numbers]) if numbers else self.patches[:0]
+        return type(self)(patches, tuple(self.grids[number] for number in numbers), self.pooling)
 
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
@@ -48,6 +66,5 @@ class Images:
 
         Example: `Images.join([processor(["a.png"]), processor(["b.png"])])`.
         """
-        longest = max(part.patches.shape[1] for part in parts)
-        padded = [F.pad(part.patches, (0, 0, 0, longest - part.patches.shape[1])) for part in parts]
-        return cls(torch.cat(padded), tuple(grid for part in parts for grid in part.grids), parts[0].pooling)
+        grids = tuple(grid for part in parts for grid in part.grids)
+        return cls(torch.cat([part.patches for part in parts]), grids, parts[0].pooling)

@@ -18,6 +18,7 @@ _TARGETS = {
     "experts": ("experts",),
     "router": ("router.proj",),
     "self_conditioning": ("self_conditioning.gate_proj", "self_conditioning.up_proj", "self_conditioning.down_proj"),
+    "vision_projection": ("vision.embedding_projection",),
 }
 
 
@@ -25,7 +26,8 @@ _TARGETS = {
 class LoRA:
     """The settings of adapters: their rank, their strength and their targets. The update is alpha / rank · B A.
 
-    Targets are groups of weights: attention, dense, experts, router, self_conditioning.
+    Targets are groups of weights: attention, dense, experts, router, self_conditioning, and vision_projection. The
+    vision tower itself is never adapted.
 
     Example: `LoRA(rank=16, alpha=32, targets=("attention", "dense"))` is the choice of several public recipes.
     """
@@ -51,6 +53,8 @@ class LoRA:
 
 
 def is_target(name: str, targets: Iterable[str]) -> bool:
+    if name.startswith("vision.layers."):
+        return False
     return any(name == end or name.endswith("." + end) for target in targets for end in _TARGETS[target])
 
 
