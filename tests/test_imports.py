@@ -31,6 +31,7 @@ IN_FUNCTIONS = {
     "dgemma.checkpoint.formats.gguf": {"gguf"},
     "dgemma.checkpoint.formats.gguf_file": {"gguf"},
     "dgemma.checkpoint.tokenizer": {"transformers"},
+    "dgemma.checkpoint.images": {"PIL"},
     "dgemma.checkpoint.location": {"huggingface_hub"},
     "dgemma.cli.training": {"dgemma_kernels"},
     "dgemma.cli.loading": {"dgemma_kernels", "dgemma_kernels.engine.weights", "dgemma_kernels.formats"},

@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 import dgemma.sampling as sampling
+from dgemma.checkpoint.images import ImageProcessor
 from dgemma.checkpoint.tokenizer import ByteTokenizer, Tokenizer
 from dgemma.constraints.languages import Choice, Grammar, JsonSchema, Regex, ToolCalls
 from dgemma.diffusion import schedule
@@ -59,6 +60,7 @@ __all__ = [
     "Grammar",
     "Guided",
     "HybridNoise",
+    "ImageProcessor",
     "JsonSchema",
     "Knobs",
     "MaskNoise",

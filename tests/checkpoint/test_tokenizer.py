@@ -448,7 +448,7 @@ def test_byte_chat_has_the_published_form():
     [
         ([], {}, "at least one turn"),
         ([{"role": "tool", "content": "3"}], {}, "role must be user or assistant"),
-        ([{"role": "user", "content": [{"type": "image"}]}], {}, "content must be a string"),
+        ([{"role": "user", "content": [3]}], {}, "content must be a text, or a list of parts"),
         ("Hi", {"tools": [{"name": "find"}]}, "tools must be None"),
     ],
 )

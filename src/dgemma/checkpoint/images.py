@@ -1,22 +1,24 @@
-"""The image processor: any picture → patches at the published size, and the number of tokens that it takes.
+"""The image processor: any picture → patches that fill a budget of tokens. Also pictures inside chats.
 
-It needs Pillow (`pip install -e ".[images]"`).
+It needs Pillow (`pip install -e ".[images]"`). The reference is transformers' Gemma4ImageProcessorPil.
 """
 
 import base64
 import binascii
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import torch
 from einops import rearrange
 
-from dgemma.checks import require, show
+from dgemma.checkpoint.location import resolve, stored_folder
+from dgemma.checks import check_count, check_types, require, show
 from dgemma.files import read_bytes, read_json
 from dgemma.model.vision.images import Images
 
@@ -25,12 +27,12 @@ if TYPE_CHECKING:
 
     ImageSource = str | Path | bytes | np.ndarray | Image
 
-TokenBudget = Literal[70, 140, 280, 560, 1120]
-
-_MOST_PIXELS = 1 << 26  # of a picture; a larger one is refused before it is decoded
-_MOST_BYTES = 1 << 26  # of a file
+_FILES = ("config.json", "preprocessor_config.json", "processor_config.json")  # a later one takes precedence
 _SETTINGS = ("max_soft_tokens", "patch_size", "pooling_kernel_size")
-_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # others have rarely used decoders
+_FIXED = {"do_resize": True, "do_rescale": True, "do_convert_rgb": True, "do_normalize": False, "resample": 3}
+_MOST_PIXELS = 1 << 26  # a larger picture is refused before it is decoded
+_MOST_BYTES = 1 << 26  # of a file
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # other decoders are rarely used, and less safe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,48 +44,48 @@ class ImageProcessor:
     Example: `ImageProcessor(max_soft_tokens=70)(["photo.jpg"]).num_tokens`.
     """
 
-    max_soft_tokens: TokenBudget = 280
+    max_soft_tokens: Literal[70, 140, 280, 560, 1120] = 280
     patch_size: int = 16
     pooling_kernel_size: int = 3
 
     def __post_init__(self) -> None:
-        budgets = get_args(TokenBudget)
-        require(
-            self.max_soft_tokens in budgets,
-            "ImageProcessor.max_soft_tokens",
-            f"be one of {budgets}",
-            self.max_soft_tokens,
-        )
+        check_types(self)
+        check_count(self, "patch_size")
+        check_count(self, "pooling_kernel_size")
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, **settings: Any) -> Self:
-        """Read the settings of a checkpoint folder. A folder without them has the published ones.
+    def from_pretrained(cls, path_or_repo: str | Path, *, max_soft_tokens: int | None = None) -> Self:
+        """Read the settings of a checkpoint folder or hub id, by default with the checkpoint's budget of tokens.
 
         Example: `ImageProcessor.from_pretrained(path, max_soft_tokens=560)`.
         """
-        for name in ("processor_config.json", "preprocessor_config.json"):
-            file = Path(path) / name
-            if file.is_file():
-                stored = read_json(file)
-                stored = stored.get("image_processor", stored)
-                settings = {key: stored[key] for key in _SETTINGS if key in stored} | settings
-                break
-        return cls(**settings)
+        folder = stored_folder(resolve(path_or_repo, files=_FILES))
+        settings: dict[str, Any] = {}
+        for name in _FILES:
+            if (folder / name).is_file():
+                stored = read_json(folder / name)
+                stored = stored.get("vision_config" if name == "config.json" else "image_processor", stored) or {}
+                require(
+                    isinstance(stored, Mapping), f"the image settings of {folder / name}", "be a dictionary", stored
+                )
+                for key, value in _FIXED.items():
+                    fits = stored.get(key, value) == value
+                    require(fits, f"{key} in {folder / name}", f"be {value}", stored.get(key), "dgemma has no other.")
+                settings |= {key: stored[key] for key in _SETTINGS if key in stored}
+        return cls(**settings | ({} if max_soft_tokens is None else {"max_soft_tokens": max_soft_tokens}))
 
-    def __call__(self, pictures: Sequence["ImageSource"]) -> Images:
+    def __call__(self, images: Sequence["ImageSource"]) -> Images:
         """Return the patches of pictures: paths, file contents, data URLs, arrays (H, W, 3) of uint8 or PIL images.
 
-        Example: `processor(["photo.jpg", numpy_array]).patches.shape` is (2, L, 768).
+        Example: `processor(["photo.jpg", numpy_array]).grids`.
         """
-        require(
-            not isinstance(pictures, str | bytes) and len(pictures) > 0, "images", "be a list of pictures", pictures
-        )
-        arrays = [self._resize(open_picture(picture)) for picture in pictures]
+        is_list = isinstance(images, Sequence) and not isinstance(images, str | bytes) and len(images) > 0
+        require(is_list, "ImageProcessor images", "be a list of pictures", images)
+        arrays = [self._resize(open_image(image)) for image in images]
         p = self.patch_size
         patches = [torch.from_numpy(rearrange(a, "(y h) (x w) c -> (y x) (h w c)", h=p, w=p)) for a in arrays]
         grids = tuple((a.shape[1] // p, a.shape[0] // p) for a in arrays)
-        padded = torch.nn.utils.rnn.pad_sequence([patch.float() / 255 for patch in patches], batch_first=True)
-        return Images(padded, grids, self.pooling_kernel_size)
+        return Images(torch.cat(patches), grids, self.pooling_kernel_size)
 
     def size(self, width: int, height: int) -> tuple[int, int]:
         """Return the width and height that a picture is resized to, both whole tokens.
@@ -100,77 +102,95 @@ class ImageProcessor:
             columns, rows = 1, min(height // width, self.max_soft_tokens)
         return columns * unit, rows * unit
 
-    def _resize(self, picture: "Image") -> np.ndarray:
-        from PIL.Image import Resampling
+    def _resize(self, image: "Image") -> np.ndarray:
+        from PIL import Image
 
-        size = self.size(*picture.size)
-        return np.asarray(picture if size == picture.size else picture.resize(size, Resampling.BICUBIC))
+        size = self.size(*image.size)
+        return np.array(image if size == image.size else image.resize(size, Image.Resampling.BICUBIC))
 
 
-def open_picture(picture: "ImageSource") -> "Image":
+def open_image(source: "ImageSource") -> "Image":
     """Return a picture as an upright RGB image. Transparency becomes white.
 
-    Example: `open_picture("photo.jpg").size`.
+    Example: `open_image("photo.jpg").size`.
     """
     try:
-        from PIL import Image, ImageOps, UnidentifiedImageError
+        from PIL import Image, ImageOps
     except ImportError as error:
         raise ImportError('Images need Pillow. Install it: pip install -e ".[images]".') from error
-    if isinstance(picture, np.ndarray):
-        fits = picture.dtype == np.uint8 and picture.ndim == 3 and picture.shape[2] == 3 and picture.size > 0
-        require(fits, "image array", "be uint8 of shape (H, W, 3)", f"{picture.dtype} of shape {picture.shape}")
-        return Image.fromarray(picture)
-    image = picture
-    name = "image" if isinstance(picture, bytes | Image.Image) else f"image {show(str(picture))}"
-    try:
-        if not isinstance(image, Image.Image):
-            image = Image.open(io.BytesIO(_read(image)), formats=_FORMATS)
-        # Sizes and frames are known from the header, before anything is decoded.
-        pixels = image.width * image.height
-        require(
-            0 < pixels <= _MOST_PIXELS, name, f"have 1 to {_MOST_PIXELS:,} pixels", f"{image.width} × {image.height}"
-        )
-        require(
-            getattr(image, "n_frames", 1) == 1,
-            name,
-            "be a still picture",
-            f"{getattr(image, 'n_frames', 1)} frames",
-            "Pass one frame.",
-        )
-        require(
-            image.mode not in ("I", "F") and ";" not in image.mode,
-            name,
-            "have 8 bits per channel",
-            f"mode {image.mode}",
-            "Convert it to RGB.",
-        )
-        image = ImageOps.exif_transpose(image)
-        if "A" in image.getbands() or image.info.get("transparency") is not None:
+    if isinstance(source, np.ndarray):
+        fits = source.dtype == np.uint8 and source.ndim == 3 and source.shape[2] == 3 and source.size > 0
+        require(fits, "image array", "be uint8 of shape (H, W, 3)", f"{source.dtype} of shape {source.shape}")
+        source = Image.fromarray(source)
+    name = f"image {show(source)}" if isinstance(source, str | Path) else "image"
+    if not isinstance(source, Image.Image):
+        data = io.BytesIO(_read(source))
+        with _explained(name):
+            source = Image.open(data, formats=_FORMATS)
+    # The header has the size and the mode, so nothing is decoded before these checks.
+    width, height = source.size
+    fits = 0 < width * height <= _MOST_PIXELS
+    require(fits, name, f"have 1 to {_MOST_PIXELS:,} pixels", f"{width} × {height}", "Resize it.")
+    with _explained(name):
+        is_animated = getattr(source, "is_animated", False)
+    require(not is_animated, name, "be a still picture", "several frames", "Pass one frame.")
+    is_wide = source.mode in ("I", "F") or ";" in source.mode
+    require(not is_wide, name, "have 8 bits per channel", f"mode {source.mode}", "Convert it to RGB.")
+    with _explained(name):
+        image = ImageOps.exif_transpose(source)
+        if image.has_transparency_data:
             image = image.convert("RGBA")
-            image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
         return image.convert("RGB")
-    except (UnidentifiedImageError, OSError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
-            raise
-        raise ValueError(
-            f"{name} must be a picture that Pillow can read, got {error or type(error).__name__}."
-        ) from error
 
 
-def _read(picture: str | Path | bytes) -> bytes:
+def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return a chat whose image parts are markers, and the pictures that the parts name, in order.
+
+    A part is {"type": "image", "image": "photo.jpg"} or OpenAI's {"type": "image_url", "image_url": {"url": ...}}.
+
+    Example: `messages, sources = take_images(messages); images = processor(sources) if sources else None`.
+    """
+    sources: list[str] = []
+
+    def mark(part: Any) -> Any:
+        if not isinstance(part, Mapping) or part.get("type") not in ("image", "image_url"):
+            return part
+        source: Any = part.get(part["type"])
+        source = source.get("url") if isinstance(source, Mapping) else source
+        require(isinstance(source, str), "an image part", "name a file or a data URL", part)
+        sources.append(source)
+        return {"type": "image"}
+
+    def mark_all(message: Mapping[str, Any]) -> dict[str, Any]:
+        content = message.get("content")
+        return {**message, "content": [mark(part) for part in content]} if isinstance(content, list) else dict(message)
+
+    return [mark_all(message) for message in messages], sources
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Turn any error of Pillow, whose decoders raise many kinds, into a ValueError."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).rstrip(".") or type(error).__name__
+        raise ValueError(f"{name} must be a picture that Pillow can read, got: {show(reason)}.") from error
+
+
+def _read(source: str | Path | bytes) -> bytes:
     """Return the bytes of a file, or of a data URL."""
-    if isinstance(picture, bytes):
-        return picture
-    if isinstance(picture, str) and picture.startswith("data:"):
-        head, _, data = picture.partition(",")
-        require(
-            head.startswith("data:image/") and head.endswith(";base64"),
-            "image URL",
-            "begin with data:image/…;base64,",
-            head,
-        )
+    if isinstance(source, bytes):
+        return source
+    if isinstance(source, str) and source.startswith("data:"):
+        head, _, data = source.partition(",")
+        is_base64 = head.startswith("data:image/") and head.endswith(";base64")
+        require(is_base64, "image URL", "begin with data:image/…;base64,", head)
+        require(len(data) <= 2 * _MOST_BYTES, "image URL", f"have at most {2 * _MOST_BYTES:,} characters", len(data))
         try:
             return base64.b64decode(data, validate=True)
         except binascii.Error as error:
-            raise ValueError(f"image URL must hold base64 data, got {error}.") from error
-    return read_bytes(picture, most=_MOST_BYTES)
+            raise ValueError(f"image URL must hold base64 data, got an error: {error}.") from None
+    require(isinstance(source, str | Path), "image", "be a path, bytes, an array or a PIL image", source)
+    return read_bytes(source, most=_MOST_BYTES)

@@ -24,6 +24,7 @@ from dgemma.checkpoint.location import resolve, stored_folder
 from dgemma.checks import as_int, as_lists, check_flags, require, typed
 from dgemma.files import new_files, read_bytes, write_bytes, write_json, writing
 from dgemma.model.config import read_published
+from dgemma.model.vision.images import Images
 from dgemma.printing import one_line, printable
 
 Message = Mapping[str, Any]
@@ -40,6 +41,7 @@ _TURN_TOKENS = ("<|turn>", "<turn|>")
 _THOUGHT = re.compile(r"<\|channel>thought\n?(.*?)(?:<channel\|>|\Z)", re.DOTALL)
 _TOOL_CALL = re.compile(r"<\|tool_call>(.*?)(?:<tool_call\|>|\Z)", re.DOTALL)
 _TOOL_QUOTE = '<|"|>'
+_IMAGE_TOKENS = ("<|image>", "<|image|>", "<image|>")  # the start of an image, each of its vectors, its end
 
 
 class TokenBatch(NamedTuple):
@@ -193,11 +195,13 @@ class Tokenizer(ABC):
         thinking: bool = False,
         tools: Sequence[Any] | None = None,
         generation_prompt: bool = True,
+        images: Images | None = None,
     ) -> list[int]:
         """Return the token ids of a conversation, up to the model's turn. A string is one user turn.
 
         messages: dictionaries with "role" (system, user, assistant, tool) and "content". Thoughts of earlier model
-        turns are dropped, as in training. `thinking` requests a thought channel.
+        turns are dropped, as in training. `thinking` requests a thought channel. `images` are those of the parts
+        {"type": "image"}, in order.
 
         Example: `tokenizer.chat([{"role": "user", "content": "2 + 2?"}], thinking=True)`.
         """
@@ -215,7 +219,22 @@ class Tokenizer(ABC):
                 "Tokenizer.chat thinking must be False for this checkpoint: its chat template has no thinking switch. "
                 "Use thinking=False, or a checkpoint whose template reads enable_thinking."
             )
-        return ids
+        return ids if images is None else self.place_images(ids, images)
+
+    def place_images(self, ids: Sequence[int], images: Images) -> list[int]:
+        """Return ids in which every `<|image|>` is replaced by the tokens of an image, in order.
+
+        Example: `tokenizer.place_images(tokenizer.encode("<|image|>What is this?"), processor(["photo.jpg"]))`.
+        """
+        start, image, end = map(self.token_id, _IMAGE_TOKENS)
+        if start is None or image is None or end is None:
+            raise ValueError(f"Tokenizer.place_images needs the tokens {' '.join(_IMAGE_TOKENS)}, which are missing.")
+        num_places = sum(token == image for token in ids)
+        rule = f"be as many as the {_IMAGE_TOKENS[1]} in the prompt, {num_places}"
+        require(num_places == len(images), "Tokenizer.place_images images", rule, len(images))
+        sizes = iter(images.num_tokens)
+        placed = ([start, *[image] * next(sizes), end] if token == image else [token] for token in ids)
+        return [token for part in placed for token in part]
 
     def chat_turn(
         self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None
@@ -391,9 +410,9 @@ class ByteTokenizer(Tokenizer):
     """Tokenizer of UTF-8 bytes, for models with a small vocabulary (384 ids).
 
     Ids 0–127 hold the published markers at their published ids: pad 0, eos 1, bos 2, unk 3, mask 4, tools 46–52,
-    think 98, channel 100 and 101, turn 105 and 106. So the published stop tokens 1, 106 and 50 mean the same here. The
-    other ids below 128 are unused. Byte b is id 128 + b. Unused ids and invalid UTF-8 decode to U+FFFD. Chats use the
-    published turn format; tools are not supported.
+    think 98, channel 100 and 101, turn 105 and 106. So the published stop tokens 1, 106 and 50 mean the same here. Only
+    the markers of images, 53–55, have ids of their own. The other ids below 128 are unused. Byte b is id 128 + b.
+    Unused ids and invalid UTF-8 decode to U+FFFD. Chats use the published turn format; tools are not supported.
 
     Example: `ByteTokenizer().encode("hi")` is `[2, 232, 233]`.
     """
@@ -411,6 +430,9 @@ class ByteTokenizer(Tokenizer):
         "<|tool_response>": 50,
         "<tool_response|>": 51,
         _TOOL_QUOTE: 52,
+        "<|image>": 53,
+        "<|image|>": 54,
+        "<image|>": 55,
         "<|think|>": 98,
         "<|channel>": 100,
         "<channel|>": 101,
@@ -468,9 +490,7 @@ class ByteTokenizer(Tokenizer):
             raise ValueError(
                 "ByteTokenizer.chat tools must be None: its template has no tools. Use the tokenizer of a checkpoint."
             )
-        for message in messages:
-            content = message.get("content")
-            require(isinstance(content, str), "ByteTokenizer.chat content", "be a string in every message", content)
+        messages = [{**message, "content": _plain_text(message.get("content"))} for message in messages]
         system, text = "", ""
         if messages[0]["role"] == "system":
             system, messages = messages[0]["content"].strip(), messages[1:]
@@ -529,6 +549,16 @@ def _without_thought(message: Message) -> dict[str, Any]:
     if not isinstance(content, list | tuple):
         require(False, "Tokenizer.chat content", "be a text or a list of parts", content)
     return {**message, "content": [_clean_part(part) for part in content]}
+
+
+def _plain_text(content: Any) -> str:
+    """Return a message's content as text. A list of parts is joined, with a marker for every image."""
+    if isinstance(content, list | tuple) and all(isinstance(part, Mapping) for part in content):
+        content = "".join(
+            _IMAGE_TOKENS[1] if part.get("type") == "image" else str(part.get("text")) for part in content
+        )
+    require(isinstance(content, str), "ByteTokenizer.chat content", "be a text, or a list of parts", content)
+    return content
 
 
 def _clean_part(part: Any) -> Any:

@@ -43,7 +43,7 @@ def tiny(*, vision: bool = False) -> ModelConfig:
         moe_intermediate_size=32,
         max_position_embeddings=8192,
         vision_config=dict(_TINY_VISION) if vision else None,
-        carried={"image_token_id": 511, "boi_token_id": 510, "eoi_token_id": 509} if vision else {},
+        carried={"boi_token_id": 53, "image_token_id": 54, "eoi_token_id": 55} if vision else {},  # as ByteTokenizer
     )
 
 
