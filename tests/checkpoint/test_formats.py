@@ -336,7 +336,7 @@ def test_every_tensor_of_the_published_files_is_consumed(kind, count):
         ]
         config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ignore}
     contents = read_contents({"quantization_config": config}, stored)
-    plan = make_plan(model.config, model.state_dict(), contents, plain_gemma4=False)
+    plan = make_plan(model.state_dict(), contents, plain_gemma4=False)
     read = [contents.entries[name] for ours in (*plan.whole, *plan.parts) for name in plan.sources(ours)]
     consumed = {tensor for entry in read for tensor in entry.tensors.values()}
     unused = {name for name in stored if name.endswith(".input_scale")}  # of activations
