@@ -17,9 +17,8 @@ from dgemma.model.config import DenoiserConfig, GenerationDefaults, ModelConfig
 from dgemma.model.denoiser import Denoiser
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.run.changes import apply_changes
-from dgemma.run.defaults import default_sampler, learnt_noise
 from dgemma.run.generate import generate, stream
-from dgemma.run.knobs import Knobs
+from dgemma.run.knobs import Knobs, default_sampler, learnt_noise
 from dgemma.run.many import generate_many
 from dgemma.run.plan import read_plan
 from dgemma.run.records import StepRecord

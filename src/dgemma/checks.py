@@ -17,7 +17,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 _MOST_SHOWN = 8  # elements of a tensor in `short_repr`
 _WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_MISSING = inspect.Parameter.empty
 
 
 def require(condition: bool, name: str, rule: str, value: Any, fix: str = "") -> None:
@@ -30,12 +29,8 @@ def require(condition: bool, name: str, rule: str, value: Any, fix: str = "") ->
 
 
 def require_field(condition: bool, owner: Any, field: str, rule: str, fix: str = "") -> None:
-    """Raise unless the condition holds for a field of `owner`.
-
-    Example: `require_field(self.t_min <= self.t_max, self, "t_min", "be at most t_max")`.
-    """
-    if not condition:
-        require(False, f"{type(owner).__name__}.{field}", rule, getattr(owner, field), fix)
+    """Raise unless the condition holds for a field of `owner`."""
+    require(condition, f"{type(owner).__name__}.{field}", rule, getattr(owner, field), fix)
 
 
 def require_tensor(
@@ -74,7 +69,10 @@ def typed(function: Function) -> Function:
     owner = function.__qualname__.removesuffix(".__init__").removesuffix(".__call__")
 
     def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
-        bound = signature.bind(*args, **kwargs)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{owner} {error}. It takes {', '.join(sorted(names))}.") from None
         for name, hint in _hints_of(function).items():
             if name in bound.arguments and name in names and name != "model":
                 _check_type(bound.arguments[name], hint, f"{owner} {name}")
@@ -92,7 +90,7 @@ def typed(function: Function) -> Function:
     return checked  # type: ignore[return-value]
 
 
-def check_types(owner: Any) -> None:
+def check_types(owner: Any, *, without: Collection[str] = ()) -> None:
     """Check the fields of a dataclass against their annotations, as `typed` does for arguments.
 
     Example: `check_types(self)` in `__post_init__`.
@@ -100,7 +98,7 @@ def check_types(owner: Any) -> None:
     kind: Any = type(owner)
     hints = _hints_of(kind)
     for field in fields(owner):
-        if field.name in hints:
+        if field.name in hints and field.name not in without:
             _check_type(getattr(owner, field.name), hints[field.name], f"{kind.__name__}.{field.name}")
 
 
@@ -110,7 +108,8 @@ def _hints_of(annotated: Any) -> dict[str, Any]:
     listed = {name: parameter.annotation for name, parameter in inspect.signature(annotated).parameters.items()}
     with suppress(NameError):
         listed |= get_type_hints(annotated)
-    return {name: hint for name, hint in listed.items() if not isinstance(hint, str) and hint is not _MISSING}
+    empty = inspect.Parameter.empty
+    return {name: hint for name, hint in listed.items() if not isinstance(hint, str) and hint is not empty}
 
 
 def _check_type(value: Any, hint: Any, name: str) -> None:
@@ -128,30 +127,20 @@ def _meanings() -> Any:
     from beartype import BeartypeConf, FrozenDict
     from beartype.vale import Is
 
+    listed = Annotated[Tensor, Is[lambda value: value.dim() and has_values(value)]]
     meanings = {
         int: Annotated[object, Is[lambda value: as_int(value) is not None]],
         float: Annotated[object, Is[lambda value: as_number(value) is not None]],
         bool: Annotated[object, Is[lambda value: isinstance(value, bool | np.bool_)]],
         Tensor: Annotated[Tensor, Is[lambda value: value.layout is torch.strided]],
-        Sequence[int]: Sequence[int]
-        | np.ndarray
-        | Annotated[Tensor, Is[lambda value: value.dim() and has_values(value)]],
+        Sequence[int]: Sequence[int] | np.ndarray | listed,
         TextIO: Annotated[object, Is[lambda value: hasattr(value, "write") and hasattr(value, "isatty")]],
     }
     return BeartypeConf(hint_overrides=FrozenDict(meanings))
 
 
-def check_flags(owner: str, **flags: Any) -> None:
-    """Require every flag to be True or False.
-
-    Example: `check_flags("generate", record=record, progress=progress)`.
-    """
-    for name, value in flags.items():
-        require(isinstance(value, bool | np.bool_), f"{owner} {name}", "be True or False", value)
-
-
 def check_count(owner: Any, field: str, *, least: int = 1, fix: str = "") -> None:
-    """Require an integer >= `least`.
+    """Require a field that is an integer >= `least`.
 
     Example: `check_count(self, "history", fix="Use Threshold to ignore stability.")`.
     """
@@ -160,19 +149,13 @@ def check_count(owner: Any, field: str, *, least: int = 1, fix: str = "") -> Non
 
 
 def check_probability(owner: Any, field: str, *, fix: str = "") -> None:
-    """Require a number in [0, 1].
-
-    Example: `check_probability(self, "tau", fix="Use 0.9, as published.")`.
-    """
+    """Require a field that is a number in [0, 1]."""
     value = as_number(getattr(owner, field))
     require_field(value is not None and 0 <= value <= 1, owner, field, "be a probability", fix)
 
 
 def check_size(owner: Any, field: str, *, above: float | None = None, unit: str = "", fix: str = "") -> None:
-    """Require a number >= 0, or > `above` if it is set. Infinity is allowed.
-
-    Example: `check_size(self, "kl_bound", above=0, unit="nats", fix="Use 0.01, as published.")`.
-    """
+    """Require a field that is a number >= 0, or > `above` if it is set. Infinity is allowed."""
     value = as_number(getattr(owner, field))
     rule = f"be {'>= 0' if above is None else f'> {above}'}{f' {unit}' if unit else ''}"
     fits = value is not None and (value >= 0 if above is None else value > above)
@@ -180,19 +163,13 @@ def check_size(owner: Any, field: str, *, above: float | None = None, unit: str 
 
 
 def check_finite(owner: Any, field: str, *, above: float | None = None, fix: str = "") -> None:
-    """Apply `check_size`, and also refuse infinity.
-
-    Example: `check_finite(self, "order_temperature", fix="Use 0 for a strict order.")`.
-    """
+    """Apply `check_size`, and also refuse infinity."""
     check_size(owner, field, above=above, fix=fix)
     require_field(math.isfinite(getattr(owner, field)), owner, field, "be finite", fix)
 
 
 def check_block_len(owner: Any) -> None:
-    """Require the `block_len` of a sampler with sub-blocks to be None or at least 1.
-
-    Example: `check_block_len(Threshold(tau=0.9, block_len=8))`.
-    """
+    """Require the `block_len` of a sampler with sub-blocks to be None or at least 1."""
     if owner.block_len is not None:
         check_count(owner, "block_len", fix="Use None for the whole canvas.")
 
@@ -216,11 +193,14 @@ def as_number(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-def read_device(owner: str, device: Any) -> torch.device:
-    """Return a device by its name; raise if torch cannot use it here.
+def _as_python(value: Any) -> Any:
+    """Return a NumPy or torch scalar as a Python value, and any other value unchanged."""
+    is_scalar = getattr(value, "ndim", None) == 0 and (not isinstance(value, Tensor) or has_values(value))
+    return value.item() if is_scalar else value
 
-    Example: `read_device("from_pretrained", "cuda:1")`.
-    """
+
+def read_device(owner: str, device: Any) -> torch.device:
+    """Return a device by its name; raise if torch cannot use it here."""
     try:
         read = torch.device(device)
         torch.empty(0, device=read)
@@ -230,10 +210,7 @@ def read_device(owner: str, device: Any) -> torch.device:
 
 
 def read_dtype(owner: str, dtype: Any) -> torch.dtype | None:
-    """Return a dtype of weights, which may be given by its name; None stays None.
-
-    Example: `read_dtype("from_pretrained", "bfloat16")`.
-    """
+    """Return a dtype of weights, which may be given by its name; None stays None."""
     read = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype is not None and (not isinstance(read, torch.dtype) or read not in _WEIGHT_DTYPES):
         names = ", ".join(str(known).removeprefix("torch.") for known in _WEIGHT_DTYPES)
@@ -242,18 +219,12 @@ def read_dtype(owner: str, dtype: Any) -> torch.dtype | None:
 
 
 def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
-    """Return whether a shape can be expanded to another one.
-
-    Example: `broadcasts((1, 5), (2, 3, 5))` is True.
-    """
+    """Return whether a shape can be expanded to another one."""
     return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False))
 
 
 def in_range(ids: Tensor, end: int, *, least: int = 0) -> bool:
-    """Return whether all ids are in [least, end). On a GPU it returns True: reading the ids would wait for the device.
-
-    Example: `in_range(torch.tensor([0, 3]), 4)` is True.
-    """
+    """Return whether all ids are in [least, end). On a GPU it is always True, because reading the ids would wait."""
     if type(ids) is not Tensor or ids.device.type != "cpu" or not ids.numel() or torch.compiler.is_compiling():
         return True
     return least <= int(ids.min()) and int(ids.max()) < end
@@ -279,10 +250,7 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def show(value: Any) -> str:
-    """Format a value for an error message: tensors by dtype and shape, long values shortened.
-
-    Example: `show(torch.zeros(2, 3))` is "torch.float32 of shape (2, 3)".
-    """
+    """Format a value for an error message: tensors by dtype and shape, long values shortened."""
     if isinstance(value, Tensor) and value.dim():
         return f"{value.dtype} of shape {tuple(value.shape)}"
     if isinstance(value, type):
@@ -294,13 +262,10 @@ def show(value: Any) -> str:
 def short_repr(owner: Any) -> str:
     """Return a dataclass on one line: tensors of over 8 elements by dtype and shape, and no empty field.
 
-    Write `__repr__ = short_repr` in a class of tensors.
-
     Example: `repr(decision)` is "Decision(tokens=int64 (1, 16), write=bool (1, 16), renoise=bool (1, 16))".
     """
     values = {field.name: getattr(owner, field.name) for field in fields(owner) if field.repr}
-    empty = {name for name, value in values.items() if value is None or (isinstance(value, Mapping) and not value)}
-    shown = [f"{name}={_shorten(value)}" for name, value in values.items() if name not in empty]
+    shown = [f"{name}={_shorten(value)}" for name, value in values.items() if value is not None and value != {}]
     return f"{type(owner).__name__}({', '.join(shown)})"
 
 
@@ -317,9 +282,3 @@ def _shorten(value: Any) -> str:
         return f"[{', '.join(map(_shorten, value))}]"
     text = repr(value)
     return f"{type(value).__name__}(...)" if "\n" in text else text
-
-
-def _as_python(value: Any) -> Any:
-    """Return a NumPy or torch scalar as a Python value, and any other value unchanged."""
-    is_scalar = getattr(value, "ndim", None) == 0 and (not isinstance(value, Tensor) or has_values(value))
-    return value.item() if is_scalar else value

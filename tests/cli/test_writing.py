@@ -10,7 +10,7 @@ import torch
 
 import dgemma
 from dgemma.cli import writing
-from dgemma.run.defaults import _warn_once
+from dgemma.run.knobs import _warn_once
 
 QUICK = ("-n", "1", "--steps", "2")  # one canvas
 

@@ -1,6 +1,5 @@
 """The loop: rows are independent, knobs may change, frozen tokens stay, and errors name the mistake."""
 
-import inspect
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import ClassVar
@@ -10,9 +9,9 @@ import torch
 from torch import Tensor
 
 import dgemma
-from dgemma import DiffusionGemma, GenerationDefaults, Knobs, Prediction, StepRecord
+from dgemma import GenerationDefaults, Knobs, Prediction, StepRecord
 from dgemma.model.cache import PrefixCache
-from dgemma.run.defaults import _warn_once
+from dgemma.run.knobs import _warn_once
 from dgemma.run.records import BlockCommit
 from published import pair
 from rowwise import RowwiseDenoiser
@@ -39,7 +38,7 @@ def test_row_i_of_a_batch_equals_row_i_alone_bit_for_bit():
 
 
 @pytest.mark.parametrize(
-    ("stop_tokens", "waits_per_block"), [([64], 1), ([], 0)], ids=["a stop token that no row writes", "no stop token"]
+    ("stop_tokens", "waits_per_block"), [((64,), 1), ((), 0)], ids=["a stop token that no row writes", "no stop token"]
 )
 def test_the_host_waits_for_the_device_once_per_step_and_once_per_block(monkeypatch, stop_tokens, waits_per_block):
     # On a GPU each of these blocks the host until all earlier kernels have finished.
@@ -50,8 +49,9 @@ def test_the_host_waits_for_the_device_once_per_step_and_once_per_block(monkeypa
 
     for name in ("tolist", "item", "nonzero", "__bool__", "__int__"):
         monkeypatch.setattr(Tensor, name, counted(getattr(Tensor, name)))
-    prompt, model = torch.randint(5, 64, (2, 7)), RowwiseDenoiser()
-    events = dgemma.stream(model, prompt, **options(stop=None), eos_token_ids=stop_tokens)
+    prompt = torch.randint(5, 64, (2, 7))
+    model = RowwiseDenoiser(generation=GenerationDefaults(eos_token_id=stop_tokens))
+    events = dgemma.stream(model, prompt, **options(stop=None))
     next(events)  # reads the arguments too
     waits.clear()
     assert sum(isinstance(event, StepRecord) for event in events) == 3 * 6 - 1
@@ -352,44 +352,6 @@ def test_the_last_step_ends_without_noise_under_any_schedule(schedule):
     assert (state.noise_level > 0).all()
 
 
-BAD = [
-    ({"steps": 0}, "steps must be an integer of at least 1"),
-    ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1"),
-    ({"max_new_tokens": 10_000}, "stay within max_position_embeddings"),
-    ({"noise_level": 0.0}, r"noise_level must be in \(0, 1\]"),
-    ({"noise": dgemma.UniformNoise(100)}, "vocab_size must be the model's 512"),
-    ({"noise": dgemma.UniformNoise(512), "sampler": dgemma.Confidence()}, "Confidence must run under mask noise"),
-    ({"frozen": torch.zeros(2, 32, dtype=torch.bool)}, "frozen must come with canvas"),
-    ({"canvas": torch.zeros(1, 32, dtype=torch.long)}, "canvas must be int64 tokens"),
-    ({"canvas": torch.zeros(2, 32)}, "canvas must be int64 tokens"),
-    ({"canvas": torch.full((2, 32), 600)}, r"canvas must hold ids in \[0, 512\)"),
-    ({"canvas": torch.zeros(2, 300, dtype=torch.long)}, "Raise max_new_tokens to 300"),
-    ({"canvas": torch.full((2, 32), -1), "frozen": torch.ones(2, 32, dtype=torch.bool)}, "must mark real tokens"),
-    ({"canvas": torch.zeros(2, 32, dtype=torch.long), "frozen": torch.ones(2, 30, dtype=torch.bool)}, "canvas's shape"),
-    ({"allowed": torch.ones(3, 32, 512, dtype=torch.bool)}, "allowed must broadcast"),
-    ({"allowed": torch.zeros(512, dtype=torch.bool)}, "at least one token at every position"),
-    ({"allowed": [5, 512]}, r"allowed must hold ids in \[0, 512\)"),
-    ({"seed": [1, 2, 3]}, "a list of 2, one per row"),
-    ({"seed": [0.5, 1.5]}, "seed must be "),
-]
-
-
-@pytest.mark.parametrize(("changes", "sentence"), BAD, ids=[s for _, s in BAD])
-def test_arguments_that_do_not_fit_raise_one_sentence_before_any_work(changes, sentence, monkeypatch):
-    model = DiffusionGemma(dgemma.presets.tiny())
-    monkeypatch.setattr(model, "encode", lambda *args: pytest.fail("work was done before the arguments were checked"))
-    with pytest.raises(ValueError, match=sentence):
-        dgemma.generate(model, torch.full((2, 3), 5), **({"max_new_tokens": 64} | changes))
-
-
-@pytest.mark.parametrize(
-    "prompt", [torch.zeros(2, 0, dtype=torch.long), torch.zeros(3, dtype=torch.long), [1, 2], torch.zeros(1, 2)]
-)
-def test_a_prompt_that_is_not_a_batch_of_tokens_is_refused(prompt):
-    with pytest.raises(ValueError, match="generate prompt_tokens must"):
-        dgemma.generate(DiffusionGemma(dgemma.presets.tiny()), prompt)
-
-
 @pytest.mark.parametrize(
     ("decide", "error", "sentence"),
     [
@@ -618,18 +580,6 @@ def test_a_state_is_not_started_under_noise_the_sampler_cannot_handle():
     knobs = Knobs(sampler=dgemma.Confidence(), temperature=dgemma.ConstantTemperature(1.0))
     with pytest.raises(ValueError, match="Confidence must run under mask noise"):
         dgemma.start_state(knobs, dgemma.UniformNoise(64), seeds=torch.arange(1), canvas_len=4, num_steps=2)
-
-
-def test_the_signature_shows_every_argument():
-    shown = inspect.signature(dgemma.generate).parameters
-    contract = "max_new_tokens steps noise sampler temperature stop seed cache canvas frozen allowed attention_mask"
-    assert {*contract.split(), "eos_token_ids", "on_step", "record"} <= shown.keys()
-    assert not any(p.kind is p.VAR_KEYWORD for p in shown.values())
-
-
-def test_unknown_arguments_are_refused():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'entropy_bound'"):
-        dgemma.generate(DiffusionGemma(dgemma.presets.tiny()), torch.full((1, 3), 5), entropy_bound=0.2)
 
 
 def test_a_mask_token_the_vocabulary_lacks_is_refused():

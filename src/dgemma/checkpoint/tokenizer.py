@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dgemma.checkpoint.location import resolve, stored_folder
-from dgemma.checks import as_int, as_lists, check_flags, require, typed
+from dgemma.checks import as_int, as_lists, require, typed
 from dgemma.files import new_files, read_bytes, write_bytes, write_json, writing
 from dgemma.model.config import read_published
 from dgemma.model.vision.images import Images
@@ -532,7 +532,7 @@ def _read_ids(ids: Any) -> list[int]:
 
 
 def _require_text(text: Any, bos: Any) -> None:
-    check_flags("Tokenizer.encode", bos=bos)
+    require(isinstance(bos, bool), "Tokenizer.encode bos", "be True or False", bos)
     if not isinstance(text, str):
         raise ValueError(
             f"Tokenizer.encode text must be one str, got {type(text).__name__}. Use encode_batch for several."

@@ -23,7 +23,7 @@ from dgemma.model.denoiser import Denoiser
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.layout import lay_out_by_column
 from dgemma.model.quantize import FORMATS
-from dgemma.run.defaults import default_sampler, warn_of_noise
+from dgemma.run.knobs import default_sampler, warn_of_noise
 from dgemma.run.options import CanvasOptions, select
 from dgemma.sampling import Sampler
 from dgemma.sampling.named import SAMPLERS, rebuild_noise, rebuild_sampler

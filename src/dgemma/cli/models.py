@@ -28,8 +28,8 @@ from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.gptq import calibration
 from dgemma.model.quantize import Quantization
 from dgemma.run.arguments import check_memory
-from dgemma.run.defaults import learnt_noise
 from dgemma.run.generate import generate
+from dgemma.run.knobs import learnt_noise
 from dgemma.sampling.named import join_settings
 
 _CONFIG_FILES = ("config.json", "*.index.json")

@@ -15,8 +15,8 @@ from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.cli import loading, output
 from dgemma.cli.loading import Writer
 from dgemma.data import sudoku
-from dgemma.run.defaults import warn_of_noise
 from dgemma.run.generate import generate, stream
+from dgemma.run.knobs import warn_of_noise
 from dgemma.run.many import PromptFile, generate_many
 from dgemma.run.trajectory import Generation
 from dgemma.sampling import EntropyBound, StableAndConfident

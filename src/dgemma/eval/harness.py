@@ -27,7 +27,7 @@ from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.layout import lay_out_by_column
 from dgemma.printing import install_command, progress_bar
-from dgemma.run.defaults import learnt_noise
+from dgemma.run.knobs import learnt_noise
 from dgemma.run.many import generate_many
 from dgemma.run.plan import read_plan
 from dgemma.sampling.base import Sampler

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from dgemma.checks import as_int, as_lists, has_values, require, require_tensor, show
+from dgemma.checks import as_int, as_lists, has_values, require, require_tensor
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.schedule import LEAST_NOISE
 from dgemma.model.cache import Cache, require_cache
@@ -22,7 +22,6 @@ from dgemma.sampling.base import Sampler
 MOST_STEPS = 1_000_000  # per canvas; a larger number is certainly a mistake
 Allowed = Tensor | np.ndarray | Iterable[Any] | None
 _INTS = (torch.int64, torch.int32)
-_NO_TOKEN = "generate prompt_tokens must hold at least one token per row. Start with the bos token."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,24 +70,22 @@ class Span:
 
 def read_seeds(seed: int | Sequence[int] | Tensor, prompt_tokens: Tensor) -> Tensor:
     """Return one seed per row, (B,) int64: an int s gives row i the seed s + i."""
-    batch_size = prompt_tokens.shape[0]
-    first = as_int(seed)
+    batch_size, first = prompt_tokens.shape[0], as_int(seed)
     seeds = as_lists(seed) if first is None else [first + row for row in range(batch_size)]
-    rule = f"be a 64-bit integer, or a list of {batch_size}, one per row"
-    if first is not None:
-        rule = f"be at most 2**63 - {batch_size} for {batch_size} rows, because row i has seed + i"
     fits = isinstance(seeds, list) and len(seeds) == batch_size
     fits = fits and all(type(s) is int and -(2**63) <= s < 2**63 for s in seeds)
+    rule = f"be an integer below 2**63 - {batch_size} (row i has seed + i), or a list of {batch_size}, one per row"
     require(fits, "generate seed", rule, seed)
     return torch.tensor(seeds, dtype=torch.int64, device=prompt_tokens.device)
 
 
-def read_token_ids(name: str, ids: int | Iterable[int]) -> tuple[int, ...]:
-    """Return one token id or several as a sorted tuple."""
+def read_token_ids(name: str, ids: int | Iterable[int], vocab_size: int | None = None) -> tuple[int, ...]:
+    """Return one token id or several as a sorted tuple. With `vocab_size`, all must be below it."""
     one = as_int(ids)
     listed = as_lists(ids) if one is None else [one]
     fits = isinstance(listed, list) and all(type(token) is int for token in listed)
-    require(fits, name, "be a token id or several", ids)
+    fits = fits and (vocab_size is None or all(0 <= token < vocab_size for token in listed))
+    require(fits, name, f"be a token id or several{f' in [0, {vocab_size})' if vocab_size else ''}", ids)
     return tuple(sorted(listed))
 
 
@@ -112,8 +109,8 @@ def read_span(
         require(least >= -1 and most < noise.vocab_size, "generate canvas", rule, f"{least}..{most}")
         canvas = canvas.to(device, torch.int64)
     if frozen is not None:
-        require(canvas is not None, "generate frozen", "come with canvas, the tokens to keep", frozen)
-        assert canvas is not None
+        if canvas is None:
+            raise ValueError("generate frozen must come with canvas, the tokens to keep. Pass canvas.")
         rule = f"be booleans of the canvas's shape {tuple(canvas.shape)}"
         require_tensor(frozen, "generate frozen", rule, shape=canvas.shape, dtypes=(torch.bool,))
         frozen = frozen.to(device)
@@ -149,35 +146,27 @@ def check_vocabulary(noise: Noise, config: DenoiserConfig) -> None:
 
 def check_valid(sampler: Sampler, noise: Noise) -> None:
     """Check that the sampler is valid for the noise process."""
-    if noise.kind not in sampler.valid_for:
-        raise ValueError(
-            f"{type(sampler).__name__} must run under {' or '.join(sorted(sampler.valid_for))} noise, "
-            f"got {noise.kind}. Pass noise= of that kind or another sampler."
-        )
+    rule, fix = f"run under {' or '.join(sorted(sampler.valid_for))} noise", "Pass noise= or another sampler."
+    require(noise.kind in sampler.valid_for, type(sampler).__name__, rule, noise.kind, fix)
 
 
-def read_count(name: str, value: int) -> int:
-    """Return `value` as an int of at least 1; a number of steps is at most `MOST_STEPS`."""
-    require(value >= 1, f"generate {name}", "be an integer of at least 1", value)
-    require(name != "steps" or value <= MOST_STEPS, "generate steps", f"be at most {MOST_STEPS}", value)
+def read_count(name: str, value: int | None, default: int, most: int) -> int:
+    """Return the value, or the checkpoint's default if it is None; it must be from 1 to `most`."""
+    value = default if value is None else value
+    require(1 <= value <= most, f"generate {name}", f"be an integer of at least 1 and at most {most}", value)
     return int(value)
 
 
 def check_memory(owner: str, batch_size: int, config: DenoiserConfig, device: torch.device) -> None:
     """Refuse a canvas whose logits alone are larger than the memory of the device, before anything is allocated."""
     needed = 2 * batch_size * config.canvas_length * config.vocab_size  # in 16 bits
+    total = needed
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
     elif device.type == "cpu" and hasattr(os, "sysconf"):
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    else:
-        return
-    if needed > total:
-        raise ValueError(
-            f"{owner} canvas must fit into the {total / 2**30:.3g} GiB of {device}, got {needed / 2**30:.3g} GiB for "
-            f"the logits of {batch_size} rows, {config.canvas_length} positions and {config.vocab_size} tokens. Use "
-            "fewer rows or a smaller canvas."
-        )
+    rule, got = f"fit into the {total / 2**30:.3g} GiB of {device}", f"{needed / 2**30:.3g} GiB of logits"
+    require(needed <= total, f"{owner} canvas", rule, got, "Use fewer rows or a smaller canvas.")
 
 
 def read_noise_level(owner: str, noise_level: float) -> float:
@@ -193,16 +182,12 @@ def check_start(noise: Noise, canvas: Tensor | None, noise_level: float, num_pos
     A level below 1 needs a canvas. Pure noise needs a schedule that reaches level 1 at t = 1, unless the canvas shows
     its level, as under mask noise.
     """
-    if noise_level < 1 and canvas is None:
-        fix = "Pass the canvas that has this level."
-        require(False, "generate noise_level", "be 1 without canvas", noise_level, fix)
+    fits, fix = noise_level == 1 or canvas is not None, "Pass the canvas that has this level."
+    require(fits, "generate noise_level", "be 1 without canvas", noise_level, fix)
     level = 1 - noise.schedule.alpha(torch.ones((), dtype=torch.float64)).item()
     is_complete = canvas is not None and canvas.shape[1] >= num_positions and not bool((canvas < 0).any())
-    if noise.kind != "mask" and level < LEAST_NOISE and not is_complete:
-        raise ValueError(
-            f"generate noise must have a schedule that starts from pure noise, got level {level:.3g} at t = 1 from "
-            f"{noise.schedule!r}. Use Linear(), or pass a canvas of this level for all positions."
-        )
+    fits, fix = noise.kind == "mask" or level >= LEAST_NOISE or is_complete, "Use Linear(), or pass a whole canvas."
+    require(fits, "generate noise", "have a schedule that starts from pure noise", noise.schedule, fix)
 
 
 def check_prompt(
@@ -210,39 +195,32 @@ def check_prompt(
     attention_mask: Tensor | None,
     cache: Cache | None,
     config: DenoiserConfig,
-    max_new_tokens: int,
+    num_positions: int,
     device: torch.device,
 ) -> None:
     """Check the prompt's type, device and length, its mask, and the cache that it continues."""
-    rule = "be integer ids of shape (batch, length)"
+    rule, fix = "be integer ids of shape (batch, length)", "Pass prompt_tokens.to(model.device)."
     require_tensor(tokens, "generate prompt_tokens", rule, shape=(None, None), dtypes=_INTS)
-    fix = "Pass prompt_tokens.to(model.device)."
-    require(
-        tokens.device == device, "generate prompt_tokens", f"be on the model's device {device}", str(tokens.device), fix
-    )
-    num_rows, width = tokens.shape
-    num_cached = 0
+    fits, rule = tokens.device == device, f"be on the model's device {device}"
+    require(fits, "generate prompt_tokens", rule, str(tokens.device), fix)
+    (num_rows, width), num_cached = tokens.shape, 0
     if cache is not None:
         require_cache("generate", cache)
         require(cache.batch_size == num_rows, "generate cache", f"have the prompt's {num_rows} rows", cache.batch_size)
         num_cached = cache.num_slots
-    if num_rows == 0 or width + num_cached == 0:
-        raise ValueError(_NO_TOKEN)
+    has_tokens = num_rows > 0 and width + num_cached > 0
     if attention_mask is not None:
-        rule = f"be a tensor of shape ({num_rows}, {width}), 1 for real tokens and 0 for padding, on {device}"
+        rule = f"be a tensor of shape ({num_rows}, {width}) on {device}, 1 for real tokens and 0 for padding"
         require_tensor(attention_mask, "generate attention_mask", rule, shape=(num_rows, None))
         fits = attention_mask.shape[1] >= width and attention_mask.device == device  # it may cover the cache too
-        require(fits and not attention_mask.is_complex(), "generate attention_mask", rule, attention_mask)
-        if num_cached == 0 and not bool(attention_mask.bool().any(1).all()):
-            raise ValueError(_NO_TOKEN)
-    num_blocks = -(-max_new_tokens // config.canvas_length)
-    total = num_cached + width + num_blocks * config.canvas_length
-    if total > config.max_position_embeddings:
-        raise ValueError(
-            f"generate must stay within max_position_embeddings {config.max_position_embeddings}, got {total} tokens "
-            f"with the prompt and {num_blocks} canvas{'es' if num_blocks > 1 else ''}. Shorten the prompt or lower "
-            "max_new_tokens."
-        )
+        fits = fits and bool(((attention_mask == 0) | (attention_mask == 1)).all())
+        require(fits, "generate attention_mask", rule, attention_mask)
+        has_tokens = has_tokens and (num_cached > 0 or bool(attention_mask.bool().any(1).all()))
+    if not has_tokens:
+        raise ValueError("generate prompt_tokens must hold at least one token per row. Start with the bos token.")
+    total, most = num_cached + width + num_positions, config.max_position_embeddings
+    rule, fix = f"stay within max_position_embeddings {most}", "Shorten the prompt or lower max_new_tokens."
+    require(total <= most, "generate", rule, f"{total} tokens with the prompt and whole canvases", fix)
 
 
 def read_allowed(
@@ -259,15 +237,17 @@ def read_allowed(
     table = table.reshape(*[1] * (3 - table.dim()), *table.shape)
     batch_size, num_positions = shape
     fits = table.dim() == 3 and table.shape[0] in (1, batch_size) and table.shape[2] == noise.vocab_size
-    if not fits or table.shape[1] > num_positions or (exact and table.shape[1] not in (1, num_positions)):
-        raise ValueError(
-            f"{name} must broadcast to (batch, positions, vocab) = ({batch_size}, "
-            f"{'' if exact else 'up to '}{num_positions}, {noise.vocab_size}), got {tuple(table.shape)}."
-        )
-    usable = noise.proposable(table, device)
+    fits = fits and (table.shape[1] in (1, num_positions) if exact else table.shape[1] <= num_positions)
+    whole = f"({batch_size}, {'' if exact else 'up to '}{num_positions}, {noise.vocab_size})"
+    require(fits, name, f"broadcast to (batch, positions, vocab) = {whole}", tuple(table.shape))
+    check_usable(name, noise.proposable(table, device))
+    return table
+
+
+def check_usable(name: str, usable: Tensor | None) -> None:
+    """Check that a token may be written at every position; usable is `Noise.proposable` of the allowed ones."""
     if usable is not None and not bool(usable.any(-1).all()):
         raise ValueError(f"{name} must leave at least one token at every position. Allow a token there.")
-    return table
 
 
 def _allowed_table(name: str, allowed: Any, vocab_size: int) -> Tensor:
@@ -281,16 +261,13 @@ def _allowed_table(name: str, allowed: Any, vocab_size: int) -> Tensor:
             return torch.tensor(listed)
     nested = isinstance(listed, list) and any(isinstance(item, list) for item in listed)
     sets = listed if nested else [listed]
-    of_ids = all(isinstance(ids, list) and all(type(token) is int for token in ids) for ids in sets)
-    if not of_ids:
-        raise ValueError(
-            f"{name} must be booleans, token ids, or one list of ids per position, got {show(allowed)}. "
-            "Do not mix these forms."
-        )
-    if any(not 0 <= token < vocab_size for ids in sets for token in ids):
-        raise ValueError(f"{name} must hold ids in [0, {vocab_size}), got {show(allowed)}.")
-    if any(len(set(ids)) < len(ids) for ids in sets):  # a mask of 0 and 1 would be read as the ids 0 and 1
-        raise ValueError(f"{name} must not repeat an id, got {show(allowed)}. Convert a mask of 0 and 1 to booleans.")
+    fits = all(isinstance(ids, list) and all(type(token) is int for token in ids) for ids in sets)
+    rule, fix = "be booleans, token ids, or one list of ids per position", "Do not mix these forms."
+    require(fits, name, rule, allowed, fix)
+    fits = all(0 <= token < vocab_size for ids in sets for token in ids)
+    require(fits, name, f"hold ids in [0, {vocab_size})", allowed)
+    fits = all(len(set(ids)) == len(ids) for ids in sets)  # a mask of 0 and 1 would be read as the ids 0 and 1
+    require(fits, name, "not repeat an id", allowed, "Convert a mask of 0 and 1 to booleans.")
     table = torch.zeros(len(sets), vocab_size, dtype=torch.bool)
     for position, ids in enumerate(sets):
         table[position, ids] = True

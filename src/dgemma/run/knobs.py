@@ -1,16 +1,25 @@
-"""The knobs of a step: sampler, temperature, stop rule, top-k and top-p."""
+"""The knobs of a step (sampler, temperature, stop rule, top-k and top-p), and a checkpoint's noise and defaults."""
 
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
+from typing import Any, TypeVar
 
 from torch.utils._pytree import tree_leaves
 
-from dgemma.checks import check_count, check_probability, check_types, require_field
+from dgemma.checks import check_count, check_types, require_field
+from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.prediction import LEAST_TOP_P
+from dgemma.model.denoiser import Denoiser
 from dgemma.sampling.base import Sampler
-from dgemma.sampling.stopping import StopRule
-from dgemma.sampling.temperature import Temperature
+from dgemma.sampling.entropy_bound import EntropyBound
+from dgemma.sampling.named import describe_noise, rebuild_noise, rebuild_sampler
+from dgemma.sampling.stopping import StableAndConfident, StopRule
+from dgemma.sampling.temperature import LinearTemperature, Temperature, read_temperature
+
+_Built = TypeVar("_Built")
+logger = logging.getLogger("dgemma")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,29 +38,94 @@ class Knobs:
     def __post_init__(self) -> None:
         check_types(self)
         # A value is the key of a CUDA graph. If an attribute outside its fields changed, the old graph would run.
-        fix = "Write @dataclass(frozen=True, kw_only=True) above the class."
         for name in ("sampler", "stop"):
-            is_frozen = getattr(self, name) is None or _is_frozen(getattr(self, name))
-            require_field(is_frozen, self, name, "be a frozen dataclass whose settings are its fields", fix)
-        is_schedule = callable(self.temperature) and not isinstance(self.temperature, type)
-        fix = "Use ConstantTemperature(value) for a number."
-        require_field(is_schedule, self, "temperature", "be a schedule such as LinearTemperature()", fix)
+            rule = "be a frozen dataclass whose settings are its fields"
+            fix = "Write @dataclass(frozen=True, kw_only=True) above the class."
+            require_field(_is_frozen(getattr(self, name)), self, name, rule, fix)
         if self.top_k is not None:
             check_count(self, "top_k", fix="Use None to keep every token.")
             object.__setattr__(self, "top_k", int(self.top_k))
         if self.top_p is not None:
-            check_probability(self, "top_p", fix="Use None to keep every token.")
+            fits, fix = LEAST_TOP_P <= self.top_p <= 1, "Use None to keep every token, or a sampler's greedy=True."
+            require_field(fits, self, "top_p", "be a probability above 0", fix)
             object.__setattr__(self, "top_p", float(self.top_p))
-            fix = "Use a sampler's greedy=True for the argmax."
-            require_field(self.top_p >= LEAST_TOP_P, self, "top_p", "be > 0 in float32", fix)
 
 
 def _is_frozen(value: Any) -> bool:
     """Return True for a frozen dataclass with no attributes but its fields. The same must hold for its components."""
     parameters = getattr(type(value), "__dataclass_params__", None)
     if parameters is None or not parameters.frozen:
-        return False
+        return value is None
     # A cached_property is allowed, because it is computed from the fields.
     own = {n: v for n, v in vars(value).items() if not isinstance(getattr(type(value), n, None), cached_property)}
     parts = (part for part in tree_leaves(list(own.values())) if isinstance(part, Sampler | StopRule))
     return own.keys() <= {f.name for f in fields(value)} and all(_is_frozen(part) for part in parts)
+
+
+def read_knobs(model: Denoiser, settings: Mapping[str, Any]) -> Knobs:
+    """Return the knobs of a run. A sampler or temperature of None, and the stop "checkpoint", are the checkpoint's."""
+    defaults, sampler, temperature, stop = (
+        model.generation,
+        settings["sampler"],
+        settings["temperature"],
+        settings["stop"],
+    )
+    sampler = default_sampler(model) if sampler is None else sampler
+    if temperature is None:
+        temperature = LinearTemperature(start=defaults.t_max, end=defaults.t_min)
+    if stop == "checkpoint":
+        stability, confidence = defaults.stability_threshold, defaults.confidence_threshold
+        runs_on = confidence == 0 or not sampler.stops_when_certain
+        stop = None if runs_on else StableAndConfident(stability=stability, confidence=confidence)
+    return Knobs(
+        sampler=sampler,
+        temperature=read_temperature(temperature),
+        stop=stop,
+        top_k=settings["top_k"],
+        top_p=settings["top_p"],
+    )
+
+
+def default_sampler(model: Denoiser) -> Sampler:
+    """Return the checkpoint's sampler. The default is the published sampler with the checkpoint's bound.
+
+    Example: `default_sampler(DiffusionGemma.from_pretrained("dgemma/sudoku"))` is `EntropyBound(bound=0.1)`.
+    """
+    stored = model.generation.sampler
+    if stored is None:
+        return EntropyBound(bound=model.generation.entropy_bound)
+    return _rebuild("sampler", lambda: rebuild_sampler(stored))
+
+
+def learnt_noise(model: Denoiser) -> Noise:
+    """Return the noise that the checkpoint was trained under. The default is uniform noise, as published.
+
+    Example: `learnt_noise(DiffusionGemma.from_pretrained("dgemma/sudoku"))` is a `MaskNoise`.
+    """
+    stored = model.generation.noise or {"kind": "uniform"}
+    return _rebuild("noise", lambda: rebuild_noise(stored, model.config.vocab_size))
+
+
+def _rebuild(name: str, build: Callable[[], _Built]) -> _Built:
+    try:
+        return build()
+    except ValueError as error:
+        rule = str(error).removesuffix(".")
+        raise ValueError(
+            f"GenerationDefaults.{name} {rule}. Pass another as {name}=, or correct config.json."
+        ) from None
+
+
+def warn_of_noise(model: Denoiser, noise: Noise) -> None:
+    """Log one line if the checkpoint is for another kind of noise; once per pair of kinds.
+
+    Example: `warn_of_noise(DiffusionGemma.from_pretrained("dgemma/sudoku"), UniformNoise(16))`.
+    """
+    learnt, kind = (model.generation.noise or {}).get("kind"), describe_noise(noise)["kind"]
+    if learnt not in (None, kind):
+        _warn_once(learnt, kind)
+
+
+@cache
+def _warn_once(learnt: str, kind: str) -> None:
+    logger.warning("The checkpoint is for %s noise; its predictions may be unreliable under %s noise.", learnt, kind)

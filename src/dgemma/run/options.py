@@ -1,6 +1,5 @@
 """The options of `generate`, `stream`, `generate_many`, `infill` and `edit`: names, types and defaults in one place."""
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_type_hints
@@ -85,33 +84,17 @@ def takes_options(options: type) -> Callable[[Function], Function]:
 
     Example: `inspect.signature(dgemma.generate).parameters["steps"]`.
     """
-    hints, defaults = get_type_hints(options), defaults_of(options)
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    listed = [inspect.Parameter(name, keyword, default=defaults[name], annotation=hints[name]) for name in defaults]
+    hints, keyword = get_type_hints(options), inspect.Parameter.KEYWORD_ONLY
+    listed = [
+        inspect.Parameter(name, keyword, default=default, annotation=hints[name])
+        for name, default in defaults_of(options).items()
+    ]
 
     def decorate(function: Function) -> Function:
         signature = inspect.signature(function)
         own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        names = {p.name for p in (*own, *listed)}
-
-        @functools.wraps(function)
-        def named(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **kwargs)
-
-        named.__signature__ = signature.replace(parameters=[*own, *listed])  # type: ignore[attr-defined]
-        checked = typed(named)
-
-        @functools.wraps(checked)
-        def known(*args: Any, **kwargs: Any) -> Any:
-            unknown = sorted(kwargs.keys() - names)
-            if unknown:
-                raise TypeError(
-                    f"{function.__name__} got an unexpected keyword argument '{unknown[0]}'. "
-                    f"It takes {', '.join(sorted(names))}."
-                )
-            return checked(*args, **kwargs)
-
-        return known  # type: ignore[return-value]
+        function.__signature__ = signature.replace(parameters=[*own, *listed])  # type: ignore[attr-defined]
+        return typed(function)
 
     return decorate
 

@@ -11,13 +11,11 @@ from dgemma.diffusion.noise import Noise
 from dgemma.model.cache import Cache
 from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.run import arguments
-from dgemma.run.arguments import Span
+from dgemma.run.arguments import MOST_STEPS, Span
 from dgemma.run.constrain import RunLanguage, read_constraint
-from dgemma.run.defaults import default_sampler, learnt_noise, warn_of_noise
-from dgemma.run.knobs import Knobs
+from dgemma.run.knobs import Knobs, learnt_noise, read_knobs, warn_of_noise
 from dgemma.run.options import RunOptions, fill_in, takes_options
-from dgemma.sampling.stopping import StableAndConfident
-from dgemma.sampling.temperature import LinearTemperature, check_temperature, read_temperature
+from dgemma.sampling.temperature import check_temperature
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,32 +55,25 @@ class Plan:
             part["language"] = self.language.block(block, states, rows, self.canvas_len)
         return {**part, "noise_level": 1.0 if part["canvas"] is None else self.noise_level}
 
-    def cut_text(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Pad a canvas (B, C) after the end of its text. Also return a mask of the text, None if all is text."""
-        if self.text_len is None:
-            return tokens, None
-        is_text = torch.arange(self.canvas_len, device=tokens.device) < self.text_len[:, None]  # (B, C)
-        return torch.where(is_text, tokens, self.pad_token_id), is_text
-
     def end_rows(self, tokens: Tensor, block: int, rows: Tensor) -> tuple[Tensor, Tensor | None, list[bool]]:
-        """Pad a finished canvas (R, C) of some rows after their stop tokens, and return which rows end in it.
+        """Pad a finished canvas (R, C) of some rows after the end of their text, and return which rows end in it.
 
-        The second result marks the real tokens (R, C); it is None if all are real.
+        A text ends with a stop token, or where `text_len` says. The second result marks the real tokens (R, C); it is
+        None if all are real.
 
         Example: `tokens, real, ended = plan.end_rows(drafts, 0, torch.arange(2))`.
         """
-        if not self.eos_token_ids:  # no row ends, so the host need not wait
-            return *self.cut_text(tokens), [False] * len(tokens)
-        eos = torch.tensor(self.eos_token_ids, dtype=torch.int64, device=tokens.device)
-        ends_row = torch.isin(tokens, eos)
-        if self.span.frozen is not None:
-            ends_row = ends_row & self.span.past_frozen(block, self.canvas_len, rows).to(tokens.device)
-        ended = ends_row.any(-1).tolist()  # the host waits for the device here
-        tokens, real = self.cut_text(tokens)
-        if any(ended):
-            real = ends_row.cumsum(1) - ends_row.long() == 0  # no stop token before it
-            tokens = torch.where(real, tokens, self.pad_token_id)
-        return tokens, real, ended
+        real, ended = None, [False] * len(tokens)
+        if self.text_len is not None:
+            real = torch.arange(self.canvas_len, device=tokens.device) < self.text_len[:, None]
+        if self.eos_token_ids:  # otherwise no row ends, and the host need not wait
+            ends_row = torch.isin(tokens, torch.tensor(self.eos_token_ids, device=tokens.device))
+            if self.span.frozen is not None:
+                ends_row = ends_row & self.span.past_frozen(block, self.canvas_len, rows).to(tokens.device)
+            ended = ends_row.any(-1).tolist()  # the host waits for the device here
+            if any(ended):
+                real = ends_row.cumsum(1) - ends_row.long() == 0  # no stop token before it
+        return tokens if real is None else torch.where(real, tokens, self.pad_token_id), real, ended
 
     def to(self, device: torch.device) -> Self:
         """The same plan with its tensors on `device`."""
@@ -106,26 +97,26 @@ def read_plan(
     noise = learnt_noise(model) if settings["noise"] is None else settings["noise"]
     arguments.check_vocabulary(noise, config)
     warn_of_noise(model, noise)
-    knobs = _read_knobs(model, settings)
+    knobs = read_knobs(model, settings)
     arguments.check_valid(knobs.sampler, noise)
-    max_new_tokens = settings["max_new_tokens"]
-    max_new_tokens = arguments.read_count(
-        "max_new_tokens", defaults.max_new_tokens if max_new_tokens is None else max_new_tokens
-    )
-    steps = settings["steps"]
-    num_steps = arguments.read_count("steps", defaults.max_denoising_steps if steps is None else steps)
+    num_steps = arguments.read_count("steps", settings["steps"], defaults.max_denoising_steps, MOST_STEPS)
     check_temperature(knobs.temperature, num_steps, model.device)
+    max_new_tokens = arguments.read_count(
+        "max_new_tokens", settings["max_new_tokens"], defaults.max_new_tokens, config.max_position_embeddings
+    )
+    num_blocks = math.ceil(max_new_tokens / config.canvas_length)
+    num_positions = num_blocks * config.canvas_length
     arguments.check_memory("generate", len(prompt_tokens), config, model.device)
     mask = settings["attention_mask"]
-    arguments.check_prompt(prompt_tokens, mask, cache, config, max_new_tokens, model.device)
+    arguments.check_prompt(prompt_tokens, mask, cache, config, num_positions, model.device)
     span = arguments.read_span(
         settings["canvas"], settings["frozen"], settings["allowed"], prompt_tokens, noise, max_new_tokens
     )
-    num_blocks = math.ceil(max_new_tokens / config.canvas_length)
     noise_level = arguments.read_noise_level("generate", settings["noise_level"])
-    arguments.check_start(noise, span.canvas, noise_level, num_blocks * config.canvas_length)
-    eos_token_ids = defaults.eos_token_id if settings["eos_token_ids"] is None else settings["eos_token_ids"]
-    stop_tokens = arguments.read_token_ids("generate eos_token_ids", eos_token_ids)
+    arguments.check_start(noise, span.canvas, noise_level, num_positions)
+    stop_tokens = tuple(sorted(defaults.eos_token_id))
+    if settings["eos_token_ids"] is not None:
+        stop_tokens = arguments.read_token_ids("generate eos_token_ids", settings["eos_token_ids"], config.vocab_size)
     language = read_constraint(
         settings["constraint"],
         span,
@@ -151,23 +142,4 @@ def read_plan(
         span=span,
         noise_level=noise_level,
         language=language,
-    )
-
-
-def _read_knobs(model: Denoiser, settings: RunOptions) -> Knobs:
-    """The knobs of a run; those that the caller omits are the checkpoint's."""
-    defaults, temperature, stop = model.generation, settings["temperature"], settings["stop"]
-    sampler = default_sampler(model) if settings["sampler"] is None else settings["sampler"]
-    if temperature is None:
-        temperature = LinearTemperature(start=defaults.t_max, end=defaults.t_min)
-    if isinstance(stop, str):  # "checkpoint"
-        stability, confidence = defaults.stability_threshold, defaults.confidence_threshold
-        runs_on = confidence == 0 or not sampler.stops_when_certain
-        stop = None if runs_on else StableAndConfident(stability=stability, confidence=confidence)
-    return Knobs(
-        sampler=sampler,
-        temperature=read_temperature(temperature),
-        stop=stop,
-        top_k=settings["top_k"],
-        top_p=settings["top_p"],
     )

@@ -18,7 +18,7 @@ from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.constraints.languages import JsonSchema, Regex, ToolCalls
 from dgemma.constraints.trial import try_pattern
 from dgemma.model.denoiser import Denoiser
-from dgemma.run.defaults import default_sampler
+from dgemma.run.knobs import default_sampler
 from dgemma.run.plan import Plan, read_plan
 from dgemma.serve.decisions import answer_questions
 from dgemma.serve.engine import Draft, Engine, Job

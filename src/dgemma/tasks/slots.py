@@ -24,7 +24,7 @@ from dgemma.model.cache import Cache
 from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.printing import progress_bar
 from dgemma.run.arguments import check_vocabulary
-from dgemma.run.defaults import learnt_noise
+from dgemma.run.knobs import learnt_noise
 from dgemma.run.options import Default, fill_in, takes_options
 from dgemma.tasks.infill import check_tail
 from dgemma.tasks.option_scores import Blank, Layout, Piece, Reader, layouts_of

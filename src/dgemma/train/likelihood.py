@@ -23,7 +23,7 @@ from dgemma.diffusion.schedule import LEAST_NOISE, Linear
 from dgemma.model.config import ModelConfig
 from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.printing import progress_bar
-from dgemma.run.defaults import warn_of_noise
+from dgemma.run.knobs import warn_of_noise
 from dgemma.train.batch import BatchSource, TrainBatch, check_ids, row_seeds
 from dgemma.train.canvases import Canvases, cut_canvases
 from dgemma.train.estimates import Likelihood, RowSums

@@ -24,8 +24,8 @@ from dgemma.data.sudoku.symmetry import NUM_UNIFORMS, equivalents, originals
 from dgemma.diffusion import draws
 from dgemma.diffusion.noise import MaskNoise, Noise, UniformNoise
 from dgemma.model.denoiser import Denoiser
-from dgemma.run.defaults import learnt_noise
 from dgemma.run.generate import generate
+from dgemma.run.knobs import learnt_noise
 from dgemma.run.trajectory import Generation
 
 
