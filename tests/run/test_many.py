@@ -234,7 +234,6 @@ def test_a_run_that_stopped_anywhere_continues_with_the_same_results(tmp_path, i
     assert len(lines) == 1 + len(PROMPTS)
     for kept, torn in (
         (0, b""),
-        (0, lines[0][:1]),
         (0, lines[0][:-1]),
         (1, b""),
         (3, lines[3][:-1]),
@@ -269,18 +268,40 @@ def test_other_settings_prompts_and_files_are_refused(tmp_path):
         with pytest.raises(ValueError, match=message):
             run(path, **changes)
     assert path.read_bytes() == before
-    for content in (b"notes\n", b'{"a": 1}\n', b"no newline", b"[]\n"):
+    for content in (b"notes\n", b'{"a": 1}\n', b"no newline", b"[]\n", b"{"):
         path.write_bytes(content)
         with pytest.raises(ValueError, match="must be a new file, or one that this run began"):
             run(path)
         assert path.read_bytes() == content
-    path.write_bytes(before.replace(b'"index": 3', b'"index": 2'))
-    with pytest.raises(ValueError, match="must hold one result per prompt, got prompt 2 again"):
-        run(path)
-    for line in (b"{}", b"[]", b'{"index": -1}', b'{"index": 99999999999999}'):
-        path.write_bytes(before.replace(b"\n", b"\n" + line + b"\n", 1))
-        with pytest.raises(ValueError, match="got something else in line 2"):
+    for line in (b"{}", b"[]", b'{"index": -1}', b"[" * 5000, before.splitlines()[1]):
+        path.write_bytes(before + line + b"\n")
+        with pytest.raises(ValueError, match=r"must hold one result per line, each .* in line 8"):
             run(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda line: line.pop("seed"),
+        lambda line: line.pop("prompt"),
+        lambda line: line.update(extra=1),
+        lambda line: line.update(seed="one"),
+        lambda line: line.update(steps=3),
+        lambda line: line.update(new_tokens=[5, 64]),
+        lambda line: line.update(new_tokens=["a"]),
+        lambda line: line.update(new_tokens=[5] * 500),
+    ],
+    ids=["missing", "no-prompt", "extra", "type", "no-list", "outside-vocabulary", "no-token", "too-long"],
+)
+def test_a_damaged_result_is_refused_in_one_sentence(tmp_path, change):
+    path = tmp_path / "run.jsonl"
+    run(path, prompts=PROMPTS[:2])
+    header, first, second = path.read_text().splitlines()
+    damaged = json.loads(second)
+    change(damaged)
+    path.write_text("\n".join((header, first, json.dumps(damaged), "")))
+    with pytest.raises(ValueError, match=r"run\.jsonl must hold complete results, got something else for index 1"):
+        run(path, prompts=PROMPTS[:2])
 
 
 @pytest.mark.skipif(os.name != "posix", reason="files are locked on POSIX only")

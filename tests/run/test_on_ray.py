@@ -11,7 +11,7 @@ import torch
 
 import dgemma
 from dgemma.run import on_ray
-from dgemma.run.many import PromptReader
+from dgemma.run.many import Worker
 from dgemma.run.on_ray import generate_on_ray
 from rowwise import RowwiseDenoiser
 
@@ -65,5 +65,5 @@ def check(results, path):
         assert torch.equal(got.new_tokens, want.new_tokens)
         assert torch.equal(got.steps, want.steps)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert lines[0]["settings"] == PromptReader(RowwiseDenoiser(), None, OPTIONS).describe()
+    assert lines[0]["settings"] == Worker(RowwiseDenoiser(), None, 1, OPTIONS).settings
     assert sorted(line["index"] for line in lines[1:]) == list(range(40))

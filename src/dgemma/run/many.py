@@ -5,15 +5,16 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Protocol, Unpack
+from typing import Annotated, Any, Unpack
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.checks import as_int, as_lists, require, short_repr, show
+from dgemma.checks import as_int, as_lists, check_types, require, short_repr, show
 from dgemma.files import open_file
 from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.model.identity import fingerprint
@@ -77,7 +78,7 @@ def generate_many(model: Denoiser, prompts: Iterable[Any], **options: Unpack[Man
     check_denoiser("generate_many", model)
     many = read_many("generate_many", prompts, options)
     worker = Worker(model, many["tokenizer"], many["batch_size"], select(options, TextOptions))
-    return run_prompts(worker, prompts, worker.reader.describe(), many)
+    return run_prompts(worker, prompts, many)
 
 
 def read_many(owner: str, prompts: Iterable[Any], options: ManyOptions) -> ManyOptions:
@@ -123,93 +124,6 @@ class PromptFile:
                     yield entry
 
 
-class PromptReader:
-    """Turns prompts into rows of a batch, and rows into results.
-
-    Example: `PromptReader(model, tokenizer, {"seed": 2, "steps": 16}).read(3, "Once").plan.seeds` is [[5]].
-    """
-
-    def __init__(self, model: Denoiser, tokenizer: Tokenizer | None, options: Mapping[str, Any]) -> None:
-        seed = as_int(options.get("seed", 0))
-        if seed is None:
-            require(False, "generate_many seed", "be an integer", options.get("seed"), "Prompt i has seed + i.")
-        self._model, self._options, self._seed = model, dict(options), seed or 0
-        self._given_tokenizer = tokenizer
-        self._loaded: Tokenizer | None = None
-        self._plan({"tokens": [0]}, self._seed)  # reports bad options now
-
-    def read(self, index: int, prompt: Any) -> Rows:
-        """Return the row of a prompt."""
-        entry = _as_entry(prompt, f"generate_many prompt {index}")
-        seed = self._seed + index if entry.get("seed") is None else entry["seed"]
-        try:
-            return Rows(self._plan(entry, seed), index=index)
-        except ValueError as error:
-            raise ValueError(f"generate_many prompt {index}: {error}") from None
-
-    def complete(self, row: Rows, prompt: Any) -> Completion:
-        """Return the result of a row that has ended."""
-        tokenizer, new_tokens = self.tokenizer, row.new_tokens[0]
-        num_real = int((new_tokens != row.plan.pad_token_id).sum())
-        return Completion(
-            index=row.index,
-            seed=int(row.plan.seeds[0, 0]),
-            new_tokens=new_tokens,
-            steps=torch.cat(row.steps),
-            tokens_per_forward=num_real / int(torch.cat(row.forwards).sum()),
-            text=None if tokenizer is None else tokenizer.decode(new_tokens),
-            id=prompt.get("id") if isinstance(prompt, Mapping) else None,
-        )
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of the call, or that of the model's checkpoint; None if there is neither."""
-        source = self._model.source
-        if self._given_tokenizer is None and self._loaded is None and source is not None:
-            with suppress(FileNotFoundError):  # token ids need no tokenizer
-                self._loaded = Tokenizer.from_pretrained(source)
-        return self._given_tokenizer or self._loaded
-
-    def describe(self) -> dict[str, Any]:
-        """Return everything that the tokens depend on, except the prompts, as JSON values."""
-        plan = self._plan({"tokens": [0]}, self._seed)
-        return {
-            "seed": self._seed,
-            "max_new_tokens": plan.num_blocks * plan.canvas_len,
-            "steps": plan.num_steps,
-            "noise": identify(plan.noise),
-            **{name: identify(value) for name, value in vars(plan.knobs).items()},
-            "eos_token_ids": list(plan.eos_token_ids),
-            "allowed": identify(plan.span.allowed),
-            "constraint": getattr(self._options.get("constraint"), "pattern", None),
-            "canvas_length": plan.canvas_len,
-            "pad_token_id": plan.pad_token_id,
-            "config": _digest(repr(self._model.config).encode()),
-            "weights": fingerprint(self._model),
-            "tokenizer": None if self.tokenizer is None else self.tokenizer.fingerprint,
-        }
-
-    def _plan(self, entry: Mapping[str, Any], seed: Any) -> Plan:
-        options = {**self._options, "seed": [seed]}
-        if entry.get("max_new_tokens") is not None:
-            options["max_new_tokens"] = entry["max_new_tokens"]
-        tokens = torch.tensor([self._tokens(entry)], dtype=torch.int64, device=self._model.device)
-        return read_plan(self._model, tokens, **options)
-
-    def _tokens(self, entry: Mapping[str, Any]) -> list[int]:
-        if "tokens" in entry:
-            tokens, vocab_size = list(entry["tokens"]), self._model.config.vocab_size
-            require(all(0 <= token < vocab_size for token in tokens), "tokens", f"be ids in [0, {vocab_size})", tokens)
-            return tokens
-        tokenizer = self.tokenizer
-        if tokenizer is None:
-            raise ValueError(
-                "generate_many tokenizer must be set for texts and chats, got None. Pass "
-                "tokenizer=Tokenizer.from_pretrained(path), or prompts of token ids."
-            )
-        return tokenizer.encode(entry["prompt"]) if "prompt" in entry else tokenizer.chat(entry["messages"])
-
-
 def _as_entry(prompt: Any, owner: str) -> Mapping[str, Any]:
     """Return any form of prompt as a dictionary with "prompt", "messages" or "tokens"."""
     if isinstance(prompt, Mapping):
@@ -241,47 +155,99 @@ class Worker:
     def __init__(
         self, model: Denoiser, tokenizer: Tokenizer | None, batch_size: int, options: Mapping[str, Any]
     ) -> None:
-        self.reader, self.batch_size = PromptReader(model, tokenizer, options), batch_size
+        seed = as_int(options.get("seed", 0))
+        require(seed is not None, "generate_many seed", "be an integer", options.get("seed"), "Prompt i has seed + i.")
+        self._model, self._options, self._seed, self._batch_size = model, dict(options), seed or 0, batch_size
+        self._tokenizer = tokenizer
+        if tokenizer is None and model.source is not None:
+            with suppress(FileNotFoundError):  # token ids need no tokenizer
+                self._tokenizer = Tokenizer.from_pretrained(model.source)
         self._batch = Batch(model)
         self._running: dict[int, Any] = {}  # prompts by index
+        self._plan({"tokens": [0]}, self._seed)  # reports bad options now
 
     @property
     def has_room(self) -> bool:
-        return len(self._batch) < self.batch_size
+        return len(self._batch) < self._batch_size
 
     def add(self, index: int, prompt: Any) -> None:
         """Take a prompt. It starts at the next step."""
-        self._batch.add(self.reader.read(index, prompt))
+        entry = _as_entry(prompt, f"generate_many prompt {index}")
+        seed = self._seed + index if entry.get("seed") is None else entry["seed"]
+        try:
+            self._batch.add(Rows(self._plan(entry, seed), index=index))
+        except ValueError as error:
+            raise ValueError(f"generate_many prompt {index}: {error}") from None
         self._running[index] = prompt
 
     def finished(self) -> list[Completion]:
         """Take one step of all prompts, and return the results of those that finished in it."""
-        ended = [row for row in self._batch.step() if row.ended]
-        return [self.reader.complete(row, self._running.pop(row.index)) for row in ended]
+        return [self._complete(row) for row in self._batch.step() if row.ended]
+
+    def _complete(self, row: Rows) -> Completion:
+        new_tokens, prompt = row.new_tokens[0], self._running.pop(row.index)
+        return Completion(
+            index=row.index,
+            seed=int(row.plan.seeds[0, 0]),
+            new_tokens=new_tokens,
+            steps=torch.cat(row.steps),
+            tokens_per_forward=int((new_tokens != row.plan.pad_token_id).sum()) / int(torch.cat(row.forwards).sum()),
+            text=None if self._tokenizer is None else self._tokenizer.decode(new_tokens),
+            id=prompt.get("id") if isinstance(prompt, Mapping) else None,
+        )
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Everything that the tokens depend on, except the prompts, as JSON values."""
+        plan = self._plan({"tokens": [0]}, self._seed)
+        return {
+            "seed": self._seed,
+            "max_new_tokens": plan.num_blocks * plan.canvas_len,
+            "steps": plan.num_steps,
+            "noise": identify(plan.noise),
+            **{name: identify(value) for name, value in vars(plan.knobs).items()},
+            "eos_token_ids": list(plan.eos_token_ids),
+            "allowed": identify(plan.span.allowed),
+            "constraint": getattr(self._options.get("constraint"), "pattern", None),
+            "canvas_length": plan.canvas_len,
+            "pad_token_id": plan.pad_token_id,
+            "config": _digest(repr(self._model.config).encode()),
+            "weights": fingerprint(self._model),
+            "tokenizer": None if self._tokenizer is None else self._tokenizer.fingerprint,
+        }
+
+    def _plan(self, entry: Mapping[str, Any], seed: Any) -> Plan:
+        options = {**self._options, "seed": [seed]}
+        if entry.get("max_new_tokens") is not None:
+            options["max_new_tokens"] = entry["max_new_tokens"]
+        tokens = torch.tensor([self._tokens(entry)], dtype=torch.int64, device=self._model.device)
+        return read_plan(self._model, tokens, **options)
+
+    def _tokens(self, entry: Mapping[str, Any]) -> list[int]:
+        if "tokens" in entry:
+            tokens, vocab_size = list(entry["tokens"]), self._model.config.vocab_size
+            require(all(0 <= token < vocab_size for token in tokens), "tokens", f"be ids in [0, {vocab_size})", tokens)
+            return tokens
+        if self._tokenizer is None:
+            raise ValueError(
+                "generate_many tokenizer must be set for texts and chats, got None. Pass "
+                "tokenizer=Tokenizer.from_pretrained(path), or prompts of token ids."
+            )
+        return self._tokenizer.encode(entry["prompt"]) if "prompt" in entry else self._tokenizer.chat(entry["messages"])
 
 
-class Workers(Protocol):
-    """The interface of `Worker`, which the workers on Ray also have."""
+def run_prompts(workers: Any, prompts: Iterable[Any], many: ManyOptions) -> Iterator[Completion]:
+    """Yield the result of every prompt, and write it to the file; results that are in the file are read from it.
 
-    @property
-    def has_room(self) -> bool: ...
-    def add(self, index: int, prompt: Any) -> None: ...
-    def finished(self) -> list[Completion]: ...
-
-
-def run_prompts(
-    workers: Workers, prompts: Iterable[Any], settings: Mapping[str, Any], many: ManyOptions
-) -> Iterator[Completion]:
-    """Yield the result of every prompt, and write it to the file; results that are in the file are read from it."""
-    file = None if many["out"] is None else RunFile(many["out"], settings)
-    completed = _complete(workers, enumerate(prompts), file, settings["pad_token_id"])
+    workers: a `Worker`, or several with the members of one.
+    """
+    file = None if many["out"] is None else RunFile(many["out"], workers.settings)
+    completed = _complete(workers, enumerate(prompts), file)
     total = len(prompts) if isinstance(prompts, Sized) else None
     return _show(_sort(completed) if many["in_order"] else completed, total=total, progress=many["progress"])
 
 
-def _complete(
-    workers: Workers, prompts: Iterator[tuple[int, Any]], file: RunFile | None, pad_token_id: int
-) -> Iterator[Completion]:
+def _complete(workers: Any, prompts: Iterator[tuple[int, Any]], file: RunFile | None) -> Iterator[Completion]:
     """Yield results as they finish, or as they are found in the file."""
     running: dict[int, Any] = {}  # prompts by index
     with nullcontext() if file is None else file:
@@ -289,7 +255,7 @@ def _complete(
             while workers.has_room and (following := next(prompts, None)) is not None:
                 index, prompt = following
                 if file is not None and index in file:
-                    yield load_completion(file, index, prompt)
+                    yield _load(file, index, prompt)
                 else:
                     workers.add(index, prompt)
                     running[index] = prompt
@@ -298,33 +264,41 @@ def _complete(
             for completion in workers.finished():
                 prompt = running.pop(completion.index)
                 if file is not None:
-                    file.append(store_completion(completion, prompt, pad_token_id))
+                    file.append(_store(file, completion, prompt))
                 yield completion
 
 
-def store_completion(completion: Completion, prompt: Any, pad_token_id: int) -> dict[str, Any]:
+def _store(file: RunFile, completion: Completion, prompt: Any) -> dict[str, Any]:
     """Return a result as a line of the file, with a digest of its prompt. Padding is left out."""
     tokens = completion.new_tokens.tolist()
-    while tokens and tokens[-1] == pad_token_id:
+    while tokens and tokens[-1] == file.settings["pad_token_id"]:
         tokens.pop()
     changes = {"new_tokens": tokens, "steps": completion.steps.tolist()}
     stored = {**vars(completion), **changes, "prompt": _prompt_digest(completion.index, prompt)}
     return {name: value for name, value in stored.items() if value is not None}
 
 
-def load_completion(file: RunFile, index: int, prompt: Any) -> Completion:
+def _load(file: RunFile, index: int, prompt: Any) -> Completion:
     """Return a result of the file, for the same prompt."""
-    stored = file[index]
-    if stored.pop("prompt") != _prompt_digest(index, prompt):
+    canvas_len, vocab_size = file.settings["canvas_length"], file.settings["noise"]["vocab_size"]
+
+    def build(line: dict[str, Any]) -> tuple[str, Completion]:
+        digest, tokens, steps = (line.pop(name) for name in ("prompt", "new_tokens", "steps"))
+        padding = len(steps) * canvas_len - len(tokens)
+        if padding < 0 or not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
+            raise ValueError
+        new_tokens = torch.tensor([*tokens, *[file.settings["pad_token_id"]] * padding], dtype=torch.int64)
+        completion = Completion(**{"text": None, **line}, new_tokens=new_tokens, steps=torch.tensor(steps))
+        check_types(completion)
+        return digest, completion
+
+    digest, completion = file.read(index, build)
+    if digest != _prompt_digest(index, prompt):
         raise ValueError(
             f"{file.path} must be continued with the prompts that it began with, but prompt {index} differs. "
             "Use the old prompts, or another file."
         )
-    stored = {"text": None, **stored}
-    steps, tokens = torch.tensor(stored.pop("steps")), torch.tensor(stored.pop("new_tokens"), dtype=torch.int64)
-    padding = len(steps) * file.settings["canvas_length"] - len(tokens)
-    new_tokens = nn.functional.pad(tokens, (0, padding), value=file.settings["pad_token_id"])
-    return Completion(**stored, new_tokens=new_tokens, steps=steps)
+    return completion
 
 
 def _sort(completed: Iterator[Completion]) -> Iterator[Completion]:

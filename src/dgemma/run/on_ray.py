@@ -60,7 +60,7 @@ def generate_on_ray(
     )(_RayWorker)
     arguments = load, many["tokenizer"], many["batch_size"], dict(select(options, TextOptions))
     team = _Team(ray, [actor.remote(*arguments) for _ in range(workers)], most)
-    return run_prompts(team, prompts, team.settings, many)
+    return run_prompts(team, prompts, many)
 
 
 class _RayWorker:
@@ -76,7 +76,7 @@ class _RayWorker:
 
     async def describe(self) -> dict[str, Any]:
         """Return the settings of the run."""
-        return self._worker.reader.describe()
+        return self._worker.settings
 
     async def complete(self, index: int, prompt: Any) -> Completion:
         """Add a prompt to the batch as soon as a row is free, and return its result."""

@@ -207,7 +207,7 @@ def sweep(
             for seed_place, seed in enumerate(seeds):
                 index = place * len(seeds) + seed_place
                 if file is not None and index in file:
-                    outcome = _RunOutcome(**file[index]["outcome"])
+                    outcome = file.read(index, lambda line: _RunOutcome(**line["outcome"]))
                 else:
                     outcome = _run(task, sampler, seed)
                     if file is not None:
