@@ -173,6 +173,11 @@ def test_a_spliced_row_has_the_donors_allowed_set_and_other_rows_keep_theirs(min
     assert torch.equal(spliced.canvas[1], donor.canvas[0])
 
 
+def test_a_state_is_not_started_where_no_token_is_allowed():
+    with pytest.raises(ValueError, match="start_state allowed must leave at least one token at every position"):
+        started(allow())
+
+
 def test_selected_rows_keep_their_allowed_sets_per_position():
     table = torch.stack([allow(5 + position) for position in range(CANVAS_LEN)])  # (C, V)
     state, knobs = fresh(EntropyBound(), noise=dgemma.UniformNoise(VOCAB))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dgemma.checks import require, require_tensor, typed
+from dgemma.checks import require, typed
 from dgemma.diffusion import draws
 from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.joint import condition
@@ -20,7 +20,7 @@ from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.model.cache import Cache
 from dgemma.model.denoiser import Denoiser, check_denoiser
-from dgemma.run.arguments import check_valid
+from dgemma.run.arguments import check_usable, check_valid
 from dgemma.run.knobs import Knobs
 from dgemma.run.records import StepRecord
 from dgemma.sampling.stopping import ask
@@ -237,13 +237,14 @@ def start_state(
     Example: `start_state(knobs, UniformNoise(512), seeds=torch.arange(2), canvas_len=32, num_steps=16)`.
     """
     check_valid(knobs.sampler, noise)
-    rule = "be one integer per row, (B,) int64"
-    require_tensor(seeds, "start_state seeds", rule, shape=(None,), dtypes=(torch.int64,))
     batch_size, device = seeds.shape[0], seeds.device
     shape = (batch_size, canvas_len)
     require(canvas_len >= 1 and num_steps >= 1, "start_state canvas_len and num_steps", "be at least 1", shape)
     for name, value in (("canvas", canvas), ("frozen", frozen), ("awaited", awaited)):
         require(value is None or value.shape == shape, f"start_state {name}", f"have the shape {shape}", value)
+    usable = noise.proposable(allowed, device)  # a mask is noise, never a proposal
+    if allowed is not None and device.type == "cpu":  # on a GPU the host would wait
+        check_usable("start_state allowed", usable)
     block_index = torch.full((batch_size,), block, device=device)
     first_step = round((1 - float(noise.schedule.time(torch.tensor(1 - noise_level, dtype=torch.float64)))) * num_steps)
     num_steps_row = torch.full((batch_size,), num_steps, device=device)
@@ -265,7 +266,7 @@ def start_state(
         noise=noise,
         awaited=awaited,
         language=language,
-        allowed=noise.proposable(allowed, device),  # a mask is noise, never a proposal
+        allowed=usable,
         **clock(noise, knobs.temperature, torch.full_like(block_index, min(first_step, num_steps - 1)), num_steps_row),
     )
     state = replace(state, memory=knobs.sampler.start(state))
