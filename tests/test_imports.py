@@ -208,5 +208,32 @@ def test_plain_folders_import_no_kernels_and_define_no_gradient_for_speed():
     assert gradients == GRADIENTS
 
 
+# Files in these folders that branch on the device, each with its reason. What only saves time is behind a door.
+DEVICE_BRANCHES = {
+    "dgemma.model.diffusion",  # tensors on the "meta" device have no values
+    "dgemma.model.attention",  # a bug of torch's attention on GPUs
+    "dgemma.train.loop",  # a bug of cuDNN
+    "dgemma.model.inputs",  # reading ids would make the host wait for a GPU
+    "dgemma.train.batch",  # so would reading lengths; and page-locked memory exists only for a GPU
+    "dgemma.diffusion.joint",  # comparing drafts would wait
+    "dgemma.tasks.autoregressive",  # reading a token waits, so the host is one token ahead of a GPU
+    "dgemma.run.arguments",  # a GPU and a CPU report their memory in different ways
+}
+
+
+def device_branches(node: ast.AST) -> list[str]:
+    """Return each comparison of a device's type, and each `is_cuda`, as code."""
+    compared = [n for n in ast.walk(node) if isinstance(n, ast.Compare) and "device.type" in ast.unparse(n)]
+    read = [n for n in ast.walk(node) if isinstance(n, ast.Attribute) and n.attr in ("is_cuda", "is_cpu")]
+    return [ast.unparse(branch) for branch in compared + read]
+
+
+def test_plain_folders_branch_on_the_device_only_where_a_reason_is_given():
+    plain = {name: path for name, path in modules().items() if name.startswith(tuple(f"dgemma.{x}" for x in PLAIN))}
+    assert {name for name, path in plain.items() if device_branches(ast.parse(path.read_text()))} == DEVICE_BRANCHES
+    script = "y = fast(x) if x.device.type == 'cuda' or x.is_cuda else x"
+    assert device_branches(ast.parse(script)) == ["x.device.type == 'cuda'", "x.is_cuda"]
+
+
 def test_nothing_imports_the_top_of_the_package():
     assert [name for name, found in imports_by_module().items() if ("dgemma", False) in found] == []

@@ -450,6 +450,11 @@ def test_tokens_that_are_not_digits_are_read_as_blanks(some):
     assert text.canvas_digits(written).tolist() == [[9, 0, 0, 0, 1] + [5] * 76]
 
 
+def test_booleans_are_no_canvas():
+    with pytest.raises(ValueError, match=r"canvas_digits tokens must be token ids, got torch\.bool"):
+        sudoku.canvas_digits(torch.ones(1, 81, dtype=torch.bool))
+
+
 def test_puzzles_and_solutions_are_texts_of_81_characters_each():
     tokenizer = SudokuTokenizer()
     puzzle, solution = "53..7" + "." * 76, "534678912" * 9

@@ -156,9 +156,3 @@ def test_the_soft_embedding_is_the_models_and_trains_the_embedding_alone(self_co
     assert hidden.grad is None
     theirs = torch.autograd.grad((expected * probe).sum(), model.embed_tokens.weight)[0]
     assert (model.embed_tokens.weight.grad - theirs).norm() < tolerance["rtol"] * theirs.norm()
-
-
-def test_evidence_without_an_observed_token_is_refused():
-    hidden, weight, targets = inputs(3, 5)
-    with pytest.raises(ValueError, match="observed and evidence must both be set"):
-        head.cross_entropy(hidden, weight, targets, cap=CAP, evidence=torch.ones(3))

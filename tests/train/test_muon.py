@@ -10,6 +10,7 @@ from torch import nn
 import next_token
 from dgemma.train import TrainConfig, train
 from dgemma.train.optimizer import muon, orthogonal
+from dgemma_kernels import accelerate_training
 
 SHAPES = {
     "layers.0.mlp.up_proj.weight": (12, 6),
@@ -143,6 +144,24 @@ def test_a_momentum_outside_0_to_1_is_refused(momentum):
         muon(parameters(), lr=0.1, momentum=momentum)
 
 
+@pytest.mark.parametrize("lr", [-0.1, float("inf"), float("nan")])
+def test_a_learning_rate_that_is_no_size_is_refused(lr):
+    with pytest.raises(ValueError, match=rf"muon lr must be a finite number >= 0, got {lr}\. Use 1e-3\."):
+        muon(parameters(), lr=lr)
+
+
+@pytest.mark.gpu
+def test_the_door_of_training_fuses_adamw_and_multiplies_in_bfloat16():
+    model = next_token.model().cuda()
+    named = {name: p.detach().cuda().requires_grad_() for name, p in parameters().items()}
+    matrices = torch.randn(2, 8, 16, device="cuda")
+    assert not any(group["fused"] for group in muon(named, lr=0.1).param_groups)
+    assert orthogonal(matrices).dtype == torch.float32
+    with accelerate_training(model):
+        assert all(group["fused"] for group in muon(named, lr=0.1).param_groups)
+        assert orthogonal(matrices).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("shape", [(8, 16), (3, 8, 20), (3, 20, 8), (2, 3, 8, 12)])
 def test_orthogonal_keeps_the_singular_vectors_and_equalises_the_values(shape):
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -152,6 +171,8 @@ def test_orthogonal_keeps_the_singular_vectors_and_equalises_the_values(shape):
     assert values.min() > 0.68
     assert values.max() < 1.14
     torch.testing.assert_close(actual, torch.diag_embed(values), atol=1e-4, rtol=0)
+    # Five rounds in bfloat16, whose steps are 2^-8.
+    torch.testing.assert_close(orthogonal(matrices, torch.bfloat16).float(), orthogonal(matrices), atol=0.03, rtol=0)
 
 
 def test_a_matrix_without_a_gradient_stays_and_zero_gradients_give_no_nan():

@@ -9,12 +9,14 @@
 | the passes over text and canvases | one joint pass per layer, for adapters (`together.py`) |
 | the head | large slices with one kernel each (`head.py`) |
 | a forward and backward pass | a CUDA graph (`replay.py`) |
+| the optimizers | AdamW as one fused kernel, Muon's products in bfloat16 |
 
 Without adapters, whole layers are compiled.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from dgemma.model import attention, experts, layers, quantized
 from dgemma.model.backbone import Layer
 from dgemma.model.diffusion import DiffusionGemma, require_experts
 from dgemma.model.quantized import QuantizedWeight
-from dgemma.train import canvases, head, one_pass
+from dgemma.train import canvases, head, one_pass, optimizer
 from dgemma.train.lora import AdaptedExperts, AdaptedLinear, is_adapted
 from dgemma.train.update import Updater
 from dgemma_kernels.training import adapted_experts, adapted_linear, layer, together
@@ -86,6 +88,8 @@ def accelerate_training(model: DiffusionGemma, *, replay: bool = True) -> Iterat
     }
     with ExitStack() as stack:
         if on_gpu:  # elsewhere nothing is compiled
+            own[optimizer.adamw] = partial(plain(optimizer.adamw), fused=True)
+            own[optimizer.orthogonal] = partial(plain(optimizer.orthogonal), dtype=torch.bfloat16)
             start_compiler()  # its processes start while the caller does other work
             stack.enter_context(torch._dynamo.config.patch(recompile_limit=_RECOMPILATIONS))
         if is_adapted(model):

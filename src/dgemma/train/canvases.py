@@ -212,6 +212,7 @@ class NoisyCanvases(NamedTuple):
 
     z: Tensor  # (B, K, C) tokens
     replaced: Tensor  # (B, K, C) bool; True also where noise drew the same token again
+    scored: Tensor  # (B, K, C) bool: the positions whose losses count
     level: Tensor  # (B, K)
     self_cond: Tensor | None  # (B, K) bool: canvases that see the prediction of a first pass; None for no first pass
     masked: Tensor | None  # (B, K) bool: canvases noised by `masks`; None for none
@@ -259,11 +260,13 @@ def noise_canvases(
     masks: MaskNoise | None = None,
     masks_prob: float = 0.5,
     allowed: Tensor | None = None,
+    scored: Literal["all", "noised"] = "all",
 ) -> NoisyCanvases:
     """Put noise on canvases, each at its own time, uniform on `t_range`; frozen tokens stay.
 
     seeds: (B,). masks: replaces `noise` on a canvas, with probability `masks_prob`. allowed: (V,) bool, the
-    tokens that uniform noise draws from; None for all.
+    tokens that uniform noise draws from; None for all. scored: "noised" scores only positions that noise replaced. With
+    "all", canvases of `masks` are still scored only there.
     """
     u = _draw(seeds, canvases.index, canvases.x.shape[-1])
     low, high = t_range
@@ -280,9 +283,15 @@ def noise_canvases(
         masked = u.masked < masks_prob
         pairs = zip(put(masks), (z, replaced, level), strict=True)
         z, replaced, level = (torch.where(masked, ours, other) for ours, other in pairs)
+    replaced = replaced & ~canvases.frozen
+    if scored == "noised":
+        counted = canvases.scored & replaced
+    else:
+        counted = canvases.scored if masked is None else canvases.scored & (replaced | ~masked)
     return NoisyCanvases(
         z=torch.where(canvases.frozen, canvases.x, z),
-        replaced=replaced & ~canvases.frozen,
+        replaced=replaced,
+        scored=counted,
         level=level[..., 0],
         self_cond=(u.self_cond < self_cond_prob)[..., 0] if self_cond_prob else None,
         masked=None if masked is None else masked[..., 0],

@@ -63,7 +63,6 @@ def cross_entropy(
     p(x | z without this position) into those of p(x | z). A `banned` token, such as a mask that
     is never proposed, has probability zero.
     """
-    require_both(observed, evidence)
 
     def loss(logits: Tensor, targets: Tensor, *bump: Tensor) -> Tensor:
         if bump:
@@ -77,11 +76,13 @@ def cross_entropy(
     return map_logits(loss, hidden, weight, targets, *bump, cap=cap, slice_elements=slice_elements)
 
 
-def require_both(observed: Tensor | None, evidence: Tensor | None) -> None:
-    if (observed is None) != (evidence is None):
-        raise ValueError(
-            "cross_entropy observed and evidence must both be set or both be None, got one of them. Pass both."
-        )
+def next_token_losses(model: DiffusionGemma, hidden: Tensor | None, tokens: Tensor) -> Tensor:
+    """Return the loss of every token after the first: tokens (B, T), hidden states (B, ≥ T - 1, D) → (B, T - 1)."""
+    targets = tokens[:, 1:]
+    if hidden is None:  # texts of one token
+        return targets.float()
+    rows, cap = hidden[:, : targets.shape[1]].flatten(0, 1), model.config.final_logit_softcapping
+    return cross_entropy(rows, model.embed_tokens.weight, targets.flatten(), cap=cap).view_as(targets)
 
 
 @replaceable

@@ -157,10 +157,11 @@ class Objective:
         hidden = run_text_and_canvases(model, canvases, noisy, self_cond_off=self.self_cond_off)
         sums, counts = {}, {}
         if noisy is not None and hidden.canvases is not None:
-            scored, losses = self._scored(canvases, noisy), self.loss(model, canvases, noisy, hidden.canvases)
+            scored, losses = noisy.scored, self.loss(model, canvases, noisy, hidden.canvases)
             sums["decoder"], counts["decoder"] = torch.where(scored, losses, 0.0).sum((1, 2)), scored.sum((1, 2))
         if self.causal_weight:
-            scored, losses = canvases.causal_scored, _causal_losses(model, canvases, hidden.text)
+            scored, text = canvases.causal_scored, canvases.tokens[:, : canvases.causal_len + 1]
+            losses = head.next_token_losses(model, hidden.text, text)
             sums["causal"], counts["causal"] = torch.where(scored, losses, 0.0).sum(1), scored.sum(1)
         return Terms(sums=sums, counts=counts)
 
@@ -172,11 +173,11 @@ class Objective:
 
         Example: `objective.reduce(terms, totals)`, where totals are sums of this over micro-batches and processes.
         """
-        canvases, scored = self._cut(batch, seeds), {}
+        needs_noise = self.loss.scored == "noised" or self.masks is not None
+        canvases, noisy = self.draw(batch, seeds, with_noise=needs_noise)
+        scored = {}
         if self.decoder_weight:
-            needs_noise = self.loss.scored == "noised" or self.masks is not None
-            noisy = self._add_noise(canvases, seeds) if needs_noise else None
-            scored["decoder"] = canvases.scored if noisy is None else self._scored(canvases, noisy)
+            scored["decoder"] = canvases.scored if noisy is None else noisy.scored
         if self.causal_weight:
             scored["causal"] = canvases.causal_scored
         counts = {"micro_batches": torch.ones((), dtype=torch.int64, device=seeds.device)}
@@ -214,15 +215,11 @@ class Objective:
             return sums.sum() / totals[f"process/{name}"].clamp(min=1) / totals["processes"]
         return sums.sum() / totals[name].clamp(min=1)
 
-    def draw(self, batch: TrainBatch, seeds: Tensor) -> Drawn:
+    def draw(self, batch: TrainBatch, seeds: Tensor, *, with_noise: bool = True) -> Drawn:
         """Cut the rows into canvases and put noise on these, without the model; seeds (B,) are the only randomness.
 
         Example: `objective.draw(batch, seeds).noisy.z` are the tokens that the network will see.
         """
-        canvases = self._cut(batch, seeds)
-        return Drawn(canvases, self._add_noise(canvases, seeds) if self.decoder_weight else None)
-
-    def _cut(self, batch: TrainBatch, seeds: Tensor) -> Canvases:
         if seeds.shape != batch.length.shape:  # a single seed would broadcast, and all rows would get the same noise
             raise ValueError(
                 f"Objective seeds must have shape ({batch.batch_size},), one per row, got {tuple(seeds.shape)}. Use "
@@ -237,10 +234,11 @@ class Objective:
             causal_scope=self.causal_scope if self.causal_weight else None,
             causal_fill=self.causal_fill,
         )
-        return cut_holes(canvases, seeds, self.holes_prob) if self.holes_prob else canvases
-
-    def _add_noise(self, canvases: Canvases, seeds: Tensor) -> NoisyCanvases:
-        return noise_canvases(
+        if self.holes_prob:
+            canvases = cut_holes(canvases, seeds, self.holes_prob)
+        if not self.decoder_weight or not with_noise:
+            return Drawn(canvases, None)
+        noisy = noise_canvases(
             self.noise,
             canvases,
             seeds,
@@ -249,23 +247,9 @@ class Objective:
             masks=self.masks,
             masks_prob=self.masks_prob,
             allowed=None if self.allowed is None else _mask_of(self.allowed, self.noise.vocab_size, seeds.device),
+            scored=self.loss.scored,
         )
-
-    def _scored(self, canvases: Canvases, noisy: NoisyCanvases) -> Tensor:
-        if self.loss.scored == "noised":
-            return canvases.scored & noisy.replaced
-        return (
-            canvases.scored if noisy.masked is None else canvases.scored & (noisy.replaced | ~noisy.masked[..., None])
-        )
-
-
-def _causal_losses(model: DiffusionGemma, canvases: Canvases, hidden: Tensor | None) -> Tensor:
-    """Return the loss of each token's successor, (B, causal_len)."""
-    targets = canvases.tokens[:, 1 : canvases.causal_len + 1]
-    if hidden is None:  # texts of one token
-        return targets.float()
-    rows, cap = hidden[:, : canvases.causal_len].flatten(0, 1), model.config.final_logit_softcapping
-    return head.cross_entropy(rows, model.embed_tokens.weight, targets.flatten(), cap=cap).view_as(targets)
+        return Drawn(canvases, noisy)
 
 
 @cache

@@ -48,9 +48,8 @@ def read_clean(model: DiffusionGemma, tokens: Tensor, *, documents: Tensor | Non
     Example: `read_clean(model, tokens).hidden` gives the causal loss.
     """
     masks = text_masks(model, tokens, documents=documents)
-    pasts = [None] * len(masks)
-    hidden, keys_values = model.run(model.embed(tokens), text_positions(tokens), pasts, masks, causal=True)
-    return CleanText(hidden, keys_values)
+    x, positions = model.embed(tokens), text_positions(tokens)
+    return CleanText(*model.run(x, positions, [None] * len(masks), masks, causal=True))
 
 
 def text_positions(tokens: Tensor) -> Tensor:
@@ -137,9 +136,9 @@ def predict_canvases(
     _, num_canvases, canvas_len = canvases.shape
     if masks is None:
         masks = canvas_masks(model, starts, canvas_len, 0 if clean is None else clean.hidden.shape[1])
-    x = embed_canvases(model, canvases, signal, noise_level)
+    x, positions = embed_canvases(model, canvases, signal, noise_level), canvas_positions(starts, canvas_len)
     pasts = [None] * len(masks) if clean is None else clean.keys_values
-    hidden, _ = model.run(x, canvas_positions(starts, canvas_len), pasts, masks, causal=False)
+    hidden, _ = model.run(x, positions, pasts, masks, causal=False)
     return hidden.unflatten(1, (num_canvases, canvas_len))
 
 
@@ -291,14 +290,7 @@ class OnePass:
 
     def causal_cost(self) -> Tensor | None:
         """Return the autoregressive cost of every token after the first, (B, T - 1)."""
-        tokens = self.canvases.tokens
-        cost = head.cross_entropy(
-            self.clean.hidden[:, :-1].flatten(0, 1),
-            self.model.embed_tokens.weight,
-            tokens[:, 1:].flatten(),
-            cap=self.model.config.final_logit_softcapping,
-        )
-        return cost.view(len(tokens), -1)
+        return head.next_token_losses(self.model, self.clean.hidden, self.canvases.tokens)
 
     def _predict(self, z: Tensor, level: Tensor, signal: Tensor | None) -> Tensor:
         """Return the last hidden states (B, K, C, D)."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw as adamw_step
 
 from dgemma.checks import require, typed
+from dgemma.doors import replaceable
 
 OptimizerFactory = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
 _ROUNDS, _QUINTIC = 5, (3.4445, -4.775, 2.0315)  # five rounds of x ← ax + bx³ + cx⁵ map (0.01, 1] to 0.68 … 1.14
@@ -31,16 +32,21 @@ def learning_rate_factor(step: int, *, steps: int | None, warmup: int, floor: fl
     return floor + (1 - floor) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
 
 
+@replaceable
 @typed
 def adamw(
-    parameters: Mapping[str, nn.Parameter], *, lr: float, betas: tuple[float, float], weight_decay: float
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    fused: bool | None = None,
 ) -> torch.optim.AdamW:
-    """Return AdamW over named parameters, with a fused kernel on a GPU. Matrices decay; norms and scales do not."""
+    """Return AdamW over named parameters. Matrices decay; norms and scales do not. fused: as in torch's AdamW."""
     matrices = [p for p in parameters.values() if p.dim() >= 2]
     scales = [p for p in parameters.values() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": scales, "weight_decay": 0.0}]
-    on_gpu = all(p.device.type == "cuda" for p in parameters.values())
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, fused=on_gpu)
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, fused=fused)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -141,6 +147,7 @@ def muon(
     Example: `train(model, objective, source, config, out="run", optimizer=lambda named: muon(named, lr=1e-3))`.
     """
     require(0 <= momentum < 1, "muon momentum", "be in [0, 1)", momentum, "Use 0.95.")
+    require(0 <= lr < math.inf, "muon lr", "be a finite number >= 0", lr, "Use 1e-3.")
     matrices = {parameter: _num_matrices(name, parameter) for name, parameter in parameters.items()}
     groups: list[dict[str, Any]] = []
     # AdamW's groups show which parameters decay and whether the kernel is fused.
@@ -219,7 +226,7 @@ class Muon(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
             amsgrad=False,
             maximize=False,
-            fused=group["fused"] or None,  # None lets torch choose another implementation
+            fused=group["fused"],
         )
 
     def _state(self, parameter: Tensor, *names: str) -> dict[str, Tensor]:
@@ -234,11 +241,11 @@ def _grads(parameters: list[Tensor]) -> list[Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
-def orthogonal(matrices: Tensor) -> Tensor:
+@replaceable
+def orthogonal(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return approximately U·Vᵀ of matrices U·S·Vᵀ (..., rows, columns): singular values become 0.68 to 1.14.
 
-    Singular values below 0.01 of the norm stay smaller. Newton-Schulz iteration, in bfloat16 on a GPU and in float32
-    elsewhere.
+    Singular values below 0.01 of the norm stay smaller. Newton-Schulz iteration in `dtype`.
 
     Example: `orthogonal(torch.randn(4, 8, 16))` has nearly orthonormal rows.
     """
@@ -247,7 +254,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
     x = matrices.mT if is_tall else matrices
     x = x.reshape(-1, *x.shape[-2:])  # (n, short, long)
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
-    x = x.to(torch.bfloat16 if x.is_cuda else torch.float32)
+    x = x.to(dtype)
     for _ in range(_ROUNDS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

@@ -54,6 +54,7 @@ def read_digits(name: str, digits: Any) -> Tensor:
 @typed
 def canvas_digits(tokens: Tensor) -> Tensor:
     """Return the digits 1 to 9 of canvas tokens (B, 81), 0 for any other token."""
+    require(tokens.dtype != torch.bool, "canvas_digits tokens", "be token ids", tokens)
     digits = tokens - _FIRST_DIGIT
     return torch.where((digits >= 1) & (digits <= 9), digits, 0)
 
