@@ -474,6 +474,7 @@ def test_recomputed_activations_change_nothing_and_end_with_the_run(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the door compiles the layers itself (test_door)")
 def test_layers_compile_into_one_graph_each_and_learn_the_same(tmp_path, monkeypatch):
     # aot_eager traces forward and backward as the real compiler does, without the minutes of code generation.
     compile_module = torch.nn.Module.compile

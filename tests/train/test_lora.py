@@ -102,16 +102,17 @@ def test_adapter_gradients_are_the_chain_rule_of_the_dense_weights_gradient():
 
 
 @pytest.mark.parametrize("trains_experts", [False, True], ids=["adapters", "adapters and experts"])
-def test_the_gradients_of_training_kernels_are_those_of_autograd(trains_experts):
+def test_the_gradients_of_training_kernels_are_those_of_autograd(trains_experts, device):
     """The door computes the experts' gradient by hand, with recomputed hidden values."""
     model = _model()
     trained = add_lora(model, LoRA(rank=8, alpha=12.0))
     _stir(model)
+    model.to(device)
     if trains_experts:
         trained += [layer.experts.down_proj.requires_grad_() for layer in model.layers]
         trained += [layer.experts.gate_up_proj.requires_grad_() for layer in model.layers]
-    tokens = torch.arange(24).reshape(2, 12) % 500
-    probe = torch.randn(2, 12, model.config.hidden_size, generator=torch.Generator().manual_seed(3))
+    tokens = torch.arange(24, device=device).reshape(2, 12) % 500
+    probe = torch.randn(2, 12, model.config.hidden_size, generator=torch.Generator().manual_seed(3)).to(device)
 
     def gradients(recompute):
         model.recompute_activations = recompute
@@ -125,8 +126,8 @@ def test_the_gradients_of_training_kernels_are_those_of_autograd(trains_experts)
     assert error.sqrt() <= 1e-12 * size.sqrt()
 
 
-def test_weights_of_layers_with_one_input_become_neighbours_and_keep_their_values(tmp_path):
-    model = dgemma.DiffusionGemma(dgemma.presets.tiny())
+def test_weights_of_layers_with_one_input_become_neighbours_and_keep_their_values(tmp_path, device):
+    model = dgemma.DiffusionGemma(dgemma.presets.tiny(), device=device)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     add_lora(model, LoRA(rank=2))
     with accelerate_training(model):
@@ -138,7 +139,7 @@ def test_weights_of_layers_with_one_input_become_neighbours_and_keep_their_value
             assert torch.equal(joined(weights, 0), torch.cat(weights))
     drop_lora(model)
     model.save_pretrained(tmp_path)
-    saved = dgemma.DiffusionGemma.from_pretrained(tmp_path).state_dict()
+    saved = dgemma.DiffusionGemma.from_pretrained(tmp_path, device=device).state_dict()
     for weights in (model.state_dict(), saved):
         assert all(torch.equal(weights[name], weight) for name, weight in before.items())
 

@@ -46,7 +46,7 @@ def rows(*, packed=False):
 
 
 def loss_and_gradients(objective, model, trained, batch):
-    loss = objective.reduce(objective(model, batch, seeds=torch.arange(2)))
+    loss = objective.reduce(objective(model, batch, seeds=torch.arange(2, device=model.device)))
     return loss.detach(), torch.autograd.grad(loss, trained)
 
 
@@ -62,16 +62,17 @@ CASES = ["one canvas", "all canvases", "packed texts", "quantised"]
 
 
 @pytest.mark.parametrize("case", [*CASES, pytest.param("mixed precision", marks=pytest.mark.slow)])
-def test_text_and_canvases_together_have_the_loss_and_gradients_of_separate_passes(case, monkeypatch):
+def test_text_and_canvases_together_have_the_loss_and_gradients_of_separate_passes(case, monkeypatch, device):
     dtype = torch.float32 if case in ("quantised", "mixed precision") else torch.float64
     changes = STABLE if case == "mixed precision" else {}
     model, trained = adapted_model(dtype, quantized=case == "quantised", **changes)
     canvases = "all" if case in ("all canvases", "packed texts") else "one"
     objective = Objective(noise=dgemma.UniformNoise(512), canvas_len=12, canvases=canvases)
-    batch, runs = rows(packed=case == "packed texts"), []
+    model.to(device)
+    batch, runs = rows(packed=case == "packed texts").to(device), []
     run = TogetherPass.denoise_again
     monkeypatch.setattr(TogetherPass, "denoise_again", lambda *args: runs.append(case) or run(*args))
-    with torch.autocast("cpu", torch.bfloat16, enabled=case == "mixed precision", cache_enabled=False):
+    with torch.autocast(device.type, torch.bfloat16, enabled=case == "mixed precision", cache_enabled=False):
         with accelerate_training(model):
             loss, gradients = loss_and_gradients(objective, model, trained, batch)
         expected_loss, expected = loss_and_gradients(objective, model, trained, batch)
@@ -100,8 +101,7 @@ def test_passes_are_separate_without_recomputation_gradients_or_adapters():
 
 
 @pytest.mark.parametrize("number", [0, -1])  # a sliding layer, and a full one whose values are the keys
-def test_the_kernels_of_heads_equal_the_plain_functions_and_their_gradients(number):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def test_the_kernels_of_heads_equal_the_plain_functions_and_their_gradients(number, device):
     model, _ = adapted_model(torch.float32)
     layer = model.to(device).layers[number]
     x = torch.randn(2 * 10, model.config.hidden_size, generator=torch.Generator().manual_seed(4)).to(device)
