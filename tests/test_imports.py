@@ -215,6 +215,7 @@ DEVICE_BRANCHES = {
     "dgemma.train.loop",  # a bug of cuDNN
     "dgemma.model.inputs",  # reading ids would make the host wait for a GPU
     "dgemma.train.batch",  # so would reading lengths; and page-locked memory exists only for a GPU
+    "dgemma.run.step",  # so would reading allowed sets
     "dgemma.diffusion.joint",  # comparing drafts would wait
     "dgemma.tasks.autoregressive",  # reading a token waits, so the host is one token ahead of a GPU
     "dgemma.run.arguments",  # a GPU and a CPU report their memory in different ways
