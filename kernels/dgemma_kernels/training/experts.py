@@ -172,7 +172,9 @@ def sum_choices(rows: Tensor, back: Tensor) -> Tensor:
 
 @fused
 def _sum_weighted(rows: Tensor, weights: Tensor, back: Tensor, dtype: torch.dtype) -> Tensor:
-    return (rows[back].to(wide_dtype(rows)) * weights[..., None]).sum(1).to(dtype)
+    mixed = (rows[back].to(wide_dtype(rows)) * weights[..., None]).sum(1)
+    # torch 2.11 compiles a function that ends with a cast to the same dtype with a gradient of zero.
+    return mixed if mixed.dtype == dtype else mixed.to(dtype)
 
 
 @fused
