@@ -224,28 +224,3 @@ def test_canvases_of_any_batch_fill_an_h200_in_one_round():
         programs = num_rows // tile.rows * kv_heads * (head_dim // (tile.value_dim or head_dim))
         for batch in (1, 2, 128 // programs):
             assert batch * programs * choose_num_splits(batch * programs, 132, 40) == 128
-
-
-REFUSED = {
-    "window-without-causal": ({"window": 4}, "causal True for a canvas or a window, got KeyMask"),
-    "empty-window": ({"causal": True, "window": 0}, "window must be >= 1"),
-    "canvas-without-causal": ({"canvas_len": 1}, "causal True for a canvas or a window, got KeyMask"),
-    "keeps-more": ({"causal": True, "window": 4, "canvas_len": 1, "keep": 5}, "keep 0 to the window"),
-    "float-length": ({"length": torch.zeros(1)}, "length must be"),
-    "other-head-dim": ({"keys": torch.zeros(1, 2, 8, 24)}, "keys and values"),
-    "odd-heads": ({"queries": torch.zeros(1, 2, 3, 16)}, "multiple of key heads"),
-    "float64": ({"queries": torch.zeros(1, 2, 2, 16, dtype=torch.float64)}, "dtype"),
-    "no-room": ({"queries": torch.zeros(1, 9, 2, 16)}, "capacity"),
-}
-
-
-@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
-def test_unsupported_input_raises(change, message):
-    arguments = {
-        "queries": torch.zeros(1, 2, 2, 16),
-        "keys": torch.zeros(1, 2, 8, 16),
-        "values": torch.zeros(1, 2, 8, 16),
-        "length": torch.zeros(1, dtype=torch.int64),
-    }
-    with pytest.raises(ValueError, match=message):
-        attention(**(arguments | change))

@@ -222,29 +222,6 @@ def test_a_row_does_not_depend_on_its_batch(device):
     assert torch.equal(rows[0][7], rows[1][0])
 
 
-def test_rows_that_are_not_float8_are_refused(device):
-    index = draw_routing("even").to(device)
-    x, gate_up, _, _ = draw(index, D, F, torch.float32, device)
-    with pytest.raises(ValueError, match=r"expert_gate_up must get contiguous tensors of one dtype"):
-        experts.expert_gate_up(x.decode(), gate_up, sort(index))
-
-
-def test_float8_without_scales_is_refused(device):
-    index = draw_routing("even").to(device)
-    x, gate_up, down, weights = draw(index, D, F, torch.float32, device)
-    tiles = sort(index)
-    hidden = experts.expert_gate_up(x, gate_up, tiles)
-    by_block = replace(gate_up, scale=gate_up.scale[..., None], block=D)
-    for rows, proj in ((x.values, gate_up.values), (x, gate_up.values), (x.values, gate_up), (x, by_block)):
-        with pytest.raises(ValueError, match=r"expert_gate_up must get scales for its torch.float8_e4m3fn rows"):
-            experts.expert_gate_up(rows, proj, tiles)
-    with pytest.raises(ValueError, match=r"expert_down must get scales for its torch.float8_e4m3fn rows"):
-        experts.expert_down(hidden, down.values, weights, tiles)
-    blocks = replace(x, scale=x.scale[:, None].expand(-1, 2).contiguous(), block=64)
-    with pytest.raises(ValueError, match=r"expert_gate_up.x must have one scale per row, got one per 64 columns"):
-        experts.expert_gate_up(blocks, gate_up, tiles)
-
-
 @pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
 def test_a_nan_row_stays_nan_and_does_not_affect_other_rows(bad, device):
@@ -282,16 +259,6 @@ def test_a_tile_shallower_than_a_block_of_hidden_values_uses_the_blocks_scale(de
     got = experts.expert_down(hidden, down, weights, tiles)
     want = experts_reference.expert_down(hidden, down, weights.double(), tiles)
     assert (got - want).norm() / want.norm() < SUMS
-
-
-def test_a_tile_deeper_than_a_block_of_hidden_values_is_refused(device, monkeypatch):
-    index = draw_routing("even").to(device)
-    x, gate_up, down, weights = draw(index, D, F, torch.float32, device)
-    tiles, config = sort(index), configs.EXPERTS["fp8"]["default"][0]
-    hidden = experts.expert_gate_up(x, gate_up, tiles)
-    monkeypatch.setitem(configs.EXPERTS["fp8"], "default", (replace(config, down=replace(config.down, depth=128)),))
-    with pytest.raises(ValueError, match=r"hidden must have a multiple of 128 columns per scale, got 64\. Use a"):
-        experts.expert_down(hidden, down, weights, tiles)
 
 
 @pytest.mark.usefixtures("described")

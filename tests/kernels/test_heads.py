@@ -47,9 +47,3 @@ def test_the_gradient_of_heads_matches_float64(device, has_value, by_head):
     exact = [[x.double() for x in part] for part in (firsts, seconds)]
     want = reference.norm_heads_gradient(*(x.double() for x in inputs), *exact, eps=1e-6)
     assert error(got, want) < 1e-3
-
-
-def test_heads_of_other_sizes_are_refused(device):
-    x, vector, table = (torch.zeros(*shape, device=device) for shape in ((3, 6 * 48), (48,), (3, 48)))
-    with pytest.raises(ValueError, match="power of two"):
-        norm_heads(x, vector, vector, table, table, num_heads=4, kv_heads=1, eps=1e-6)

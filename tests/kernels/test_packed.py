@@ -321,48 +321,6 @@ def test_every_table_of_tiles_covers_every_batch_in_blocks_of_packed_rows(name, 
         assert (config.down.cols, config.down.depth) == (128, 128)
 
 
-def test_weights_packed_for_the_other_product_are_refused(device):
-    index = draw_routing("even").to(device)
-    x, gate_up, down, weights = draw(index, torch.float32, device)
-    hidden = torch.ones(index.numel(), F, device=device)
-    with pytest.raises(ValueError, match=r"expert_gate_up weights must be encoded with gated=True"):
-        experts.expert_gate_up(x, replace(gate_up, gated=False), sort(index))
-    with pytest.raises(ValueError, match=r"expert_down weights must be encoded with gated=False"):
-        experts.expert_down(hidden, replace(down, gated=True), weights, sort(index))
-
-
-def test_rows_and_weights_of_different_widths_are_refused(device):
-    index = draw_routing("even").to(device)
-    x, gate_up, _, _ = draw(index, torch.float32, device)
-    with pytest.raises(ValueError, match=r"contiguous tensors of one dtype, got torch\.float16 and torch\.float32"):
-        experts.expert_gate_up(x.half(), gate_up, sort(index))
-    with pytest.raises(ValueError, match=r"rows must be \(M, K\) and weights \(E, N, K\), got \(40, 71\) and"):
-        experts.expert_gate_up(x[:, 1:].contiguous(), gate_up, sort(index))
-    with pytest.raises(ValueError, match=r"must have the 4 experts of the weights and 40 rows, got 6"):
-        experts.expert_gate_up(x, replace(gate_up, shape=torch.Size((4, 2 * F, D))), sort(index))
-
-
-def test_tiles_of_two_blocks_of_rows_are_refused(device):
-    index = draw_routing("even").to(device)
-    x, gate_up, _, _ = draw(index, torch.float32, device)
-    tiles = router_reference.sort_by_expert(index, router_reference.count_pairs(index, E), 80)
-    with pytest.raises(ValueError, match=r"expert_gate_up.tiles.rows_per_tile must be a power of two .*, got 80"):
-        experts.expert_gate_up(x, gate_up, tiles)
-
-
-@pytest.mark.parametrize(
-    ("part", "change", "cols"),
-    [("gate_up", {"cols": 128}, 64), ("gate_up", {"depth": 64}, 64), ("down", {"cols": 64}, 128)],
-)
-def test_a_tile_must_have_the_size_of_a_packed_block(part, change, cols, device, monkeypatch):
-    config = configs.EXPERTS["packed"]["default"][0]
-    config = replace(config, **{part: replace(getattr(config, part), **change)})
-    monkeypatch.setitem(configs.EXPERTS["packed"], "default", (config,))
-    index = draw_routing("even").to(device)
-    with pytest.raises(ValueError, match=f"TileShape must have {cols} columns and depth 128 for these weights"):
-        run(index, *draw(index, torch.float32, device))
-
-
 def make_rounded_model(device: torch.device) -> dgemma.DiffusionGemma:
     """Make a float32 model whose experts have bfloat16 values, with a few outliers."""
     model = make_model(device, moe_intermediate_size=80)

@@ -27,19 +27,13 @@ def attention_float8(
     """Attend causally with the operands of both products in float8. Arguments and result are those of `attention`, but
     queries are already rounded, with one scale per token and head.
 
-    It raises an error where `float8_obstacle` returns a requirement. Values must have a root mean square of at most 1
+    It runs where `float8_obstacle` returns None. Values must have a root mean square of at most 1
     per head, and keys one of at most `key_factor`, a power of two. Rounded copies of them take 2·H bytes per key head
     and slot while it runs.
 
     Example: `attention_float8(quantize(queries), cache.keys, cache.values, cache.length)`.
     """
-    if not isinstance(queries, Quantized):
-        raise ValueError(
-            f"attention_float8 queries must be Quantized, got {type(queries).__name__}. "
-            "Use prepare_qkv(..., float8=True)."
-        )
-    if obstacle := float8_obstacle(queries, keys, values):
-        raise ValueError(f"attention_float8 needs {obstacle}. Use attention.")
+    assert (obstacle := float8_obstacle(queries, keys, values)) is None, obstacle
     check_arguments(queries, keys, values, length, KeyMask(causal=True))
     batch, num_tokens, num_heads, head_dim = queries.shape
     unit = float8_unit(head_dim)

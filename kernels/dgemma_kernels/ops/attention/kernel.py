@@ -110,15 +110,13 @@ def attention(
 
     Example: `attention(queries, cache.keys, cache.values, cache.length)`.
     """
-    if window is not None and window < 1:
-        raise ValueError(f"attention window must be >= 1, got {window}. Use None for no window.")
+    assert window is None or window >= 1
     mask = KeyMask(causal, window or 0, canvas_len, keep)
     check_arguments(queries, keys, values, length, mask)
     batch, num_tokens, num_heads, head_dim = queries.shape
     kv_heads, capacity = keys.shape[1], keys.shape[2]
     num_rows = num_tokens * num_heads // kv_heads
-    if tile is not None and kernel == "hopper":
-        raise ValueError(f'attention tile must be None for kernel="hopper", got {tile}. Use kernel="triton".')
+    assert tile is None or kernel != "hopper"
     choice = choose_kernel(queries, keys, values, kernel if tile is None else "triton", few_rows=part == 0)
     # With fixed parts, the tile must not depend on the number of rows.
     tile = tile or default_tile(_FEW_ROWS + 1 if part else num_rows, head_dim, hopper=is_hopper(queries.device))
@@ -128,10 +126,8 @@ def attention(
     if hopper:
         rows, slots, columns = (_hopper_shared() if shared else _hopper()).TILE
     if part:
-        if part % slots or num_splits is not None:
-            raise ValueError(
-                f"attention part must be a multiple of {slots}, and num_splits None, got {part} and {num_splits}."
-            )
+        assert part % slots == 0
+        assert num_splits is None
         tokens_per_tile = triton.cdiv(rows * kv_heads, num_heads)
         span = None
         if window is not None:
@@ -395,39 +391,18 @@ def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
 
 
 def check_arguments(queries: Tensor | Quantized, keys: Tensor, values: Tensor, length: Tensor, mask: KeyMask) -> None:
-    """Raise ValueError for arguments of `attention` with wrong shapes, strides or dtypes."""
+    """Assert the shapes, strides and dtypes that the kernels of attention rely on."""
     rows, _ = values_and_scale(queries)
-    if rows.dim() != 4 or keys.dim() != 4 or keys.shape != values.shape:
-        raise ValueError(
-            f"attention queries must be (B, T, N, H), keys and values (B, K, capacity, H), got {tuple(rows.shape)}, "
-            f"{tuple(keys.shape)} and {tuple(values.shape)}."
-        )
-    (batch, num_tokens, num_heads, head_dim), (caches, kv_heads, capacity, width) = queries.shape, keys.shape
-    power_of_two = head_dim >= 16 and not head_dim & (head_dim - 1)
-    if (caches, width) != (batch, head_dim) or num_heads % kv_heads or not power_of_two:
-        raise ValueError(
-            f"attention keys must have the queries' B and H, query heads a multiple of key heads, and H a power of two "
-            f">= 16, got {tuple(keys.shape)} for queries {tuple(queries.shape)}."
-        )
-    if not rows.is_contiguous() or {keys.stride()[2:], values.stride()[2:]} != {(head_dim, 1)}:
-        raise ValueError(
-            "attention queries must be contiguous, keys and values in their last two dimensions. Call .contiguous()."
-        )
-    dtypes = (queries.dtype, keys.dtype, values.dtype)
-    if dtypes[0] not in (torch.bfloat16, torch.float16, torch.float32) or len({*dtypes}) > 1:
-        raise ValueError(f"attention tensors must share one dtype of bfloat16, float16, float32, got {dtypes}.")
-    if length.shape != (batch,) or length.dtype not in (torch.int32, torch.int64) or length.device != rows.device:
-        raise ValueError(
-            f"attention length must be (B,) int32 or int64 on the queries' device, got {tuple(length.shape)} "
-            f"{length.dtype} on {length.device}."
-        )
-    if not 1 <= num_tokens <= capacity:
-        raise ValueError(
-            f"attention new tokens must be 1 to the capacity {capacity}, got {num_tokens}. Grow the cache."
-        )
-    keeps_too_much = mask.window > 0 and not 0 <= mask.keep <= mask.window
-    if keeps_too_much or not 0 <= mask.canvas_len <= num_tokens or (any(mask[1:3]) and not mask.causal):
-        raise ValueError(
-            f"attention canvas_len must be 0 to {num_tokens}, keep 0 to the window, and causal True for a canvas or a "
-            f"window, got {mask}."
-        )
+    (batch, num_tokens, num_heads, head_dim), (_, kv_heads, capacity, _) = rows.shape, keys.shape
+    assert keys.shape == values.shape == (batch, kv_heads, capacity, head_dim)
+    assert num_heads % kv_heads == 0
+    assert head_dim >= 16 and head_dim & (head_dim - 1) == 0, head_dim  # noqa: PT018
+    assert rows.is_contiguous()
+    assert keys.stride()[2:] == values.stride()[2:] == (head_dim, 1)
+    assert queries.dtype == keys.dtype == values.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    assert length.shape == (batch,)
+    assert not length.dtype.is_floating_point
+    assert 1 <= num_tokens <= capacity
+    assert 0 <= mask.canvas_len <= num_tokens
+    assert mask.causal or not (mask.window or mask.canvas_len)
+    assert not mask.window or 0 <= mask.keep <= mask.window

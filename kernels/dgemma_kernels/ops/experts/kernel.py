@@ -63,8 +63,9 @@ def expert_gate_up(
     Example: `hidden = expert_gate_up(expert_in, experts.gate_up_proj, tiles)`.
     """
     rows, row_scale = values_and_scale(x)
-    _check_gate_up(x, gate_up_proj, tiles)
     num_pairs = tiles.pairs.numel()
+    _check(x, gate_up_proj, tiles, num_pairs // tiles.num_active, gated=True)
+    assert not isinstance(x, Quantized) or x.block is None
     config = config or expert_config(rows.shape[0], rows.device, format_of(gate_up_proj))
     tile, one_scale = config.gate_up, config.one_scale and isinstance(x, Quantized)
     _, double, width = gate_up_proj.shape
@@ -119,18 +120,16 @@ def expert_down(
     Example: `rows = expert_down(hidden, experts.down_proj, weights, tiles)`; their sum over k is the experts' output.
     """
     rows, row_scale = values_and_scale(hidden)
-    _check_down(hidden, down_proj, weights, tiles)
     num_pairs = tiles.pairs.numel()
+    _check(hidden, down_proj, tiles, num_pairs, gated=False)
+    assert weights.numel() == num_pairs
+    assert weights.is_contiguous()
     config = config or expert_config(num_pairs // tiles.num_active, rows.device, format_of(down_proj))
     tile, block = config.down, hidden.block if isinstance(hidden, Quantized) else None
     one_scale = isinstance(hidden, Quantized) and block is None
     # With one scale per row, the previous launch is `round_rows`. `hopper_many` does not count its tiles.
     overlap = overlap and not (one_scale or config.persistent)
-    if block is not None and block % tile.depth:
-        raise ValueError(
-            f"expert_down.hidden must have a multiple of {tile.depth} columns per scale, got {block}. "
-            "Use a down tile whose depth divides the columns of the gate_up tile."
-        )
+    assert block is None or block % tile.depth == 0, (block, tile)
     _, width, hidden_width = down_proj.shape
     if config.persistent and block is None and _fits_many(rows, down_proj, tiles, width, hidden_width):
         return _many().expert_down(hidden, down_proj, weights, tiles)
@@ -178,8 +177,7 @@ def multiply_experts(
     Example: `rows = multiply_experts(expert_in, experts.gate_up_proj, experts.down_proj, weights, tiles)`.
     """
     if isinstance(x, OrderedRows):
-        if obstacle := float8_obstacle(gate_up_proj, down_proj):
-            raise ValueError(f"multiply_experts needs {obstacle}.")
+        assert (obstacle := float8_obstacle(gate_up_proj, down_proj)) is None, obstacle
         assert isinstance(gate_up_proj, FourBit)
         assert isinstance(down_proj, FourBit)
         from dgemma_kernels.ops.experts import hopper  # here, because other versions of Triton may lack its functions
@@ -195,9 +193,6 @@ def multiply_experts(
         and isinstance(down_proj, Tensor)
         and all(_fits_many(x, proj, tiles, width, hidden_width) for proj in (gate_up_proj, down_proj))
     ):
-        _check_gate_up(x, gate_up_proj, tiles)
-        hidden = x.new_empty(tiles.pairs.numel(), hidden_width, device="meta")
-        _check_down(hidden, down_proj, weights, tiles)
         return _many().multiply_experts(x, gate_up_proj, down_proj, weights, tiles)
     rows = expert_gate_up(x, gate_up_proj, tiles, config=config)
     # `hopper_many` does not count finished parts, for which an overlapping `expert_down` would wait forever.
@@ -269,8 +264,7 @@ def _weight_arguments(weights: ExpertWeights, tile: TileShape) -> tuple[Tensor |
     """Return the fields of `packed.Weights`."""
     if isinstance(weights, (Packed, FourBit)):
         cols, depth = ROWS // 2 if weights.gated else ROWS, DEPTH if isinstance(weights, Packed) else COLS
-        if tile.cols != cols or tile.depth % depth:
-            raise ValueError(f"TileShape must have {cols} columns and depth {depth} for these weights, got {tile}.")
+        assert tile.cols == cols and tile.depth % depth == 0, (cols, depth, tile)  # noqa: PT018
     if isinstance(weights, Packed):
         planes = _in_blocks(weights.planes, ROWS, HALF, "packed")
         return planes, weights.scale, None, None, None, weights.starts, weights.places, weights.outliers
@@ -432,48 +426,18 @@ def _expert_down_kernel(
         tl.extra.cuda.gdc_wait()  # so that a kernel that waits for this one also waits for all earlier ones
 
 
-def _check_gate_up(x: Tensor | Quantized, gate_up_proj: ExpertWeights, tiles: ExpertTiles) -> None:
-    _check("expert_gate_up", x, gate_up_proj, tiles, tiles.pairs.numel() // tiles.num_active, gated=True)
-    if isinstance(x, Quantized) and x.block is not None:
-        raise ValueError(f"expert_gate_up.x must have one scale per row, got one per {x.block} columns.")
-
-
-def _check_down(hidden: Tensor | Quantized, down_proj: ExpertWeights, weights: Tensor, tiles: ExpertTiles) -> None:
-    num_pairs = tiles.pairs.numel()
-    _check("expert_down", hidden, down_proj, tiles, num_pairs, gated=False)
-    if weights.numel() != num_pairs or not weights.is_contiguous():
-        raise ValueError(
-            f"expert_down.weights must be contiguous, with {num_pairs} pairs, got {tuple(weights.shape)} with strides "
-            f"{weights.stride()}. Call .contiguous() on them first."
-        )
-
-
-def _check(
-    owner: str, x: Tensor | Quantized, weights: ExpertWeights, tiles: ExpertTiles, num_rows: int, *, gated: bool
-) -> None:
-    """Raise ValueError for operands that do not belong together. The tiles are of `num_rows` rows."""
+def _check(x: Tensor | Quantized, weights: ExpertWeights, tiles: ExpertTiles, num_rows: int, *, gated: bool) -> None:
+    """Assert that the operands belong together. The tiles are of `num_rows` rows."""
     (rows, row_scale), shape = values_and_scale(x), tuple(weights.shape)
-    if rows.ndim != 2 or len(shape) != 3 or shape[2] != rows.shape[1] or (gated and shape[1] % 2):
-        raise ValueError(f"{owner} rows must be (M, K) and weights (E, N, K), got {tuple(rows.shape)} and {shape}.")
-    if shape[0] != tiles.num_experts or rows.shape[0] != num_rows:
-        raise ValueError(
-            f"{owner}.tiles must have the {shape[0]} experts of the weights and {rows.shape[0]} rows, got "
-            f"{tiles.num_experts} and {num_rows}. Route and sort with the router of the same layer."
-        )
+    assert rows.shape == (num_rows, shape[2]), (rows.shape, num_rows, shape)
+    assert shape[0] == tiles.num_experts
+    assert all(tensor.is_contiguous() for tensor in (rows, *stored_tensors(weights)))
     if isinstance(weights, (Packed, FourBit)):
-        dtype, scale = weights.dtype, None
-        if weights.gated != gated:
-            raise ValueError(f"{owner} weights must be encoded with gated={gated}.")
-        if tiles.rows_per_tile.bit_count() > 1:
-            raise ValueError(
-                f"{owner}.tiles.rows_per_tile must be a power of two for these weights, got {tiles.rows_per_tile}."
-            )
+        assert rows.dtype == weights.dtype
+        assert weights.gated == gated
+        assert tiles.rows_per_tile.bit_count() == 1  # one block of rows
     else:
         values, scale = values_and_scale(weights)
-        dtype = values.dtype
-    if rows.dtype != dtype or not all(tensor.is_contiguous() for tensor in (rows, *stored_tensors(weights))):
-        raise ValueError(f"{owner} must get contiguous tensors of one dtype, got {rows.dtype} and {dtype}.")
-    if rows.dtype.itemsize == 1 and (row_scale is None or scale is None or scale.ndim != 2):
-        raise ValueError(
-            f"{owner} must get scales for its {rows.dtype} rows, and weights with one scale per output. Call quantize."
-        )
+        assert rows.dtype == values.dtype
+        assert (row_scale is None) == (scale is None) == (rows.dtype.itemsize > 1)
+        assert scale is None or scale.ndim == 2

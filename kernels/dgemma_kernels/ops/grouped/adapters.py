@@ -25,8 +25,7 @@ def contract_and_outer(
     (num_rows, width), (num_experts, _, rank) = rows.shape, weights.shape
     flipped = not weights.is_contiguous()
     stored = weights.mT if flipped else weights
-    if not all(x is None or x.is_contiguous() for x in (rows, narrow, stored, ends, by_row)):
-        raise ValueError("contract_and_outer must get contiguous tensors; only weights may be transposed.")
+    assert all(x is None or x.is_contiguous() for x in (rows, narrow, stored, ends, by_row))
     num_tiles = num_rows // _ROWS + num_experts  # an upper bound
     parts = torch.empty(num_tiles, width * rank, dtype=torch.float32, device=rows.device)
     of_narrow, outer = torch.empty_like(narrow), torch.empty_like(stored)

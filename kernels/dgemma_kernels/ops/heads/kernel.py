@@ -34,7 +34,7 @@ def norm_heads(
 
     Example: `queries, keys, values = norm_heads(x @ w.T, wq, wk, cos, sin, num_heads=16, kv_heads=8, eps=1e-6)`.
     """
-    sizes = _sizes("norm_heads", raw, query_weight, key_weight, cos, sin, num_heads, kv_heads)
+    sizes = _sizes(raw, query_weight, key_weight, cos, sin, num_heads, kv_heads)
     queries, keys, values = (
         raw.new_empty(raw.shape[0], heads, cos.shape[1]) for heads in (num_heads, kv_heads, kv_heads)
     )
@@ -63,10 +63,9 @@ def norm_heads_gradient(
     Example: `norm_heads_gradient(raw, wq, wk, cos, sin, (dq, dk, dv), (dq_text, dk_text, dv_text), eps=1e-6)`.
     """
     (batch, _, num_heads, _), kv_heads = firsts[0].shape, firsts[1].shape[2]
-    sizes = _sizes("norm_heads_gradient", raw, query_weight, key_weight, cos, sin, num_heads, kv_heads)
+    sizes = _sizes(raw, query_weight, key_weight, cos, sin, num_heads, kv_heads)
     length, pairs = raw.shape[0] // batch, list(zip(firsts, seconds, strict=True))
-    if any(part.stride(-1) != 1 or part.dtype != raw.dtype for pair in pairs for part in pair):
-        raise ValueError("norm_heads_gradient must get gradients of raw's dtype with stride 1 in the last dimension.")
+    assert all(part.stride(-1) == 1 and part.dtype == raw.dtype for pair in pairs for part in pair)
     out = torch.empty_like(raw)
     parts = [
         ((first, *first.stride()[:3], first.shape[1]), (second, *second.stride()[:3], length - second.shape[1]))
@@ -79,7 +78,6 @@ def norm_heads_gradient(
 
 
 def _sizes(
-    owner: str,
     raw: Tensor,
     query_weight: Tensor,
     key_weight: Tensor,
@@ -89,14 +87,11 @@ def _sizes(
     kv_heads: int,
 ) -> dict[str, int | bool]:
     head_dim = cos.shape[1]
-    if not all(x.is_contiguous() for x in (raw, query_weight, key_weight, cos, sin)):
-        raise ValueError(f"{owner} must get contiguous raw values, weights, cosines and sines.")
+    assert all(x.is_contiguous() for x in (raw, query_weight, key_weight, cos, sin))
     widths = {(num_heads + parts * kv_heads) * head_dim: parts == 2 for parts in (1, 2)}
-    if raw.shape[1] not in widths or head_dim & (head_dim - 1) or cos.shape != (raw.shape[0], head_dim):
-        raise ValueError(
-            f"{owner} must get raw values of whole heads, whose size is a power of two, got {tuple(raw.shape)} with "
-            f"heads of {head_dim}."
-        )
+    assert raw.shape[1] in widths
+    assert head_dim & (head_dim - 1) == 0
+    assert cos.shape == (raw.shape[0], head_dim)
     heads = math.gcd(num_heads, kv_heads)  # a tile has heads of only one of q, k, v
     heads = min(heads & -heads, max(1, _TILE_ELEMENTS // head_dim))
     return {

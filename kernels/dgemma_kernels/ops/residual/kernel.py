@@ -156,9 +156,7 @@ def after_experts_gradient(
 
 
 def _rows(*tensors: Tensor) -> list[Tensor]:
-    if not fits(*tensors):
-        found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-        raise ValueError(f"Rows must be (M, D) of one dtype, with at most {_MAX_WIDTH} values, got {found}.")
+    assert fits(*tensors)
     return [tensor.contiguous() for tensor in tensors]
 
 
