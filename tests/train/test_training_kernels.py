@@ -93,7 +93,7 @@ def test_a_step_with_the_kernels_is_as_exact_as_the_plain_one(kernels_on_cpu):
     kernel_loss, kernel_gradients = step(fast=True)
     assert kernels_on_cpu == {
         *("group_choices", "contract_and_outer"),
-        *("contract", "contract_gradient", "expand", "expand_gradient"),
+        *("expand", "expand_gradient"),
         *("norm_heads", "norm_heads_gradient"),
         *("rms_norm", "rms_norm_gradient", "after_attention_gradient", "after_experts", "after_experts_gradient"),
     }
@@ -121,15 +121,13 @@ def test_the_first_step_starts_to_compile_its_kernels_ahead(rank, kernels_on_cpu
     compiling._start.cache_clear()
     compiled, launched = [], []
     names = {
-        adapters: ("contract", "contract_gradient", "expand", "expand_gradient"),
+        adapters: ("expand", "expand_gradient"),
         grouped: ("contract_and_outer", "group_choices"),
         heads: ("norm_heads", "norm_heads_gradient"),
         residual: ("after_attention_gradient", "after_experts", "after_experts_gradient", "rms_norm_gradient"),
     }
     # The kernels of adapters serve all widths. Only the number of columns of `narrow` matters.
     narrow = {
-        "contract": lambda x, a, scale: len(a),
-        "contract_gradient": lambda grad, x: grad.shape[1],
         "expand": lambda narrow, b, widths: narrow.shape[1],
         "expand_gradient": lambda grad, narrow, b, widths, scale: narrow.shape[1],
     }

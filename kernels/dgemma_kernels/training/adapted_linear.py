@@ -162,7 +162,7 @@ class _AdaptedProducts(torch.autograd.Function):
         ctx.scale, ctx.dtypes = scale, (x.dtype, pairs[0].dtype)
         ctx.quantized = [None if isinstance(weight, Tensor) else weight for weight in weights]
         with torch.autocast(x.device.type, enabled=False):
-            narrow = _contract(rows, a, scale, count)  # (M, count · rank)
+            narrow = scaled_product(rows, a.T, scale)  # (M, count · rank)
             ctx.save_for_backward(rows, a, narrow, *b, *pairs[2 * count :])
             if known is not None:
                 return tuple(out.detach() for out in known)
@@ -190,27 +190,13 @@ class _AdaptedProducts(torch.autograd.Function):
             for grad, weight in pairs if at_once is None or together is None else ((at_once, together),):
                 grad_x.addmm_(grad, _decoded(weight, rows.dtype))
             grad_x = grad_x.to(x_dtype).unflatten(0, grads[0].shape[:-1])
-        grad_a = _grad_of_a(grad_narrow, rows, count).to(wide).chunk(count)
+        grad_a = (grad_narrow.T @ rows).to(wide).chunk(count)
         of_weights = [
             (grad.T @ rows).to(weight.dtype) if weight.requires_grad else None
             for grad, weight in zip(flat, weights, strict=True)
             if isinstance(weight, Tensor)
         ]
         return grad_x, None, None, None, None, *grad_a, *(grad.to(wide) for grad in grad_b), *of_weights
-
-
-def _contract(rows: Tensor, a: Tensor, scale: float, count: int) -> Tensor:
-    """Return scale · rows Aᵀ for A of all layers: rows (M, K), a (layers · rank, K) → (M, layers · rank)."""
-    if _uses_kernels(rows, count, a.shape[0] // count):
-        return adapters.contract(rows.contiguous(), a, scale)
-    return scaled_product(rows, a.T, scale)
-
-
-def _grad_of_a(grad: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Return gradᵀ rows, (layers · rank, K), for the gradient (M, layers · rank) of `_contract`."""
-    if _uses_kernels(rows, count, grad.shape[1] // count):
-        return adapters.contract_gradient(grad, rows.contiguous())
-    return grad.T @ rows
 
 
 def _expand(narrow: Tensor, b: Sequence[Tensor]) -> Tensor:
@@ -243,7 +229,7 @@ def _grad_of_expand(
 
 
 def _uses_kernels(x: Tensor, num_layers: int, rank: int) -> bool:
-    """Return True if our kernels multiply by A and B."""
+    """Return True if our kernels multiply by B."""
     is_narrow = x.dtype in (torch.bfloat16, torch.float16)
     return runs_kernels(x) and is_narrow and len(x) > 0 and adapters.fits(num_layers, rank)
 

@@ -30,7 +30,7 @@ class _StepSizes(NamedTuple):
     top_k: int
     rank: int
     heads: frozenset[tuple[int, int, int]]  # of each kind of layer: columns of queries, columns of keys, size of a head
-    linear: frozenset[tuple[tuple[int, ...], int]]  # of adapted layers that share an input: output sizes, input size
+    linear: frozenset[tuple[int, ...]]  # output sizes of adapted layers that share an input
 
 
 def start_kernels(layers: Sequence[Layer], x: Tensor, batch_size: int, num_noisy: int, num_seen: int) -> None:
@@ -61,13 +61,13 @@ def start_kernels(layers: Sequence[Layer], x: Tensor, batch_size: int, num_noisy
     _start(sizes, x.dtype, x.device)
 
 
-def _adapted(layer: Layer) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield the output sizes and the input size of each group of adapted layers that share an input."""
+def _adapted(layer: Layer) -> Iterator[tuple[int, ...]]:
+    """Yield the output sizes of each group of adapted layers that share an input."""
     attention, mlp = layer.self_attn, layer.mlp
     inputs = [attention.q_proj, attention.k_proj, *([] if attention.v_proj is None else [attention.v_proj])]
     for group in (inputs, [attention.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj], [layer.router.proj]):
         if all(isinstance(each, AdaptedLinear) for each in group):
-            yield tuple(each.weight.shape[0] for each in group), group[0].weight.shape[1]
+            yield tuple(each.weight.shape[0] for each in group)
 
 
 @lru_cache(maxsize=64)
@@ -109,13 +109,11 @@ def _other_calls(sizes: _StepSizes, dtype: torch.dtype) -> Iterator[partial[Any]
     num_rows = num_tokens * sizes.top_k
     empty = partial(_empty, dtype=dtype)
     yield from _calls_of_heads(sizes, empty)
-    for outputs, num_inputs in sizes.linear:
-        x, narrow, out = (empty(num_tokens, columns) for columns in (num_inputs, len(outputs) * rank, sum(outputs)))
-        a, b = empty(len(outputs) * rank, num_inputs), empty(sum(outputs), rank)
-        yield partial(adapters.contract, x, a, 2.0)
+    for outputs in sizes.linear:
+        narrow, out = (empty(num_tokens, columns) for columns in (len(outputs) * rank, sum(outputs)))
+        b = empty(sum(outputs), rank)
         yield partial(adapters.expand, narrow, b, outputs)
         yield partial(adapters.expand_gradient, out, narrow, b, outputs, scale=2.0)
-        yield partial(adapters.contract_gradient, narrow, x)
     x, vector, scalar = empty(num_tokens, width), empty(width), empty(num_tokens, 1)
     vectors = vector, vector, vector
     yield partial(residual.after_experts, x, x, x, *vectors, scalar, 1e-6)
@@ -142,7 +140,7 @@ def _calls_of_heads(sizes: _StepSizes, empty: Callable[..., Tensor]) -> Iterator
             for of_queries, of_keys in ((sizes.num_noisy, first_keys), (num_text, num_text))  # tokens
         )
         weight, table = empty(head_dim), empty(num_tokens, head_dim)
-        for outputs, _ in sizes.linear:
+        for outputs in sizes.linear:
             if outputs[:2] == (columns, kv_columns):
                 inputs = empty(num_tokens, sum(outputs)), weight, weight, table, table
                 yield partial(heads.norm_heads, *inputs, num_heads=num_heads, kv_heads=kv_heads, eps=1e-6)

@@ -1,10 +1,10 @@
-"""Products of the adapters of linear layers that have the same input, and their gradients.
+"""Products with the B of adapters of linear layers that have the same input, and their gradients.
 
-The A (rank, K) of all layers are stacked in one matrix, and their B (N_l, rank) in another. Each layer has its own
-`rank` columns of `narrow`, which is A of all layers times the input. Memory bandwidth limits these products. Library
-products reach a third to a half of it, and need one to three launches per layer. `expand_gradient` reads the gradient
-of the outputs once, and returns the gradients of `narrow` and of B. `contract_gradient` and `expand_gradient` split
-their sums, and a second launch adds the parts in a fixed order. Reference: `reference.py`.
+The B (N_l, rank) of all layers are stacked in one matrix. Each layer has its own `rank` columns of `narrow`, which is A
+of all layers times the input. Memory bandwidth limits these products. Library products reach a third to a half of it,
+and need one to three launches per layer. `expand_gradient` reads the gradient of the outputs once, and returns the
+gradients of `narrow` and of B. It splits its sums, and a second launch adds the parts in a fixed order. Reference:
+`reference.py`.
 """
 
 from collections.abc import Sequence
@@ -14,16 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma.checks import require
-
 _ROWS, _COLS = 64, 128  # of a tile
 _GRAD_ROWS = 128  # of a tile of the gradient
 _SPLIT = 2048  # columns of a program of the gradient of `expand`
-_ROW_SPLIT = 1024  # rows of a program of the gradient of `contract`
 _PARTS, _VALUES = 16, 256  # of a block that is summed at once
 _LEAST = 16  # depth of a product on tensor cores
 _MOST_LAYERS, _MOST_RANK = 3, 64
-_MOST_COLS = _MOST_LAYERS * _MOST_RANK  # of `narrow`
 
 
 def fits(num_layers: int, rank: int) -> bool:
@@ -34,64 +30,6 @@ def fits(num_layers: int, rank: int) -> bool:
     return num_layers <= _MOST_LAYERS and rank <= _MOST_RANK
 
 
-def contract(x: Tensor, a: Tensor, scale: float) -> Tensor:
-    """Return scale · x Aᵀ for x (M, K) and the rows of all layers' A (layers · rank, K): (M, layers · rank).
-
-    Example: `contract(x, torch.cat((q_proj.lora_a, k_proj.lora_a)), 2.0)`.
-    """
-    require(x.is_contiguous(), "contract.x", "be contiguous", x)
-    fits_a = a.is_contiguous() and a.shape[0] <= _MOST_COLS
-    require(fits_a, "contract.a", f"be contiguous, with at most {_MOST_COLS} rows", a)
-    (num_rows, depth), num_cols = x.shape, a.shape[0]
-    out = x.new_empty(num_rows, num_cols)
-    _contract_kernel[(triton.cdiv(num_rows, _ROWS),)](
-        x,
-        a,
-        out,
-        scale,
-        num_rows,
-        depth,
-        NUM_COLS=num_cols,
-        COLS=max(_LEAST, triton.next_power_of_2(num_cols)),
-        ROWS=_ROWS,
-        DEPTH=_COLS,
-        num_stages=4,
-    )
-    return out
-
-
-def contract_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Return the gradient of A (layers · rank, K) from that of x Aᵀ (M, layers · rank), for x (M, K).
-
-    Example: `of_a = contract_gradient(of_narrow, x)`.
-    """
-    (num_rows, width), num_cols = x.shape, grad.shape[1]
-    require(x.is_contiguous(), "contract_gradient.x", "be contiguous", x)
-    fits_grad = grad.is_contiguous() and num_cols <= _MOST_COLS
-    require(fits_grad, "contract_gradient.grad", f"be contiguous, with at most {_MOST_COLS} columns", grad)
-    num_splits = triton.cdiv(num_rows, _ROW_SPLIT)
-    parts = torch.empty(num_splits, num_cols, width, dtype=torch.float32, device=x.device)
-    _contract_gradient_kernel[triton.cdiv(width, _COLS), num_splits](
-        grad,
-        x,
-        parts,
-        num_rows,
-        width,
-        NUM_COLS=num_cols,
-        DEPTH=max(_LEAST, triton.next_power_of_2(num_cols)),
-        ROWS=_GRAD_ROWS,
-        COLS=_COLS,
-        SPLIT=_ROW_SPLIT,
-        num_warps=8,
-        num_stages=3,
-    )
-    out = x.new_empty(num_cols, width)
-    _add_all_kernel[(triton.cdiv(out.numel(), _VALUES),)](
-        parts, out, num_splits, out.numel(), PARTS=_PARTS, VALUES=_VALUES
-    )
-    return out
-
-
 def expand(narrow: Tensor, b: Tensor, widths: Sequence[int]) -> Tensor:
     """Return narrow_l B_lᵀ of each layer l, next to each other: (M, N).
 
@@ -99,7 +37,7 @@ def expand(narrow: Tensor, b: Tensor, widths: Sequence[int]) -> Tensor:
 
     Example: `expand(x @ a.T, b, [4096, 2048, 2048])`.
     """
-    rank = _check("expand", narrow, b, widths)
+    rank = _check(narrow, b, widths)
     num_rows, num_cols = narrow.shape[0], b.shape[0]
     out = narrow.new_empty(num_rows, num_cols)
     grid = sum(triton.cdiv(width, _COLS) for width in widths), triton.cdiv(num_rows, _ROWS)
@@ -128,10 +66,9 @@ def expand_gradient(
 
     Example: `of_narrow, of_b = expand_gradient(grad, narrow, b, [4096, 2048, 2048], scale=2.0)`.
     """
-    rank = _check("expand_gradient", narrow, b, widths)
+    rank = _check(narrow, b, widths)
     num_rows, num_cols = grad.shape
-    shape = narrow.shape[0], b.shape[0]
-    require((*shape, 1) == (*grad.shape, grad.stride(1)), "expand_gradient.grad", f"be {shape} with stride 1", grad)
+    assert (num_rows, num_cols, 1) == (narrow.shape[0], b.shape[0], grad.stride(1))
     splits = [triton.cdiv(width, _SPLIT) for width in widths]
     num_blocks = triton.cdiv(num_rows, _GRAD_ROWS)
     of_narrow_parts = torch.empty(sum(splits), num_rows, rank, dtype=torch.float32, device=grad.device)
@@ -180,71 +117,15 @@ def _first_two(sizes: Sequence[int]) -> tuple[int, int]:
     return sizes[0], sizes[1] if len(sizes) > 1 else 0
 
 
-def _check(owner: str, narrow: Tensor, b: Tensor, widths: Sequence[int]) -> int:
+def _check(narrow: Tensor, b: Tensor, widths: Sequence[int]) -> int:
     """Return the rank."""
     (num_rows, rank), num_layers = b.shape, len(widths)
-    rule = f"have at most {_MOST_LAYERS} layers and a rank of at most {_MOST_RANK}"
-    require(fits(num_layers, rank), owner, rule, (num_layers, rank))
-    require(sum(widths) == num_rows, f"{owner}.widths", f"be the widths of all layers, {num_rows} in all", widths)
-    fits_narrow = narrow.is_contiguous() and narrow.shape[1] == num_layers * rank
-    require(fits_narrow, f"{owner}.narrow", f"be contiguous, with {num_layers * rank} columns", narrow)
-    require(b.is_contiguous(), f"{owner}.b", "be contiguous", b)
+    assert fits(num_layers, rank)
+    assert sum(widths) == num_rows
+    assert narrow.shape[1] == num_layers * rank
+    assert narrow.is_contiguous()
+    assert b.is_contiguous()
     return rank
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _contract_kernel(
-    x: tl.tensor,
-    a: tl.tensor,
-    out: tl.tensor,
-    scale: tl.tensor,
-    num_rows: tl.tensor,
-    width: tl.tensor,
-    NUM_COLS: tl.constexpr,
-    COLS: tl.constexpr,
-    ROWS: tl.constexpr,
-    DEPTH: tl.constexpr,
-) -> None:
-    row, col = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
-    is_row, is_col = row < num_rows, col < NUM_COLS
-    rows = x + row.to(tl.int64)[:, None] * width
-    total = tl.zeros((ROWS, COLS), tl.float32)
-    for begin in range(0, width, DEPTH):
-        depth = begin + tl.arange(0, DEPTH)
-        is_depth = depth < width
-        tile = tl.load(rows + depth[None, :], is_row[:, None] & is_depth[None, :], 0.0)
-        weights = tl.load(a + col[None, :] * width + depth[:, None], is_col[None, :] & is_depth[:, None], 0.0)
-        total = tl.dot(tile, weights, total)
-    place = out + row[:, None] * NUM_COLS + col[None, :]
-    tl.store(place, (total * scale).to(out.dtype.element_ty), is_row[:, None] & is_col[None, :])
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _contract_gradient_kernel(
-    grad: tl.tensor,
-    x: tl.tensor,
-    parts: tl.tensor,
-    num_rows: tl.tensor,
-    width: tl.tensor,
-    NUM_COLS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    SPLIT: tl.constexpr,
-) -> None:
-    """Sum over SPLIT rows."""
-    col, depth = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, DEPTH)
-    is_col, is_depth = col < width, depth < NUM_COLS
-    start = tl.program_id(1) * SPLIT
-    total = tl.zeros((COLS, DEPTH), tl.float32)
-    for begin in range(start, tl.minimum(start + SPLIT, num_rows), ROWS):
-        row = begin + tl.arange(0, ROWS)
-        is_row = row < num_rows
-        tile = tl.load(x + row.to(tl.int64)[:, None] * width + col[None, :], is_row[:, None] & is_col[None, :], 0.0)
-        low = tl.load(grad + row[:, None] * NUM_COLS + depth[None, :], is_row[:, None] & is_depth[None, :], 0.0)
-        total = tl.dot(tile.T, low, total)
-    place = (tl.program_id(1) * NUM_COLS + depth)[:, None] * width + col[None, :]
-    tl.store(parts + place, total.T, is_depth[:, None] & is_col[None, :])
 
 
 @triton.jit
@@ -358,18 +239,6 @@ def _add_all(
         at = parts + part.to(tl.int64)[:, None] * size + value[None, :]
         total += tl.sum(tl.load(at, (part < num_parts)[:, None] & is_value[None, :], 0.0), 0)
     tl.store(out + value, total.to(out.dtype.element_ty), is_value)
-
-
-@triton.jit(do_not_specialize=["num_parts"])
-def _add_all_kernel(
-    parts: tl.tensor,
-    out: tl.tensor,
-    num_parts: tl.tensor,
-    size: tl.tensor,
-    PARTS: tl.constexpr,
-    VALUES: tl.constexpr,
-) -> None:
-    _add_all(parts, out, num_parts, size, PARTS, VALUES)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_blocks", "num_splits", "first", "second"])

@@ -6,16 +6,6 @@ import torch
 from torch import Tensor
 
 
-def contract(x: Tensor, a: Tensor, scale: float) -> Tensor:
-    """Multiply."""
-    return scale * x @ a.T
-
-
-def contract_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Multiply."""
-    return grad.T @ x
-
-
 def expand(narrow: Tensor, b: Tensor, widths: Sequence[int]) -> Tensor:
     """Multiply and concatenate."""
     parts = zip(narrow.chunk(len(widths), 1), b.split(list(widths)), strict=True)
