@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dgemma.constraints.token_automaton import TokenAutomaton, with_stops
+from dgemma.constraints.tables import with_stops
+from dgemma.constraints.token_automaton import TokenAutomaton
 from dgemma.diffusion.language import Language
 
 VOCAB_SIZE, CANVAS_LEN, STOP = 4, 3, 3

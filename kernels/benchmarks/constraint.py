@@ -20,7 +20,8 @@ from step import CANVAS, GPU, draw_tokens, knobs_of, time_replays
 from timing import demand_parity, describe_run, results_folder, time_graph
 
 import dgemma
-from dgemma.constraints.token_automaton import spell_tokens, with_stops
+from dgemma.constraints.tables import with_stops
+from dgemma.constraints.token_automaton import spell_tokens
 from dgemma.constraints.token_text import token_texts
 from dgemma.diffusion.automaton import Automaton
 from dgemma.diffusion.joint import ClassBias, condition
@@ -69,10 +70,10 @@ def make_automaton(path: Path) -> None:
         if len(text) <= 16 and text not in seen:
             seen.add(text)
             texts.append(text)
-    from dgemma.constraints.languages import read_pattern
+    from dgemma.constraints.builder import read_pattern
 
     pattern = dgemma.JsonSchema(SCHEMA, tokenizer).pattern
-    tokens = spell_tokens(read_pattern(pattern, "JsonSchema"), texts)
+    tokens = spell_tokens(read_pattern(pattern), texts)
     automaton = with_stops(tokens, (1,), VOCAB_SIZE)
     tables = {"token_class": automaton.token_class, "next_state": automaton.next_state, "is_end": automaton.is_end}
     final = torch.cat((torch.from_numpy(tokens.is_final), torch.ones(1, dtype=torch.bool)))

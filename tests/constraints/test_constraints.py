@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import random
 import re
+import resource
+import time
 
 import numpy as np
 import pytest
@@ -10,7 +13,8 @@ import torch
 
 import dgemma
 from constrained_fuzz import CANVAS_LEN, RandomModel, run_case
-from dgemma.constraints import languages, trial
+from dgemma.constraints import build, token_automaton
+from dgemma.constraints.builder import read_pattern
 from dgemma.constraints.token_automaton import ByteAutomaton
 
 pytest.importorskip("outlines_core")
@@ -179,13 +183,57 @@ def test_a_constraint_that_cannot_be_met_is_explained(make, message):
         make()
 
 
-def test_the_size_of_an_automaton_is_limited(monkeypatch):
-    monkeypatch.setattr(languages, "_MOST_STATES", 5)
-    with pytest.raises(ValueError, match=r"at most 5 states and 4000000 transitions over tokens, got \(9, 8\)"):
-        dgemma.Regex("a{8}", TOKENIZER).automaton  # noqa: B018
-    monkeypatch.setattr(languages, "MOST_BYTE_STATES", 9)
-    with pytest.raises(ValueError, match="at most 9 states over bytes, got 13"):
-        dgemma.Regex("a{11}", TOKENIZER).automaton  # noqa: B018
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: dgemma.JsonSchema({"type": "string", "maxLength": 20_000}, TOKENIZER), "got 'a longer repetition'"),
+        (lambda: dgemma.JsonSchema({"enum": ["abcdefgh" * 3_000]}, TOKENIZER), "got '24004 states'"),
+        (lambda: dgemma.Grammar(CALLS_FOUR_TIMES, TOKENIZER), "must expand to at most 10000000 characters"),
+        (lambda: dgemma.Grammar('start: "a" start "b" | "c"', TOKENIZER, depth=10**9), "must nest less deep"),
+        (lambda: dgemma.JsonSchema(REFERS_TO_ITSELF, TOKENIZER, depth=10**9), "must nest less deep"),
+        (lambda: dgemma.JsonSchema("[" * 100_000, TOKENIZER), "must nest less deep"),
+        (lambda: dgemma.JsonSchema({"enum": [nested(100_000)]}, TOKENIZER), "must nest less deep"),
+        (lambda: dgemma.Grammar(f"start: {'(' * 100_000}", TOKENIZER), "must have at most 100000 characters"),
+        (lambda: dgemma.Regex("[" * 100_000, TOKENIZER), "unterminated character set"),
+        (lambda: dgemma.Regex("(" * 100_000 + ")" * 100_000, TOKENIZER), "must be a regular expression"),
+        (lambda: dgemma.JsonSchema({"pattern": "[" * 100_000}, TOKENIZER), "empty or open brackets"),
+    ],
+)
+def test_what_would_take_gigabytes_or_minutes_is_refused_quickly(make, message):
+    start = time.process_time()
+    with pytest.raises(ValueError, match=message):
+        make().automaton  # noqa: B018
+    assert time.process_time() - start < 3
+
+
+CALLS_FOUR_TIMES = "start: r0\n" + "\n".join(f"r{i}: {f'r{i + 1} ' * 4}" for i in range(15)) + '\nr15: "a"'
+REFERS_TO_ITSELF = {"$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"}
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def test_a_long_text_is_built_within_the_memory_that_is_promised():
+    text = "".join(random.Random(0).choices("abcdefgh ", k=18_000))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    automaton = dgemma.JsonSchema({"enum": [text]}, dgemma.Tokenizer.from_pretrained("dgemma/text")).automaton
+    assert automaton.num_states == 18_003  # two quotes and the end
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 << 10
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 1 << 20
+
+
+def test_spelling_is_bounded_while_it_grows(monkeypatch):
+    read = read_pattern("(?:abc)*")
+    for name, most in (("_MOST_LOOKUPS", 3), ("_MOST_CELLS", 3), ("_MOST_LINKS", 0)):
+        with monkeypatch.context() as patch:
+            patch.setattr(token_automaton, name, most)
+            with pytest.raises(token_automaton.TooLarge):
+                token_automaton.spell_tokens(read, [b"a", b"b", b"c", b"ab"])
+    assert token_automaton.spell_tokens(read, [b"a", b"b", b"c", b"ab"]).num_states == 3
 
 
 @pytest.mark.slow
@@ -200,8 +248,8 @@ def test_the_size_of_an_automaton_is_limited(monkeypatch):
     ids=["regex", "schema", "grammar", "within"],
 )
 def test_an_automaton_with_billions_of_states_is_refused_within_the_limits(make, monkeypatch):
-    monkeypatch.setattr(trial, "_SECONDS", 1)
-    with pytest.raises(ValueError, match=r"at most 100000 states over bytes, built in 1 s and 1 GiB"):
+    monkeypatch.setattr(build, "SECONDS", 1)
+    with pytest.raises(ValueError, match=r"at most 20000 states, built in 1 s and 1 GiB, got 'more time or memory'"):
         make().automaton  # noqa: B018
 
 
@@ -214,7 +262,7 @@ def test_a_pattern_whose_states_double_a_few_times_is_built():
 
 @pytest.mark.parametrize("pattern", ["x[^y]{0,200}y", "x.{0,200}x", r"\n\s{0,200}\n", r"0\D{0,200}0", '"[^"]{0,200}"'])
 def test_long_repetitions_are_built_at_once_even_if_the_text_could_begin_inside_them(pattern):
-    automaton = languages.read_pattern(pattern, "Regex")
+    automaton = read_pattern(pattern)
     first, last = pattern[0].replace("\\", "\n"), pattern[-1].replace("n", "\n")
     for length, fits in ((0, True), (200, True), (201, False)):
         state = 0
@@ -226,9 +274,9 @@ def test_long_repetitions_are_built_at_once_even_if_the_text_could_begin_inside_
 @pytest.mark.parametrize("pattern", ["^a", "a$|b", r"\Aa", r"(?:a|b\z)"])
 def test_anchors_are_refused(pattern):
     with pytest.raises(ValueError, match="must have no anchors"):
-        languages.read_pattern(pattern, "Regex")
+        dgemma.Regex(pattern, TOKENIZER).automaton  # noqa: B018
     for fine in (r"\^", "[$]", "[^a]", r"\\A", "[]^]"):
-        languages.read_pattern(fine, "Regex")
+        dgemma.Regex(fine, TOKENIZER).automaton  # noqa: B018
 
 
 def accepted(automaton, length):
@@ -301,7 +349,7 @@ PATTERNS += [rf"^{name}$" for name in (r"\w", r"\W", r"\d", r"\D", r"\s", r"\S",
 def test_every_text_of_a_schema_with_a_pattern_is_json_and_valid(pattern):
     jsonschema = pytest.importorskip("jsonschema")
     schema = {"type": "string", "pattern": pattern}
-    automaton = languages.read_pattern(dgemma.JsonSchema(schema, TOKENIZER).pattern, "JsonSchema")
+    automaton = read_pattern(dgemma.JsonSchema(schema, TOKENIZER).pattern)
     validator, num_texts, beginnings = jsonschema.Draft202012Validator(schema), 0, [(0, "")]
     for _ in range(6):
         ways = [(state, text + char) for state, text in beginnings[:300] for char in TRICKY]

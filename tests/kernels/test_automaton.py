@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from dgemma.constraints.token_automaton import TokenAutomaton, with_stops
+from dgemma.constraints.tables import with_stops
+from dgemma.constraints.token_automaton import TokenAutomaton
 from dgemma.diffusion.joint import condition
 from dgemma.diffusion.language import Language
 from dgemma.diffusion.prediction import Prediction, SoftCap

@@ -17,7 +17,8 @@ import torch
 import triton
 
 import dgemma
-from dgemma.constraints.token_automaton import TokenAutomaton, with_stops
+from dgemma.constraints.tables import with_stops
+from dgemma.constraints.token_automaton import TokenAutomaton
 from dgemma.diffusion import draws as reference_draws
 from dgemma.diffusion.language import Language
 from dgemma.diffusion.prediction import SoftCap

@@ -15,7 +15,8 @@ pytest.importorskip("prometheus_client")
 from starlette.testclient import TestClient
 
 import dgemma
-from dgemma.constraints import trial
+from dgemma.constraints import build
+from dgemma.run.rows import Rows
 from dgemma.serve.app import create_app
 from dgemma.serve.engine import Engine, Written
 from dgemma.serve.errors import ApiError
@@ -188,10 +189,10 @@ def test_a_json_schema_and_required_tools_constrain_the_answer(client, monkeypat
     assert refused.status_code == 400
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
     assert chat(client, tools=[tool], tool_choice={"type": "function", "function": {"name": "x"}}).status_code == 400
-    monkeypatch.setattr(trial, "_SECONDS", 1)
+    monkeypatch.setattr(build, "SECONDS", 1)
     schema = {"type": "string", "pattern": "^.*a.{30}$"}  # 2**30 states
     refused = chat(client, response_format={"type": "json_schema", "json_schema": {"schema": schema}})
-    assert (refused.status_code, "states over bytes" in refused.json()["error"]["message"]) == (400, True)
+    assert (refused.status_code, "at most 20000 states" in refused.json()["error"]["message"]) == (400, True)
     assert "no tools" in chat(client, tools=[tool]).json()["error"]["message"]  # the toy's template takes none
 
 
@@ -302,6 +303,11 @@ def test_a_key_is_needed_for_all_but_the_page_and_health(model):
             refused = client.get("/v1/models", headers=headers)
             assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
         assert client.get("/metrics").status_code == 401
+        refused = client.get("/replay")
+        assert (refused.status_code, refused.headers["www-authenticate"][:5]) == (401, "Basic")
+        assert client.get("/replay", auth=("anybody", "secret")).status_code == 404  # this server has no page
+        assert client.get("/replay", auth=("secret", "wrong")).status_code == 401
+        assert client.get("/replay", headers={"Authorization": "Basic secret"}).status_code == 401
         assert client.get("/v1/models", headers={"Authorization": "Bearer secret"}).status_code == 200
         assert client.get("/health").status_code == client.get("/").status_code == 200
 
@@ -362,8 +368,8 @@ class Slow(RowwiseDenoiser):
         return dgemma.step(self, *arguments, **options)
 
 
-def plan_of(model, **options):
-    return dgemma.read_plan(model, torch.tensor([[5, 6]]), eos_token_ids=[], stop=None, **options)
+def row_of(model, **options):
+    return Rows(dgemma.read_plan(model, torch.tensor([[5, 6]]), eos_token_ids=[], stop=None, **options))
 
 
 def test_the_engine_refuses_cancels_and_times_out():
@@ -371,22 +377,22 @@ def test_the_engine_refuses_cancels_and_times_out():
 
     async def scenario():
         engine = Engine(model, batch_size=1, max_queue=1)
-        long = engine.submit(plan_of(model, max_new_tokens=64), seconds=60, drafts=False)
+        long = engine.submit(row_of(model, max_new_tokens=64), seconds=60)
         while not engine.num_running:
             await asyncio.sleep(0.001)
-        late = engine.submit(plan_of(model), seconds=0.03, drafts=False)
+        late = engine.submit(row_of(model), seconds=0.03)
         with pytest.raises(ApiError, match="1 requests are waiting") as full:
-            engine.submit(plan_of(model), seconds=60, drafts=False)
+            engine.submit(row_of(model), seconds=60)
         assert full.value.status == 429
         with pytest.raises(ApiError, match="took longer") as timeout:
             [event async for event in late.events()]
         assert timeout.value.status == 504
         engine.cancel(long)
-        last = engine.submit(plan_of(model, max_new_tokens=16), seconds=60, drafts=False)
+        last = engine.submit(row_of(model, max_new_tokens=16), seconds=60)
         events = [event async for event in last.events()]
         assert [type(event) for event in events] == [Written]
         assert engine.num_steps < 60
-        waiting = engine.submit(plan_of(model), seconds=60, drafts=False)
+        waiting = engine.submit(row_of(model), seconds=60)
         engine.stop()
         with pytest.raises(ApiError, match="shutting down"):
             [event async for event in waiting.events()]
@@ -405,10 +411,10 @@ def test_a_batch_that_fails_does_not_stop_the_engine():
 
     async def scenario():
         engine = Engine(model, batch_size=2, max_queue=4)
-        bad = dgemma.read_plan(model, torch.tensor([[5, 6, 7]]))
+        bad = Rows(dgemma.read_plan(model, torch.tensor([[5, 6, 7]])))
         with pytest.raises(ApiError, match="The model failed: RuntimeError: out of memory"):
-            [event async for event in engine.submit(bad, seconds=60, drafts=False).events()]
-        good = engine.submit(plan_of(model, max_new_tokens=16), seconds=60, drafts=True)
+            [event async for event in engine.submit(bad, seconds=60).events()]
+        good = engine.submit(row_of(model, max_new_tokens=16), seconds=60, drafts=True)
         assert [event async for event in good.events()][-1].ended
         engine.stop()
 
@@ -457,7 +463,7 @@ def test_holes_are_filled_with_the_tokens_of_infill(client, model):
     ("fields", "message"),
     [
         ({"holes": [[0, 2]]}, "must not cover a row's first token"),
-        ({"holes": [[2, 99]]}, "holes must lie within 16 tokens"),
+        ({"holes": [[2, 99]]}, "0 <= start < stop <= 4"),
         ({"holes": [[4, 3]]}, "holes"),
         ({"holes": []}, "holes"),
         ({"tokens": [5, 999]}, "ids below 384"),
@@ -480,7 +486,8 @@ def test_a_replayed_page_keeps_its_own_policy(model):
         shown = client.get("/replay")
         other = client.get("/")
     assert shown.text == page
-    assert shown.headers["Content-Security-Policy"] in page
+    assert shown.headers["Content-Security-Policy"].removesuffix("; frame-ancestors 'none'") in page
+    assert "frame-ancestors 'none'" in shown.headers["Content-Security-Policy"]
     assert "frame-ancestors 'none'" in other.headers["Content-Security-Policy"]
     with pytest.raises(ValueError, match="must come from to_html"):
         create_app(model, TOKENIZER, name="toy", replay="<p>hello</p>")

@@ -199,7 +199,7 @@ def _calibration(arguments: argparse.Namespace) -> Callable[[DiffusionGemma], No
 def run_serve(arguments: argparse.Namespace) -> None:
     """Serve a model on this machine."""
     from dgemma.serve.app import create_app
-    from dgemma.serve.gate import Limits, PatientProtocol, QuickServer
+    from dgemma.serve.gate import Limits, QuickServer
 
     replay = None if arguments.replay is None else read_text(arguments.replay)
     tokenizer = Tokenizer.from_pretrained(arguments.tokenizer or arguments.model)
@@ -223,17 +223,8 @@ def run_serve(arguments: argparse.Namespace) -> None:
     host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host  # IPv6
     address = f"http://{host}:{arguments.port}{'' if replay is None else '/replay'}"
     print(f"Serving {arguments.model} at {address}", file=sys.stderr)
-    import uvicorn  # not earlier: without the extra, dgemma.serve says how to install it
-
-    config = uvicorn.Config(
-        app,
-        http=PatientProtocol,
-        log_level="warning",
-        server_header=False,
-        timeout_keep_alive=75,  # longer than clients keep unused connections, so that they close them first
-    )
     with suppress(KeyboardInterrupt):  # uvicorn raises it again after it has stopped
-        QuickServer(config).run(sockets=[listening])
+        QuickServer(app).run(sockets=[listening])
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -8,8 +8,10 @@ import importlib
 from typing import Any
 
 from dgemma.checks import require
-from dgemma.constraints.schema import either
+from dgemma.constraints.schema import Size, either, refuse_deep
 from dgemma.printing import install_command
+
+_MOST_CHARS = 100_000  # lark takes longer than linear time
 
 
 def grammar_pattern(grammar: str, depth: int) -> str:
@@ -22,6 +24,12 @@ def grammar_pattern(grammar: str, depth: int) -> str:
     except ImportError:
         raise ImportError(f"Grammar needs lark. Install it with: {install_command('constraints')}") from None
     require(isinstance(depth, int) and depth >= 0, "Grammar.depth", "be an integer of at least 0", depth)
+    require(len(grammar) <= _MOST_CHARS, "Grammar.grammar", f"have at most {_MOST_CHARS} characters", len(grammar))
+    with refuse_deep("Grammar.grammar"):
+        return _pattern(grammar, depth, lark)
+
+
+def _pattern(grammar: str, depth: int, lark: Any) -> str:
     try:
         parser = lark.Lark(grammar, parser="earley", keep_all_tokens=True, maybe_placeholders=False)
     except lark.exceptions.LarkError as error:
@@ -36,7 +44,7 @@ def grammar_pattern(grammar: str, depth: int) -> str:
     endless = _endless_rule(rules)
     fix = "It leads back to itself in every alternative. Add one without it."
     require(endless is None, "Grammar.grammar", "have rules whose texts can end", str(endless), fix)
-    pattern = _expand("start", rules, terminals, depth, ())
+    pattern = _expand("start", rules, terminals, depth, (), Size("Grammar.grammar"))
     if pattern is None:
         raise ValueError(f"Grammar.depth must be enough for the shallowest text of the grammar, got {depth}. Raise it.")
     return pattern
@@ -71,7 +79,12 @@ def _references(expansions: list[list[Any]]) -> set[str]:
 
 
 def _expand(
-    name: str, rules: dict[str, list[list[Any]]], terminals: dict[str, str], depth: int, inside: tuple[str, ...]
+    name: str,
+    rules: dict[str, list[list[Any]]],
+    terminals: dict[str, str],
+    depth: int,
+    inside: tuple[str, ...],
+    size: Size,
 ) -> str | None:
     """The texts of a rule; None if each nests deeper than `depth`. `inside` are the rules being expanded."""
     if inside.count(name) > depth:
@@ -83,11 +96,12 @@ def _expand(
             part = (
                 terminals[symbol.name]
                 if symbol.is_term
-                else _expand(symbol.name, rules, terminals, depth, (*inside, name))
+                else _expand(symbol.name, rules, terminals, depth, (*inside, name), size)
             )
             if part is None:
                 return None
             parts.append(part)
+            size.add(100 + len(part))
         return "".join(parts)
 
     def refers(symbol: Any) -> bool:

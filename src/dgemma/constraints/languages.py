@@ -5,34 +5,25 @@ Each is translated into a regular expression. outlines-core turns it into an aut
 """
 
 import dataclasses
-import importlib
+import importlib.util
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from dgemma.checks import require, show
+from dgemma.constraints.build import build_automaton
+from dgemma.constraints.builder import BadPattern, NoText
 from dgemma.constraints.grammar import grammar_pattern
-from dgemma.constraints.schema import Notation, schema_pattern
-from dgemma.constraints.token_automaton import (
-    NO_STATE,
-    ByteAutomaton,
-    TokenAutomaton,
-    marker,
-    plain_bytes,
-    spell_tokens,
-)
+from dgemma.constraints.schema import Notation, refuse_deep, schema_pattern
+from dgemma.constraints.token_automaton import TokenAutomaton, marker, plain_bytes
 from dgemma.constraints.token_text import marker_id, token_texts
-from dgemma.constraints.trial import MOST_BYTE_STATES, framed, opening_of, try_pattern
 from dgemma.printing import install_command
 
-_MOST_STATES = 20_000
-_MOST_LINKS = 4_000_000
-_PATTERN_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)  # escapes, sets and single characters
+# Escapes, sets and single characters. A set that is not closed is one part too; else a search would start at each "[".
+_PATTERN_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\\?\Z)|.", re.DOTALL)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,20 +55,22 @@ class Regex:
     def automaton(self) -> TokenAutomaton:
         """The automaton over tokens."""
         name = type(self).__name__
-        read = read_pattern(self.pattern, name)
+        if importlib.util.find_spec("outlines_core") is None:
+            raise ImportError(f"Constraints need outlines-core. Install it with: {install_command('constraints')}")
+        if {"^", "$", r"\A", r"\z"} & set(_PATTERN_PARTS.findall(self.pattern)):
+            fix = "A pattern always covers the whole text."
+            require(False, f"{name}.pattern", "have no anchors such as ^ and $", self.pattern, fix)
         texts = [None if text is None else plain_bytes(text) for text in token_texts(self.tokenizer)]
         for token in {ord(char) - ord(marker(0)) for char in self.pattern}:
             if 0 <= token < len(texts):
                 texts[token] = marker(token).encode()
-        automaton = spell_tokens(read, texts)
-        num_links = int((automaton.next_state >= 0).sum())
-        fits, fix = automaton.num_states <= _MOST_STATES and num_links <= _MOST_LINKS, "Shorten counted repetitions."
-        rule = f"have at most {_MOST_STATES} states and {_MOST_LINKS} transitions over tokens"
-        require(fits, name, rule, (automaton.num_states, num_links), fix)
-        if automaton.shortest()[0] < 0:
-            cause = "the tokenizer cannot spell any of its texts" if read.is_final.any() else "it matches no text"
-            raise ValueError(f"{name} must accept a text, got {show(self._source)}: {cause}.")
-        return automaton
+        try:
+            return build_automaton(self.pattern, texts, name)
+        except NoText as error:
+            raise ValueError(f"{name} must accept a text, got {show(self._source)}: {error}.") from None
+        except BadPattern as error:
+            rule, reason = "be a regular expression that outlines-core can build", error.reason_for(self.pattern)
+            raise ValueError(f"{name}.pattern must {rule}, got {show(self.pattern)}: {reason}.") from None
 
     @property
     def _source(self) -> Any:
@@ -174,51 +167,6 @@ class ToolCalls(Regex):
         object.__setattr__(self, "tokenizer", tokenizer)
 
 
-@lru_cache(maxsize=32)
-def read_pattern(pattern: str, owner: str) -> ByteAutomaton:
-    """Return the automaton over bytes of a regular expression."""
-    try:
-        outlines_core = importlib.import_module("outlines_core")
-    except ImportError:
-        command = install_command("constraints")
-        raise ImportError(f"Constraints need outlines-core. Install it with: {command}") from None
-    if {"^", "$", r"\A", r"\z"} & set(_PATTERN_PARTS.findall(pattern)):
-        fix = "A pattern always covers the whole text."
-        require(False, f"{owner}.pattern", "have no anchors such as ^ and $", pattern, fix)
-    try_pattern(pattern, owner)
-    vocabulary = outlines_core.Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
-    try:
-        index = outlines_core.Index(framed(pattern), vocabulary)
-    except Exception as error:  # outlines-core raises several types
-        reason = " ".join(str(error).split())
-        if "no transitions" in reason:
-            raise ValueError(f"{owner} must accept a text, got {show(pattern)}: it matches no text.") from None
-        try:
-            re.compile(pattern)
-        except re.error as clearer:  # Python's message names the place
-            reason = str(clearer)
-        rule = "be a regular expression that outlines-core can build"
-        raise ValueError(f"{owner}.pattern must {rule}, got {show(pattern)}: {reason}.") from None
-    transitions, start, finals = index.get_transitions(), index.get_initial_state(), index.get_final_states()
-    for code in opening_of(pattern).split("\\x")[1:]:
-        start = transitions.pop(start)[int(code, 16)]
-    reached = {target for moves in transitions.values() for target in moves.values()}
-    states = [start, *sorted({*transitions, *finals, *reached} - {start})]
-    rule = f"have at most {MOST_BYTE_STATES} states over bytes"
-    fix = "Shorten repetitions such as {0,1000}, or a schema's maxLength and maxItems."
-    require(len(states) <= MOST_BYTE_STATES, owner, rule, len(states), fix)
-    number = {state: at for at, state in enumerate(states)}
-    table = np.full((len(states), 256), NO_STATE, np.int32)
-    for state, moves in transitions.items():
-        for byte, target in moves.items():
-            if byte < 256:
-                table[number[state], byte] = number[target]
-    ends = np.array([state in finals for state in states])
-    is_final = (table[:, 0] != NO_STATE) & ends[table[:, 0]]
-    table[:, 0] = NO_STATE
-    return ByteAutomaton(table, is_final).minimised()
-
-
 def _read_schema(schema: Any) -> Any:
     if hasattr(schema, "model_json_schema"):
         return schema.model_json_schema()
@@ -232,8 +180,9 @@ def _read_schema(schema: Any) -> Any:
         return pydantic.TypeAdapter(schema).json_schema()
     if isinstance(schema, str):
         try:
-            return json.loads(schema)
-        except ValueError as error:
+            with refuse_deep("JsonSchema.schema"):
+                return json.loads(schema)
+        except json.JSONDecodeError as error:
             raise ValueError(f"JsonSchema.schema must be JSON, got {show(schema)}: {error}.") from None
     rule = "be a dictionary, JSON text, a pydantic model or a dataclass"
     require(isinstance(schema, Mapping | bool), "JsonSchema.schema", rule, schema)

@@ -6,8 +6,9 @@ ignored. Not every valid value matches: properties come in their declared order,
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from dgemma.checks import require, show
@@ -40,7 +41,8 @@ _FORMATS = {
 }
 _INTEGER = "-?(?:0|[1-9][0-9]*)"
 _CODE = r"\\u[0-9A-Fa-f]{4}|\\x[0-9A-Fa-f]{2}|\\[pP]\{\w+\}|\\."
-_PIECES = re.compile(rf"\[\^?(?:\\.|[^\]\\])*\]|{_CODE}|\(\?(?:i?:|P?<\w+>)|\(\?|.", re.DOTALL)
+_SET = re.compile(r"\[\^?(?:\\.|[^\]\\])+\]", re.DOTALL)
+_PIECES = re.compile(rf"\[\^?(?:\\.|[^\]\\])*(?:\]|\\?\Z)|{_CODE}|\(\?(?:i?:|P?<\w+>)|\(\?|.", re.DOTALL)
 _SET_PIECES = re.compile(rf"{_CODE}|.", re.DOTALL)
 # ECMA-262, Python and Rust differ on character classes. Here a class has the characters that all three include. A
 # negated class excludes every character that any of the three includes.
@@ -101,31 +103,55 @@ def schema_pattern(schema: Schema, notation: Notation) -> str:
     Example: `schema_pattern({"type": "boolean"}, Notation())` is "(?:true|false)".
     """
     try:
-        pattern = _Compiler(schema, notation).value(schema, "#", ())
-    except (TypeError, AttributeError, ArithmeticError, LookupError, RecursionError) as error:
+        with refuse_deep("JsonSchema.schema"):
+            pattern = _Compiler(schema, notation).value(schema, "#", ())
+    except (TypeError, AttributeError, ArithmeticError, LookupError) as error:
         raise ValueError(f"JsonSchema.schema must be a JSON schema, got {show(schema)}: {error}.") from None
     if pattern is None:
         raise ValueError("JsonSchema.schema must have a valid value, got a schema that no value fits.")
     return pattern
 
 
+@contextmanager
+def refuse_deep(owner: str) -> Iterator[None]:
+    """Raise a ValueError in place of a RecursionError.
+
+    Example: `with refuse_deep("JsonSchema.schema"): json.loads(text)`.
+    """
+    try:
+        yield
+    except RecursionError:
+        raise ValueError(f"{owner} must nest less deep, got one that Python cannot follow. Lower its depth.") from None
+
+
+@dataclass
+class Size:
+    """The characters of all patterns of a schema or grammar, which are limited.
+
+    Example: `Size("Grammar.grammar").add(len(pattern))`.
+    """
+
+    owner: str
+    num_chars: int = 0
+
+    def add(self, num_chars: int) -> None:
+        """Refuse a source whose nested references or optional properties make its pattern too long."""
+        self.num_chars += num_chars
+        rule, fix = f"expand to at most {_MOST_CHARS} characters of patterns", "Use fewer references."
+        require(self.num_chars <= _MOST_CHARS, self.owner, rule, self.num_chars, fix)
+
+
 @dataclass
 class _Compiler:
     root: Schema
     notation: Notation
-    num_chars: int = 0  # of the patterns so far
+    size: Size = field(default_factory=lambda: Size("JsonSchema.schema"))
 
     def value(self, schema: Schema, where: str, refs: tuple[str, ...]) -> str | None:
         """A pattern for the values of a schema; None if there are none. `refs` are the references being expanded."""
         pattern = self._value(schema, where, refs)
-        self._count(100 + len(pattern or ""))
+        self.size.add(100 + len(pattern or ""))
         return pattern
-
-    def _count(self, num_chars: int) -> None:
-        """Refuse a schema whose nested references or optional properties make its pattern too long."""
-        self.num_chars += num_chars
-        rule, fix = f"expand to at most {_MOST_CHARS} characters of patterns", "Use fewer references."
-        require(self.num_chars <= _MOST_CHARS, "JsonSchema.schema", rule, self.num_chars, fix)
 
     def _value(self, schema: Schema, where: str, refs: tuple[str, ...]) -> str | None:
         if schema is True or schema == {}:
@@ -276,9 +302,9 @@ class _Compiler:
     def _set(self, text: str, refuse: Callable[[str], NoReturn]) -> str:
         """A pattern for a set such as "[^a-z]", with those of its characters that need no escape."""
         is_negated = text.startswith("[^")
-        pieces = _SET_PIECES.findall(text[1 + is_negated : -1])
-        if not pieces:
+        if _SET.fullmatch(text) is None:
             refuse("empty or open brackets")  # Python reads [] differently
+        pieces = _SET_PIECES.findall(text[1 + is_negated : -1])
         named, properties, ranges, at = "", list[str](), list[tuple[int, int]](), 0
         while at < len(pieces):
             piece, following = pieces[at], pieces[at + 1 : at + 3]
@@ -370,7 +396,7 @@ class _Compiler:
             elif name in required:
                 return None
         if not any(is_required for _, is_required in pieces):
-            self._count(sum(len(piece) * (at + 1) for at, (piece, _) in enumerate(pieces)))  # see `_in_order`
+            self.size.add(sum(len(piece) * (at + 1) for at, (piece, _) in enumerate(pieces)))  # see `_in_order`
         return rf"\{{{space}{_in_order(pieces, comma)}{space}\}}"
 
     def _map(self, values: Schema, where: str, refs: tuple[str, ...]) -> str | None:

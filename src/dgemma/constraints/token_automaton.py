@@ -5,14 +5,15 @@ thousands of tokens have the same one. The function of a token is built byte by 
 so far and the same next byte share one computation.
 """
 
+from hashlib import blake2b
 from typing import NamedTuple, Self
 
 import numpy as np
-import torch
-
-from dgemma.diffusion.automaton import Automaton
 
 NO_STATE = -1
+_MOST_LINKS = 4_000_000  # pairs of a state and a class of tokens
+_MOST_CELLS = 1 << 25  # of the table of states and classes
+_MOST_LOOKUPS = 1 << 28  # of states, while tokens are spelled; they take about 2 seconds
 # A marker such as <|tool_call> is one private character in a pattern. Only its token can spell it: in UTF-8 all these
 # characters begin with `_MARKER_BYTE`, and no other token may contain that byte. Unicode assigns no text to them.
 FIRST_MARKER = 0x100000
@@ -36,6 +37,21 @@ class ByteAutomaton(NamedTuple):
         return type(self)(table, self.is_final[member[order]])
 
 
+class _Before:
+    """The states before each state: those of state i are `sources[first[i] : first[i + 1]]`."""
+
+    def __init__(self, targets: np.ndarray, sources: np.ndarray, num_states: int) -> None:
+        arcs = np.unique(targets.astype(np.int64) * num_states + sources)
+        self.sources = arcs % num_states
+        self.first = np.searchsorted(arcs, np.arange(num_states + 1) * num_states)
+
+    def __call__(self, states: np.ndarray) -> np.ndarray:
+        """Return the states before any of `states` (n,), in ascending order."""
+        counts = self.first[states + 1] - self.first[states]
+        at = np.repeat(self.first[states] - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+        return np.unique(self.sources[at])
+
+
 def _equivalent(next_state: np.ndarray, is_final: np.ndarray) -> np.ndarray:
     """Return a label (S,) per state; states that accept the same texts have the same label.
 
@@ -49,9 +65,8 @@ def _equivalent(next_state: np.ndarray, is_final: np.ndarray) -> np.ndarray:
     randoms = np.random.default_rng(0).integers(1, 2**63, len(columns), dtype=np.uint64) | np.uint64(1)
     num_states = len(is_final)
     sources = np.broadcast_to(np.arange(num_states), columns.shape)[columns != NO_STATE]
-    arcs = np.unique(columns[columns != NO_STATE].astype(np.int64) * num_states + sources)  # by target
-    first_arc = np.searchsorted(arcs, np.arange(num_states + 1) * num_states)
-    longest = _longest((arcs % num_states).tolist(), first_arc.tolist())
+    before = _Before(columns[columns != NO_STATE], sources, num_states)
+    longest = _longest(before.sources.tolist(), before.first.tolist())
     label = np.unique(2 * longest + is_final, return_inverse=True)[1]
     num_labels = int(label.max()) + 1
     size = np.bincount(label, minlength=num_states + 2)  # of each block
@@ -83,9 +98,7 @@ def _equivalent(next_state: np.ndarray, is_final: np.ndarray) -> np.ndarray:
         part_block[~stays] = new
         label[suspects] = part_block[part]
         moved = suspects[~stays[part]]
-        counts = first_arc[moved + 1] - first_arc[moved]
-        at = np.repeat(first_arc[moved] - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
-        suspects = np.unique(arcs[at] % num_states)
+        suspects = before(moved)
     return np.unique(label, return_inverse=True)[1]
 
 
@@ -121,15 +134,14 @@ class TokenAutomaton(NamedTuple):
     def shortest(self) -> np.ndarray:
         """The smallest number of tokens from each state to a final one, (Q,); -1 where there is no path."""
         distance = np.where(self.is_final, 0, -1)
-        state, column = np.nonzero(self.next_state >= 0)
-        arcs = np.unique(np.stack((self.next_state[state, column], state)), axis=1)
-        reached, steps = self.is_final, 0
-        while reached.any():
+        source, column = np.nonzero(self.next_state >= 0)
+        before = _Before(self.next_state[source, column], source, self.num_states)
+        newest, steps = np.flatnonzero(self.is_final), 0
+        while len(newest):
             steps += 1
-            before = np.zeros_like(reached)
-            before[arcs[1, reached[arcs[0]]]] = True
-            reached = before & (distance < 0)
-            distance[reached] = steps
+            reached = before(newest)
+            newest = reached[distance[reached] < 0]
+            distance[newest] = steps
         return distance
 
     def reaches(self) -> np.ndarray:
@@ -148,58 +160,84 @@ class TokenAutomaton(NamedTuple):
         useful[0] = True
         rank = np.append(np.where(useful, np.cumsum(useful) - 1, NO_STATE), NO_STATE)
         table = rank[self.next_state[useful]]
-        return type(self)(*_merge_columns(self.token_class, table), self.is_final[useful])
+        return type(self)(*merge_columns(self.token_class, table), self.is_final[useful])
 
 
 def spell_tokens(automaton: ByteAutomaton, tokens: list[bytes | None]) -> TokenAutomaton:
     """Turn an automaton over bytes into one over tokens, given each token's bytes; None for a token without text."""
-    num_states = len(automaton.is_final)
-    table = np.vstack((automaton.next_state, np.full((1, 256), NO_STATE, np.int32)))
-    table[table == NO_STATE] = num_states  # a last state that is never left
     texts = [b"" if text is None else text for text in tokens]
     lengths = np.array([len(text) for text in texts])
     starts = np.cumsum(lengths) - lengths
     data = np.frombuffer(b"".join(texts), np.uint8)
-    functions = _Functions(table)
+    functions = _Functions(automaton.next_state)
     token_function = np.where(lengths > 0, 0, functions.nowhere)  # each token's function so far: the identity at first
     for depth in range(int(lengths.max(initial=0))):
         longer = np.flatnonzero((lengths > depth) & (token_function != functions.nowhere))
         if len(longer):
             token_function[longer] = functions.followed_by(token_function[longer], data[starts[longer] + depth])
-    columns = functions.table[:, :num_states].copy()  # (K, S)
-    columns[columns == num_states] = NO_STATE
-    classes, next_state = _merge_columns(token_function.astype(np.int32), columns.T)
+    used, token_class = np.unique(token_function, return_inverse=True)
+    classes, next_state = merge_columns(token_class.astype(np.int32), functions.table(used))
     return TokenAutomaton(classes, next_state, automaton.is_final).trimmed()
 
 
+class TooLarge(Exception):
+    """Raised while an automaton grows beyond the limits."""
+
+
 class _Functions:
-    """Functions from states to states, numbered. 0 is the identity; `nowhere` leads to a state that is never left."""
+    """Functions from some states to states, numbered. 0 is the identity, and `nowhere` is defined for no state.
+
+    Only the states with a successor are stored: in a long text, most tokens fit at few places.
+    """
 
     nowhere = 1
 
     def __init__(self, table: np.ndarray) -> None:
-        self._after = np.ascontiguousarray(table.T)  # (256, S + 1)
-        identity = np.arange(len(table), dtype=np.int32)
-        self._rows = [identity, np.full_like(identity, len(table) - 1)]
-        self._numbers = {row.tobytes(): number for number, row in enumerate(self._rows)}
+        self._after = np.ascontiguousarray(table.T)  # (256, S)
+        states = np.arange(len(table), dtype=np.int32)
+        self._pairs = [(states, states), (states[:0], states[:0])]  # sources and targets of each function
+        self._numbers = {_digest(pair): number for number, pair in enumerate(self._pairs)}
         self._known: dict[int, int] = {}
+        self._num_lookups = self._num_stored = 0
 
-    @property
-    def table(self) -> np.ndarray:
-        return np.stack(self._rows)
+    def table(self, functions: np.ndarray) -> np.ndarray:
+        """Return the functions (K,) as the columns of a table (S, K)."""
+        num_states = self._after.shape[1]
+        num_links = sum(len(self._pairs[function][0]) for function in functions)
+        if num_links > _MOST_LINKS or num_states * len(functions) > _MOST_CELLS:
+            raise TooLarge(f"{num_links} transitions over {len(functions)} kinds of tokens from {num_states} states")
+        table = np.full((len(functions), num_states), NO_STATE, np.int32)
+        for row, function in zip(table, functions, strict=True):
+            sources, targets = self._pairs[function]
+            row[sources] = targets
+        return table.T
 
     def followed_by(self, functions: np.ndarray, byte: np.ndarray) -> np.ndarray:
         """Return each function (n,) followed by the transition of its byte (n,)."""
         keys, inverse = np.unique(functions.astype(np.int64) * 256 + byte, return_inverse=True)
         for key in keys.tolist():
             if key not in self._known:
-                row = self._after[key % 256][self._rows[key // 256]]
-                name = row.tobytes()
-                if name not in self._numbers:
-                    self._numbers[name] = len(self._rows)
-                    self._rows.append(row)
-                self._known[key] = self._numbers[name]
+                self._known[key] = self._number(*self._pairs[key // 256], self._after[key % 256])
         return np.array([self._known[key] for key in keys.tolist()])[inverse]
+
+    def _number(self, sources: np.ndarray, targets: np.ndarray, after: np.ndarray) -> int:
+        """Return the number of a function followed by `after` (S,), which may be new."""
+        self._num_lookups += len(sources)
+        targets = after[targets]
+        goes_on = targets != NO_STATE
+        pair = sources[goes_on], targets[goes_on]
+        name = _digest(pair)
+        if name not in self._numbers:
+            self._numbers[name] = len(self._pairs)
+            self._pairs.append(pair)
+            self._num_stored += len(pair[0])
+        if self._num_lookups > _MOST_LOOKUPS or self._num_stored > 4 * _MOST_LINKS:
+            raise TooLarge(f"more than {self._num_lookups} ways to read a part of a token")
+        return self._numbers[name]
+
+
+def _digest(arrays: tuple[np.ndarray, ...]) -> bytes:
+    return blake2b(b"".join(array.tobytes() for array in arrays), digest_size=16).digest()
 
 
 def unite(automata: list[TokenAutomaton]) -> tuple[TokenAutomaton, list[int]]:
@@ -212,47 +250,8 @@ def unite(automata: list[TokenAutomaton]) -> tuple[TokenAutomaton, list[int]]:
         np.where(automaton.next_state[:, classes] >= 0, automaton.next_state[:, classes] + start, NO_STATE)
         for automaton, classes, start in zip(automata, combined, starts, strict=True)
     ]
-    classes, table = _merge_columns(token_class.reshape(-1), np.vstack(parts))
+    classes, table = merge_columns(token_class.reshape(-1), np.vstack(parts))
     return TokenAutomaton(classes, table, np.concatenate([automaton.is_final for automaton in automata])), starts
-
-
-def with_stops(automaton: TokenAutomaton, stop_tokens: tuple[int, ...], vocab_size: int) -> Automaton:
-    """Add the state after the text, which stop tokens reach from final states, and return tensors.
-
-    From that state every token leads back to it, because the text has already ended. Without stop tokens it is not
-    reachable.
-    """
-    end = automaton.num_states
-    num_classes = automaton.next_state.shape[1]
-    classes = np.zeros(vocab_size, np.int64)
-    classes[: len(automaton.token_class)] = automaton.token_class[:vocab_size]
-    classes[list(stop_tokens)] = num_classes
-    column = np.where(automaton.is_final, end, NO_STATE)
-    table = np.column_stack((automaton.next_state, column))
-    table = np.vstack((table, np.full((1, num_classes + 1), end)))
-    classes, table = _merge_columns(classes, table)
-    is_end = torch.arange(end + 1) == end
-    return Automaton.build(torch.from_numpy(classes), torch.from_numpy(table).long(), is_end)
-
-
-def with_gaps(automaton: TokenAutomaton, starts: list[int], vocab_size: int) -> tuple[Automaton, list[int]]:
-    """Add a last class, without tokens, for positions between two texts. Also return the new start states.
-
-    The class leads from a final state to a new start state, and from the new start state to itself. The new start state
-    also has the transitions of the old one. `starts`, in ascending order, are the first states of the automata that
-    `unite` put together.
-    """
-    num_states = automaton.num_states
-    # The new start state of each state's automaton.
-    fresh = num_states + np.searchsorted(starts, np.arange(num_states), side="right") - 1
-    gap = np.append(np.where(automaton.is_final, fresh, NO_STATE), num_states + np.arange(len(starts)))
-    table = np.vstack((automaton.next_state, automaton.next_state[starts]))
-    table = np.column_stack((table, gap))
-    classes = np.zeros(vocab_size, np.int32)
-    classes[: len(automaton.token_class)] = automaton.token_class[:vocab_size]
-    is_end = torch.zeros(len(table), dtype=torch.bool)
-    built = Automaton.build(torch.from_numpy(classes), torch.from_numpy(table).long(), is_end)
-    return built, [num_states + at for at in range(len(starts))]
 
 
 def marker(token: int) -> str:
@@ -265,20 +264,17 @@ def plain_bytes(text: bytes) -> bytes | None:
     return None if _MARKER_BYTE in text else text
 
 
-def _merge_columns(token_class: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def merge_columns(token_class: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Merge classes with equal columns of table (Q, K). Class 0 leads nowhere; the others are sorted by first token."""
-    used, inverse = np.unique(token_class, return_inverse=True)
-    columns = np.ascontiguousarray(table[:, used].T.astype(np.int32))  # (K', Q)
-    empty = np.full((1, columns.shape[1]), NO_STATE, np.int32)
-    first_token = np.full(len(used), len(token_class))
-    np.minimum.at(first_token, inverse.reshape(-1), np.arange(len(token_class)))
-    order = np.argsort(first_token)
-    numbers: dict[bytes, int] = {empty.tobytes(): 0}
-    rows, number_of = [empty[0]], np.empty(len(used), np.int32)
-    for column in order.tolist():
-        name = columns[column].tobytes()
+    used, first_token, inverse = np.unique(token_class, return_index=True, return_inverse=True)
+    columns = np.ascontiguousarray(table.T, np.int32)  # (K, Q)
+    empty = np.full(len(table), NO_STATE, np.int32)
+    numbers, kept = {_digest((empty,)): 0}, list[int]()
+    number_of = np.empty(len(used), np.int32)
+    for at in np.argsort(first_token).tolist():
+        name = _digest((columns[used[at]],))
         if name not in numbers:
-            numbers[name] = len(rows)
-            rows.append(columns[column])
-        number_of[column] = numbers[name]
-    return number_of[inverse.reshape(-1)], np.stack(rows).T.astype(np.int32)
+            kept.append(int(used[at]))
+            numbers[name] = len(kept)
+        number_of[at] = numbers[name]
+    return number_of[inverse.reshape(-1)], np.vstack((empty, columns[kept])).T

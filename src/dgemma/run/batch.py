@@ -114,7 +114,8 @@ class Batch:
         """Encode what the rows have not read, and start their next canvases."""
         model = self._model
         tokens, mask = _pad_left([row.unread[0] for row in rows])
-        cache = model.encode(tokens.to(model.device), cache, None if mask is None else mask.to(model.device))
+        if cache is None or tokens.shape[1]:  # the next canvas of an infilling may begin at the same place
+            cache = model.encode(tokens.to(model.device), cache, None if mask is None else mask.to(model.device))
         states = [row.start(model, row.plan.knobs) for row in rows]
         first = torch.zeros(1, dtype=torch.int64, device=model.device)
         state = states[0].select(first.expand(len(rows)))

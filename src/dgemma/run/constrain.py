@@ -12,17 +12,19 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from dgemma.checks import require
 from dgemma.constraints.languages import Regex
-from dgemma.constraints.token_automaton import TokenAutomaton, unite, with_gaps, with_stops
+from dgemma.constraints.tables import with_gaps, with_stops
+from dgemma.constraints.token_automaton import TokenAutomaton, unite
 from dgemma.diffusion.automaton import Automaton
 from dgemma.diffusion.language import Language
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.reductions import any_by
 from dgemma.run.arguments import Span
 
+_MOST_BYTES = 1 << 27  # of converted automata that are kept for later runs
 Constraint = Regex | Sequence[Regex | None] | None
 
 
@@ -216,22 +218,25 @@ class _Factors:
 
 
 class _Kept:
-    """Keeps the last results of a function that converts an automaton.
+    """Keeps the last results of a function that converts an automaton, up to 128 MiB.
 
     So runs with the same constraint share one automaton, also when they are batched.
     """
 
     def __init__(self, build: Callable[..., Automaton]) -> None:
-        self._build, self._results = build, OrderedDict[Any, tuple[Any, Automaton]]()
+        self._build, self._results = build, OrderedDict[Any, tuple[Any, Automaton, int]]()
 
     def __call__(self, source: Any, *settings: Any) -> Automaton:
         key = (id(source.next_state), *settings)
-        if key not in self._results:
-            # `source` is stored too: while it exists, no other object has its id.
-            self._results[key] = (source, self._build(source, *settings))
-        while len(self._results) > 32:
+        # `source` is stored too: while it exists, no other object has its id.
+        found = self._results.get(key)
+        if found is None:
+            built = self._build(source, *settings)
+            num_bytes = sum(leaf.nbytes for leaf in tree_leaves((source, built)) if hasattr(leaf, "nbytes"))
+            self._results[key] = found = (source, built, num_bytes)
+        while len(self._results) > 1 and sum(kept[2] for kept in list(self._results.values())) > _MOST_BYTES:
             self._results.popitem(last=False)
-        return self._results[key][1]
+        return found[1]
 
 
 _with_stops = _Kept(with_stops)

@@ -36,18 +36,20 @@ def create_app(
     limits: Limits | None = None,
     hosts: tuple[str, ...] | None = None,
     replay: str | None = None,
+    frames: str = "'none'",
 ) -> FastAPI:
     """Return the server as an ASGI application; run it with uvicorn.
 
     name: the id that clients pass as `model`. batch_size: requests that run together. hosts: values of the Host
     header that are answered; None answers all. With an api_key, requests need `Authorization: Bearer KEY`.
     replay: a page of `to_html`, shown at /replay; a click there removes a word, and the model fills the hole.
+    frames: which pages may show that page in a frame, as the values of `frame-ancestors`.
 
     Example: `uvicorn.run(create_app(model, tokenizer, name="text"), host="127.0.0.1", port=8000)`.
     """
     require(batch_size >= 1, "create_app batch_size", "be >= 1", batch_size)
     limits = limits or Limits()
-    policy = None if replay is None else read_policy(replay)
+    policy = None if replay is None else f"{read_policy(replay)}; frame-ancestors {frames}"
     engine = Engine(model, batch_size=batch_size, max_queue=limits.queue)
     service = Service(model, tokenizer, name, engine, limits, Metrics(engine))
 
@@ -102,8 +104,8 @@ def _add_api(app: FastAPI, service: Service) -> None:
         return await service.answer(body, request)
 
     @app.post("/v1/infill")
-    async def infill(body: InfillRequest) -> dict[str, Any]:
-        return await service.infill(body)
+    async def infill(body: InfillRequest, request: Request) -> dict[str, Any]:
+        return await service.infill(body, request)
 
     @app.post("/v1/systemone")
     async def systemone(body: DecisionRequest, request: Request) -> Response:

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -14,7 +14,6 @@ import torch
 
 from dgemma.model.denoiser import Denoiser
 from dgemma.run.batch import Batch
-from dgemma.run.plan import Plan
 from dgemma.run.rows import Rows
 from dgemma.serve.errors import ApiError
 
@@ -45,6 +44,7 @@ class Job:
     """One request in the engine. Iterate over `events` in the thread of its event loop."""
 
     row: Rows
+    client: str
     deadline: float
     wants_drafts: bool
     loop: asyncio.AbstractEventLoop
@@ -75,10 +75,11 @@ class Job:
 class Engine:
     """Runs at most `batch_size` requests at a time in one thread; up to `max_queue` more wait.
 
-    Requests with the same sampler, temperature and noise share a batch. A request that fails, is cancelled or runs out
-    of time frees its place; the others go on.
+    Requests with the same sampler, temperature and noise share a batch, unless one has a constraint. Batches get equal
+    shares of the time. While other clients wait, a client has at most half of the places. A request that fails, is
+    cancelled or runs out of time frees its place; the others go on.
 
-    Example: `engine = Engine(model, batch_size=8, max_queue=64); job = engine.submit(plan, seconds=60, drafts=False)`.
+    Example: `engine = Engine(model, batch_size=8, max_queue=64); job = engine.submit(Rows(plan), seconds=60)`.
     """
 
     def __init__(self, model: Denoiser, *, batch_size: int, max_queue: int) -> None:
@@ -88,6 +89,7 @@ class Engine:
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._running: dict[Rows, Job] = {}
         self._batches: dict[Any, Batch] = {}
+        self._spent: Counter[Any] = Counter()  # seconds of each batch, and of calls by the key "calls"
         self._changed = threading.Condition()
         self._stopping = False
         self._numbers = itertools.count()
@@ -106,12 +108,12 @@ class Engine:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def submit(self, plan: Plan, *, seconds: float, drafts: bool) -> Job:
-        """Queue a request. Raise a 429 if the queue is full."""
-        row = Rows(plan, index=next(self._numbers))
-        job = Job(row, time.monotonic() + seconds, drafts, asyncio.get_running_loop())
+    def submit(self, row: Rows, *, seconds: float, client: str = "", drafts: bool = False) -> Job:
+        """Queue a row. If the queue is full, the client with the most waiting requests gets a 429 for its last one."""
+        row.index = next(self._numbers)
+        job = Job(row, client, time.monotonic() + seconds, drafts, asyncio.get_running_loop())
         with self._changed:
-            self._check_room()
+            self._check_room(client)
             self._queue.append(job)
             self._changed.notify()
         return job
@@ -120,7 +122,7 @@ class Engine:
         """Run a function of the model in the engine's thread, between two steps."""
         future: Future[Result] = Future()
         with self._changed:
-            self._check_room()
+            self._check_room("")
             self._calls.append((function, future))
             self._changed.notify()
         return await asyncio.wrap_future(future)
@@ -138,12 +140,20 @@ class Engine:
             self._changed.notify()
         self._thread.join()
 
-    def _check_room(self) -> None:
+    def _check_room(self, client: str) -> None:
         if self._stopping or not self.is_alive:
-            raise ApiError(503, "The server is shutting down. Try again later.")
-        waiting = len(self._queue) + len(self._calls)
-        if waiting >= self.max_queue:
-            raise ApiError(429, f"{waiting} requests are waiting already. Try again later.", code="queue_full")
+            raise _shut_down()
+        num_waiting = len(self._queue) + len(self._calls)
+        if num_waiting < self.max_queue:
+            return
+        full = ApiError(429, f"{num_waiting} requests are waiting already. Try again later.", code="queue_full")
+        waiting = Counter(job.client for job in self._queue)
+        greediest = max(waiting, key=waiting.__getitem__, default=client)
+        if waiting[greediest] <= waiting[client] + 1:
+            raise full
+        last = next(job for job in reversed(self._queue) if job.client == greediest)
+        self._queue.remove(last)
+        last.send(full)
 
     def _work(self) -> None:
         while True:
@@ -152,17 +162,27 @@ class Engine:
                     self._changed.wait()
                 if self._stopping:
                     break
-                calls, self._calls = self._calls, deque()
                 self._drop()
                 self._admit()
-            for function, future in calls:
-                _run(function, future)
-            for key, batch in list(self._batches.items()):
-                self._step(key, batch)
+                ready = [key for key, batch in self._batches.items() if len(batch)] + ["calls"] * bool(self._calls)
+                self._batches = {key: batch for key, batch in self._batches.items() if key in ready}
+                if not ready:
+                    continue
+                # A new batch starts with the time of the one that had the least, so that it does not overtake others.
+                least = min((self._spent[key] for key in ready if key in self._spent), default=0.0)
+                self._spent = Counter({key: max(self._spent[key], least) for key in ready})
+                key = min(ready, key=self._spent.__getitem__)
+                call = self._calls.popleft() if key == "calls" else None
+            start = time.monotonic()
+            if call is not None:
+                _run(*call)
+            else:
+                self._step(key, self._batches[key])
+            self._spent[key] += time.monotonic() - start
         for job in (*self._queue, *self._running.values()):
-            job.send(ApiError(503, "The server is shutting down. Try again later."))
+            job.send(_shut_down())
         for _, future in self._calls:
-            future.set_exception(ApiError(503, "The server is shutting down. Try again later."))
+            future.set_exception(_shut_down())
 
     def _drop(self) -> None:
         """Remove requests that are cancelled or out of time."""
@@ -178,14 +198,16 @@ class Engine:
 
     def _admit(self) -> None:
         while self._queue and len(self._running) < self.batch_size:
-            job = self._queue.popleft()
+            running = Counter(job.client for job in self._running.values())
+            job = min(self._queue, key=lambda job: running[job.client])  # the first of those with the fewest
+            others = {job.client for job in (*self._queue, *self._running.values())} - {job.client}
+            if others and running[job.client] >= max(self.batch_size // 2, 1):
+                break
+            self._queue.remove(job)
             self._running[job.row] = job
             self._batches.setdefault(_key(job.row), Batch(self.model)).add(job.row)
 
     def _step(self, key: Any, batch: Batch) -> None:
-        if not len(batch):
-            del self._batches[key]
-            return
         try:
             finished = batch.step()
             self.num_steps += 1
@@ -206,8 +228,12 @@ class Engine:
 
 
 def _key(row: Rows) -> Any:
-    """Return what the rows of a batch share."""
-    return row.plan.knobs, row.plan.noise
+    """Return what the rows of a batch share. Constraints make steps slower, so their rows have batches of their own."""
+    return row.plan.knobs, row.plan.noise, row.plan.language is not None
+
+
+def _shut_down() -> ApiError:
+    return ApiError(503, "The server is shutting down. Try again later.")
 
 
 def _run(function: Callable[[], Any], future: Future[Any]) -> None:

@@ -1,12 +1,15 @@
-"""Middleware for all routes: checks of host, API key and content type, limits on uploads, security headers."""
+"""Middleware for all routes: checks of host, API key and content type; limits on uploads and connections; headers."""
 
 import asyncio
+import base64
 import hashlib
 import hmac
 import json
 import re
 import socket
 import time
+from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +20,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dgemma.checks import check_count, check_finite
+from dgemma.constraints.build import stop_builds
 from dgemma.serve.errors import ApiError
 from dgemma.serve.metrics import Metrics
 
-_OPEN_PATHS = ("/", "/page.css", "/page.js", "/replay", "/health")  # need no API key
+_OPEN_PATHS = ("/", "/page.css", "/page.js", "/health")  # need no API key
 _PATHS = (
-    *(*_OPEN_PATHS, "/metrics", "/v1/chat/completions", "/v1/completions"),
+    *(*_OPEN_PATHS, "/replay", "/metrics", "/v1/chat/completions", "/v1/completions"),
     *("/v1/infill", "/v1/systemone", "/v1/models"),
 )
 _HEADERS = {
@@ -66,7 +70,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        start, status = time.monotonic(), 500
+        start, status = time.monotonic(), None
 
         async def send_with_headers(message: Message) -> None:
             nonlocal status
@@ -82,12 +86,15 @@ class Gate:
                 self._check(scope)
                 body = await self._read(Headers(scope=scope), receive)
             except ApiError as error:
-                await _refuse(error, send_with_headers)
+                await _refuse(error, send_with_headers, asks=scope["path"] == "/replay")
             else:
                 await self._app(scope, _replay(body, receive), send_with_headers)
+        except asyncio.CancelledError:  # the server stops
+            if status is None:
+                await _refuse(ApiError(503, "The server is shutting down. Try again later."), send_with_headers)
         finally:
             path = scope["path"] if scope["path"] in _PATHS else "other"  # a bounded number of labels
-            self._metrics.requests.labels(path, str(status)).inc()
+            self._metrics.requests.labels(path, str(status or 500)).inc()
             self._metrics.seconds.observe(time.monotonic() - start)
 
     def _check(self, scope: Scope) -> None:
@@ -97,11 +104,9 @@ class Gate:
         if self._hosts is not None and host.lower() not in self._hosts:
             raise ApiError(421, f"The server does not answer for this host. Use {self._hosts[0]}.", code="wrong_host")
         if self._key is not None and scope["path"] not in _OPEN_PATHS:
-            kind, _, key = headers.get("authorization", "").partition(" ")
+            key = _sent_key(headers.get("authorization", ""))
             # Clients send a key outside ASCII as UTF-8 or as Latin-1. Headers are decoded as Latin-1.
-            key = key.strip(" \t")
-            fits = [hmac.compare_digest(_digest(key.encode(form)), self._key) for form in ("latin-1", "utf-8")]
-            if kind.lower() != "bearer" or not any(fits):
+            if not any(hmac.compare_digest(_digest(key.encode(form)), self._key) for form in ("latin-1", "utf-8")):
                 message = "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`."
                 raise ApiError(401, message, code="invalid_api_key")
         if scope["method"] == "POST":
@@ -135,17 +140,65 @@ class Gate:
 
 
 class PatientProtocol(H11Protocol):
-    """HTTP for uvicorn. If a connection's first request does not arrive in time, answer 408 and close it."""
+    """HTTP for uvicorn, with limits on connections.
+
+    A request must arrive within `seconds` of its first byte, and a client must go on reading its answer. If there are
+    more than `most` connections, the client with the most of them loses its oldest one that has no request.
+    """
 
     seconds: float = 10.0
+    most: int = 512
 
     def connection_made(self, transport: Any) -> None:
-        """Start the timer of a new connection."""
+        """Start the timer of a new connection, and make room for it."""
         super().connection_made(transport)
-        self.loop.call_later(self.seconds, self._check_arrival)
+        self._born = self.loop.time()
+        self._timer: asyncio.TimerHandle | None = self.loop.call_later(self.seconds, self._give_up)
+        if len(self.connections) > self.most:
+            hosts = Counter(other._host for other in self.connections)
+            idle = [other for other in self.connections if other._waits and not other.transport.is_closing()]
+            max(idle, key=lambda other: (hosts[other._host], -other._born)).transport.abort()
 
-    def _check_arrival(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
+    def data_received(self, data: bytes) -> None:
+        """Start the timer at the first byte of a request, and stop it when its headers are complete."""
+        super().data_received(data)
+        if not self._waits:
+            self._stop_timer()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(self.seconds, self._give_up)
+
+    def pause_writing(self) -> None:
+        """Close the connection if the client does not read."""
+        super().pause_writing()
+        self._stop_timer()
+        self._timer = self.loop.call_later(self.seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Stop the timer."""
+        super().resume_writing()
+        self._stop_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timer."""
+        super().connection_lost(exc)
+        self._stop_timer()
+
+    @property
+    def _host(self) -> str:
+        return "" if self.client is None else self.client[0]
+
+    @property
+    def _waits(self) -> bool:
+        """True if the connection has no request."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _give_up(self) -> None:
+        if self._waits and not self.transport.is_closing():
             body = json.dumps(ApiError(408, "The request did not arrive in time.", code="timeout").body()).encode()
             head = f"HTTP/1.1 408 Request Timeout\r\nContent-Length: {len(body)}\r\nConnection: close\r\n"
             self.transport.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
@@ -153,12 +206,40 @@ class PatientProtocol(H11Protocol):
 
 
 class QuickServer(uvicorn.Server):
-    """A server that stops at once: answers that are not finished become a 503. uvicorn would wait for them."""
+    """A server that stops at once: answers that are not finished become a 503. uvicorn would wait for them.
+
+    Example: `QuickServer(app).run(sockets=[listener])`.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        config = uvicorn.Config(
+            app,
+            http=PatientProtocol,
+            ws="none",
+            log_level="error",  # a client can cause warnings
+            server_header=False,
+            timeout_keep_alive=75,  # longer than clients keep unused connections, so that they close them first
+            timeout_graceful_shutdown=2,
+            backlog=128,  # so many connections may be accepted before `PatientProtocol` counts them
+        )
+        super().__init__(config)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop the engine of the application, then the server."""
         await run_in_threadpool(self.config.app.state.engine.stop)  # type: ignore[union-attr]
+        stop_builds()
         await super().shutdown(sockets)
+        stop_builds()  # of requests that waited for the first ones
+
+
+def _sent_key(authorization: str) -> str:
+    """Return the key of a header `Bearer KEY`, or `Basic` with the key as password, as browsers ask for it."""
+    kind, _, key = authorization.partition(" ")
+    key = key.strip(" \t")
+    if kind.lower() == "basic":
+        with suppress(ValueError):
+            return base64.b64decode(key).decode("latin-1").partition(":")[2]
+    return key if kind.lower() == "bearer" else ""
 
 
 def _digest(key: bytes) -> bytes:
@@ -180,10 +261,13 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replayed
 
 
-async def _refuse(error: ApiError, send: Send) -> None:
+async def _refuse(error: ApiError, send: Send, *, asks: bool = False) -> None:
+    """Send an error. If the key is missing and `asks` is True, a browser asks for it."""
     body = json.dumps(error.body()).encode()
     # The rest of the request is not read, so the connection cannot be used again.
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers.append((b"connection", b"close"))
+    if asks and error.status == 401:
+        headers.append((b"www-authenticate", b'Basic realm="dgemma: the API key is the password"'))
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -4,12 +4,11 @@ import socket
 import threading
 from typing import Self
 
-import uvicorn
-
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.model.denoiser import Denoiser
 from dgemma.run.trajectory import Trajectory
 from dgemma.serve.app import create_app
+from dgemma.serve.gate import QuickServer
 from dgemma.view.html import to_html
 
 
@@ -23,10 +22,11 @@ class ReplayPage:
 
     def __init__(self, model: Denoiser, trajectory: Trajectory, tokenizer: Tokenizer) -> None:
         page = to_html(trajectory, tokenizer=tokenizer)
-        app = create_app(model, tokenizer, name="replay", hosts=("127.0.0.1",), replay=page)
+        frames = "http: https: vscode-webview:"  # a notebook, wherever it is shown
+        app = create_app(model, tokenizer, name="replay", hosts=("127.0.0.1",), replay=page, frames=frames)
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/replay"
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", server_header=False))
+        self._server = QuickServer(app)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]}, daemon=True)
         self._thread.start()
 

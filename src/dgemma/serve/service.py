@@ -1,27 +1,30 @@
 """From a request to its answer: a plan for the engine, and the text in OpenAI's form, whole or as a stream."""
 
 import asyncio
+import contextlib
 import json
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import lru_cache, partial
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
+from anyio import CapacityLimiter, to_thread
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.constraints.languages import JsonSchema, Regex, ToolCalls
-from dgemma.constraints.trial import try_pattern
 from dgemma.model.denoiser import Denoiser
 from dgemma.run.knobs import default_sampler
 from dgemma.run.plan import Plan, read_plan
+from dgemma.run.rows import Rows
 from dgemma.serve.decisions import answer_questions
-from dgemma.serve.engine import Draft, Engine, Job
+from dgemma.serve.engine import Draft, Engine, Job, Written
 from dgemma.serve.errors import ApiError
 from dgemma.serve.gate import Limits
 from dgemma.serve.metrics import Metrics
@@ -35,12 +38,47 @@ from dgemma.serve.protocol import (
     ToolChoice,
 )
 from dgemma.serve.text import GrowingText
-from dgemma.tasks.infill import infill
+from dgemma.tasks.infill import infill_row
 from dgemma.view.pieces import Pieces
 
-AnyRegex = TypeVar("AnyRegex", bound=Regex)
-
+_MOST_BYTES = 1 << 27  # of constraints that are kept for later requests
+_MOST_BUILDS = 16  # constraints that wait to be built
 _COLDEST = 1e-3  # the temperature that replaces 0 for samplers that always draw
+
+
+class KeptConstraints:
+    """The most recent constraints of requests and the errors of those that cannot be built, up to `most_bytes`.
+
+    Example: `KeptConstraints(1 << 27).find('{"schema": {"type": "boolean"}}', tokenizer)`.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes, self._kept = most_bytes, OrderedDict[str, tuple[Regex | ValueError, int]]()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._kept
+
+    def find(self, key: str, tokenizer: Tokenizer) -> Regex:
+        """Return the constraint of a schema or of tools, and build it if it is not kept; raise its ValueError."""
+        found, _ = self._kept.get(key) or self._add(key, tokenizer)
+        if isinstance(found, ValueError):
+            raise found
+        return found
+
+    def _add(self, key: str, tokenizer: Tokenizer) -> tuple[Regex | ValueError, int]:
+        source, num_bytes = json.loads(key), len(key)
+        built: Regex | ValueError
+        try:
+            built = (
+                JsonSchema(source["schema"], tokenizer) if "schema" in source else ToolCalls(source["tools"], tokenizer)
+            )
+            num_bytes += len(built.pattern) + sum(table.nbytes for table in built.automaton)
+        except ValueError as error:
+            built = error.with_traceback(None)
+        self._kept[key] = (built, num_bytes)
+        while len(self._kept) > 1 and sum(size for _, size in list(self._kept.values())) > self._most_bytes:
+            self._kept.popitem(last=False)
+        return built, num_bytes
 
 
 @dataclass(frozen=True)
@@ -53,6 +91,8 @@ class Service:
     engine: Engine
     limits: Limits
     metrics: Metrics
+    constraints: KeptConstraints = field(default_factory=lambda: KeptConstraints(_MOST_BYTES))
+    builders: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(2))
 
     def check_model(self, name: str) -> None:
         """Raise a 404 for a model that is not served."""
@@ -74,8 +114,8 @@ class Service:
     async def answer(self, body: ChatRequest | CompletionRequest, request: Request) -> Response:
         """Run a request; return its whole answer, or a stream of it."""
         self.check_model(body.model)
-        plan, text = await run_in_threadpool(self._plan, body)
-        job = self.engine.submit(plan, seconds=self.limits.seconds, drafts=body.drafts and bool(body.stream))
+        plan, text = await self._prepare(body)
+        job = self._submit(Rows(plan), request, drafts=body.drafts and bool(body.stream))
         answer = Answer(self, body, plan, text, job)
         if body.stream:
             return StreamingResponse(
@@ -83,26 +123,23 @@ class Service:
             )
         return JSONResponse(await answer.whole(request))
 
-    async def infill(self, body: InfillRequest) -> dict[str, Any]:
-        """Fill the holes of a text. All holes must lie within one canvas, so that other requests wait only briefly."""
+    async def infill(self, body: InfillRequest, request: Request) -> dict[str, Any]:
+        """Fill the holes of a text."""
         if body.model is not None:
             self.check_model(body.model)
-        limit = self.model.config.canvas_length
-        if max(stop for _, stop in body.holes) - min(start for start, _ in body.holes) > limit:
-            raise ApiError(400, f"holes must lie within {limit} tokens, the length of a canvas.", param="holes")
-        tokens = _as_row(body.tokens, self.model, param="tokens")
-        if tokens.shape[1] > self.model.config.max_position_embeddings:
-            message = (
-                f"tokens must have at most {self.model.config.max_position_embeddings} ids, got {tokens.shape[1]}."
-            )
+        tokens, limit = _as_row(body.tokens, self.model, param="tokens"), self.model.config.max_position_embeddings
+        if tokens.shape[1] > limit:
+            message = f"tokens must have at most {limit} ids, got {tokens.shape[1]}."
             raise ApiError(400, message, param="tokens", code="context_length_exceeded")
-        fill = partial(infill, self.model, tokens, body.holes, seed=body.seed, progress=False)
         try:
-            out = await self.engine.call(fill)
+            row = await run_in_threadpool(infill_row, self.model, tokens, body.holes, seed=body.seed)
         except ValueError as error:
             raise ApiError(400, str(error), param="holes", code="invalid_value") from None
-        written = out.tokens[0].tolist()
-        return {"tokens": written, "pieces": Pieces(self.tokenizer)(written), "steps": int(out.steps[0])}
+        job = self._submit(row, request)
+        async with self.watched(job, request):
+            written = [event async for event in job.events() if isinstance(event, Written)][-1]
+        self.metrics.forwards.inc(sum(written.steps))
+        return {"tokens": written.tokens, "pieces": Pieces(self.tokenizer)(written.tokens), "steps": sum(written.steps)}
 
     async def decide(self, body: DecisionRequest, request: Request) -> dict[str, Any]:
         """Answer the questions of a /v1/systemone request, a few at a time between the steps of other requests."""
@@ -117,7 +154,46 @@ class Service:
         usage = {"input_tokens": num_tokens, "output_tokens": 0}
         return {"model": self.name, "answers": answers, "usage": usage}
 
-    def _plan(self, body: ChatRequest | CompletionRequest) -> tuple[Plan, GrowingText]:
+    @contextlib.asynccontextmanager
+    async def watched(self, job: Job, request: Request) -> AsyncIterator[None]:
+        """Drop a request when its client leaves, and at the end."""
+
+        async def leave() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            job.send(ApiError(499, "The client has left."))
+
+        watcher = asyncio.create_task(leave())
+        try:
+            yield
+        finally:
+            watcher.cancel()
+            self.engine.cancel(job)
+
+    def _submit(self, row: Rows, request: Request, *, drafts: bool = False) -> Job:
+        client = "" if request.client is None else request.client.host
+        return self.engine.submit(row, seconds=self.limits.seconds, client=client, drafts=drafts)
+
+    async def _prepare(self, body: ChatRequest | CompletionRequest) -> tuple[Plan, GrowingText]:
+        """Plan a request in another thread. Constraints take seconds, so they get two threads and a queue of their own.
+
+        A constraint that is known already needs no queue.
+        """
+        key = _constraint_key(body)
+        if key is None or key in self.constraints:
+            return await run_in_threadpool(self._plan, body, key)
+        num_waiting = self.builders.statistics().tasks_waiting
+        if num_waiting >= _MOST_BUILDS:
+            message = f"{num_waiting} constraints are waiting to be built already. Try again later."
+            raise ApiError(429, message, code="queue_full")
+        try:
+            async with asyncio.timeout(self.limits.seconds):
+                # A thread that is abandoned at the end of the server is stopped by `stop_builds`.
+                return await to_thread.run_sync(self._plan, body, key, limiter=self.builders, abandon_on_cancel=True)
+        except TimeoutError:
+            raise ApiError(504, "The request took longer than the server allows.", code="timeout") from None
+
+    def _plan(self, body: ChatRequest | CompletionRequest, key: str | None) -> tuple[Plan, GrowingText]:
         """Check a request, and return its plan and its text."""
         is_chat = isinstance(body, ChatRequest)
         max_tokens = (body.max_completion_tokens if is_chat else None) or body.max_tokens
@@ -128,7 +204,8 @@ class Service:
         options = self._options(body) | {"max_new_tokens": max_tokens}
         options["seed"] = [secrets.randbits(62) if body.seed is None else body.seed]
         try:
-            options |= self._constraint(body)
+            if key is not None:
+                options["constraint"] = self.constraints.find(key, self.tokenizer)
             tokens = self._read_chat(body) if is_chat else self._read_prompt(body)
             plan = read_plan(self.model, _as_row(tokens, self.model), **options)
         except ImportError as error:
@@ -159,22 +236,6 @@ class Service:
             options["temperature"] = float(body.temperature)
         return options
 
-    def _constraint(self, body: ChatRequest | CompletionRequest) -> dict[str, Any]:
-        """Return the constraint of a response format or of required tools, as an option of `generate`."""
-        form, chat = body.response_format, body if isinstance(body, ChatRequest) else None
-        if form is not None and form.type == "json_schema":
-            if form.json_schema is None:
-                raise ApiError(400, "response_format.json_schema is required.", param="response_format.json_schema")
-            return {"constraint": _json_schema(json.dumps(form.json_schema.schema_), self.tokenizer)}
-        if chat is not None and (chat.tool_choice == "required" or isinstance(chat.tool_choice, ToolChoice)):
-            tools = [tool.model_dump(exclude_none=True) for tool in chat.tools or []]
-            if isinstance(chat.tool_choice, ToolChoice):
-                tools = [tool for tool in tools if tool["function"]["name"] == chat.tool_choice.function.name]
-            if not tools:
-                raise ApiError(400, "tool_choice must name one of the tools.", param="tool_choice")
-            return {"constraint": _tool_calls(json.dumps(tools), self.tokenizer)}
-        return {}
-
     def _read_prompt(self, body: CompletionRequest) -> list[int]:
         return self.tokenizer.encode(body.prompt) if isinstance(body.prompt, str) else list(body.prompt)
 
@@ -203,22 +264,21 @@ class Service:
         return self.tokenizer.chat(messages, thinking=body.thinking, tools=tools or None)
 
 
-@lru_cache(maxsize=32)
-def _json_schema(schema: str, tokenizer: Tokenizer) -> JsonSchema:
-    """Return the constraint of a schema. Building one can take seconds, so the most recent ones are kept."""
-    return _tried(JsonSchema(json.loads(schema), tokenizer))
-
-
-@lru_cache(maxsize=32)
-def _tool_calls(tools: str, tokenizer: Tokenizer) -> ToolCalls:
-    """Return the constraint of required tools. The most recent ones are kept."""
-    return _tried(ToolCalls(json.loads(tools), tokenizer))
-
-
-def _tried(constraint: AnyRegex) -> AnyRegex:
-    # A pattern with too many states is refused here, before the request enters the queue.
-    try_pattern(constraint.pattern, type(constraint).__name__)
-    return constraint
+def _constraint_key(body: ChatRequest | CompletionRequest) -> str | None:
+    """Return the JSON of a schema or of required tools, which the text must follow."""
+    form, chat = body.response_format, body if isinstance(body, ChatRequest) else None
+    if form is not None and form.type == "json_schema":
+        if form.json_schema is None:
+            raise ApiError(400, "response_format.json_schema is required.", param="response_format.json_schema")
+        return json.dumps({"schema": form.json_schema.schema_})
+    if chat is not None and (chat.tool_choice == "required" or isinstance(chat.tool_choice, ToolChoice)):
+        tools = [tool.model_dump(exclude_none=True) for tool in chat.tools or []]
+        if isinstance(chat.tool_choice, ToolChoice):
+            tools = [tool for tool in tools if tool["function"]["name"] == chat.tool_choice.function.name]
+        if not tools:
+            raise ApiError(400, "tool_choice must name one of the tools.", param="tool_choice")
+        return json.dumps({"tools": tools})
+    return None
 
 
 class Answer:
@@ -235,15 +295,14 @@ class Answer:
 
     async def whole(self, request: Request) -> dict[str, Any]:
         """Wait for the end of the text. If the client leaves, the request is dropped."""
-        watcher = asyncio.create_task(self._leave(request))
         try:
-            async for event in self._job.events():
-                if not isinstance(event, Draft):
-                    self._add(event)
-                if self._text.finish_reason is not None:
-                    break
+            async with self._service.watched(self._job, request):
+                async for event in self._job.events():
+                    if not isinstance(event, Draft):
+                        self._add(event)
+                    if self._text.finish_reason is not None:
+                        break
         finally:
-            watcher.cancel()
             self._end()
         choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": self._finish_reason()}
         choice |= {"message": self._message()} if self._is_chat else {"text": self._text.text}
@@ -291,11 +350,6 @@ class Answer:
         if self._text.finish_reason is None:
             metrics.abandoned.inc()
         self._service.engine.cancel(self._job)
-
-    async def _leave(self, request: Request) -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        self._job.send(ApiError(499, "The client has left."))
 
     @property
     def _chunk_kind(self) -> str:

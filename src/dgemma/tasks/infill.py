@@ -27,7 +27,7 @@ from dgemma.run.knobs import Knobs
 from dgemma.run.loop import denoise_canvas, run_events
 from dgemma.run.options import CanvasOptions, WatchOptions, fill_in, select, takes_options
 from dgemma.run.plan import Plan, read_plan
-from dgemma.run.records import OnStep, shows_progress
+from dgemma.run.records import BlockCommit, OnStep, shows_progress
 from dgemma.run.rows import Rows
 from dgemma.run.trajectory import Trajectory
 
@@ -94,6 +94,20 @@ class InfillOptions(CanvasOptions, WatchOptions, total=False):
     tail_token_id: int | None
 
 
+@takes_options(CanvasOptions)
+def infill_row(model: Denoiser, tokens: Tensor, holes: Holes, **options: Unpack[CanvasOptions]) -> "HoleRow":
+    """Return a text (1, N) with holes as a row of a `Batch`, which writes the tokens of `infill`.
+
+    Example: `batch.add(infill_row(model, tokens, [(3, 6)], seed=1))`.
+    """
+    if options.get("constraint") is not None:
+        raise ValueError("infill_row constraint must be None. Use infill.")
+    tokens, real, writer = _read_options("infill", model, tokens, cast(InfillOptions, options))
+    todo = _read_todo(tokens, real, holes, writer)
+    (row,) = _text_rows(tokens, real, todo)
+    return HoleRow(writer, row)
+
+
 @takes_options(InfillOptions)
 @torch.no_grad()
 def infill(model: Denoiser, tokens: Tensor, holes: Holes, **options: Unpack[InfillOptions]) -> Infilling:
@@ -124,15 +138,7 @@ def infill(model: Denoiser, tokens: Tensor, holes: Holes, **options: Unpack[Infi
     Example: `infill(model, tokens, [(12, 20)], noise=MaskNoise(vocab_size), sampler=Confidence(), seed=1).tokens`.
     """
     tokens, real, writer = _read_options("infill", model, tokens, options)
-    todo = _read_holes(holes, tokens) & real
-    if not bool(todo.any(1).all()):
-        raise ValueError("infill holes must mark a token in every row. Omit the rows that have none.")
-    if bool((todo & (real.cumsum(1) == 1)).any()):
-        raise ValueError(
-            "infill holes must not cover a row's first token, because a canvas needs a prefix. Put the bos token first."
-        )
-    _check_text(tokens, real & ~todo, writer)
-    return writer.write(tokens, real, todo)
+    return writer.write(tokens, real, _read_todo(tokens, real, holes, writer))
 
 
 @takes_options(InfillOptions)
@@ -201,7 +207,7 @@ class _Writer:
 
     name: str  # of the function, for errors
     model: Denoiser
-    plan: Plan  # a template of one canvas, which `_plan_canvas` completes; `span.allowed` covers the whole text
+    plan: Plan  # a template of one canvas, which `plan_canvas` completes; `span.allowed` covers the whole text
     tail_token_id: int | None
     on_step: OnStep | None
     record_top: int | None  # None records nothing
@@ -214,10 +220,7 @@ class _Writer:
         device = tokens.device
         out, log_probs = tokens.clone(), torch.zeros(tokens.shape, device=device)
         steps, forwards = torch.zeros(2, tokens.shape[0], dtype=torch.int64, device=device)
-        rows = [
-            _TextRow(index, kept.nonzero()[:, 0], text[kept], holes[kept], 0, Placement(0, 0))
-            for index, (text, kept, holes) in enumerate(zip(tokens.cpu(), real.cpu(), todo.cpu(), strict=True))
-        ]
+        rows = _text_rows(tokens, real, todo)
         language = None if self.constraint is None else self._language(rows)
         cache: Cache | None = None
         knobs, trajectories = self.plan.knobs, []
@@ -226,7 +229,7 @@ class _Writer:
             for number in itertools.count():
                 for row in rows:
                     row.place = place_canvas(row.todo, self.plan.canvas_len)
-                plan = self._plan_canvas(rows, number, knobs, language, device)
+                plan = self.plan_canvas(rows, number, knobs, language, device)
                 trajectory = None if self.record_top is None else Trajectory(plan, top=self.record_top)
                 cache = self._read_prefix(cache, rows, plan)
                 index = torch.tensor([row.index for row in rows], device=device)
@@ -265,7 +268,7 @@ class _Writer:
             allowed = pad_sequence(tables, batch_first=True, padding_value=True)
         return HoleLanguage(self.name, self.constraint, holes, allowed, self.plan.noise)
 
-    def _plan_canvas(
+    def plan_canvas(
         self, rows: list[_TextRow], number: int, knobs: Knobs, language: HoleLanguage | None, device: torch.device
     ) -> Plan:
         """Plan the next canvas of every row as a separate run, whose prompt is the text left of the canvas."""
@@ -319,6 +322,49 @@ class _Writer:
         """The log-probability of every draft given the canvas before its first step, (R, C)."""
         prediction = self.model.denoise_at(state.noise_level, state.canvas, cache, frozen=state.frozen)
         return prediction.shaped(allowed=state.noise.proposable(None, state.device)).log_prob(drafts).float()
+
+
+class HoleRow(Rows):
+    """One text with holes. Each of its blocks is a canvas over the first hole that is left."""
+
+    def __init__(self, writer: _Writer, row: _TextRow) -> None:
+        self._writer, self._row = writer, row
+        super().__init__(self._next_plan(0))
+        self._prepare()
+
+    def _next_plan(self, number: int) -> Plan:
+        writer, self._row.place = self._writer, place_canvas(self._row.todo, self._writer.plan.canvas_len)
+        return writer.plan_canvas([self._row], number, writer.plan.knobs, None, writer.model.device)
+
+    def _prepare(self) -> None:
+        self.unread = self.plan.prompt_tokens[:, self._row.num_read :]
+        self._row.num_read = self._row.place.start
+
+    def _start(self, model: Denoiser, block: int, knobs: Knobs) -> DenoiseState:
+        return super()._start(model, 0, knobs)  # the plan is for one canvas
+
+    def write(self, drafts: Tensor, steps: Tensor, forwards: Tensor) -> BlockCommit:
+        """Keep the tokens of the holes that the canvas has finished."""
+        commit = super().write(drafts, steps, forwards)
+        self._row.keep(drafts[0])
+        self.ended = not bool(self._row.todo.any())
+        if not self.ended:
+            self.plan = self._next_plan(len(self.blocks))
+            self._prepare()
+        return commit
+
+    @property
+    def new_tokens(self) -> Tensor:
+        """The text so far, (1, N)."""
+        return self._row.text[None]
+
+
+def _text_rows(tokens: Tensor, real: Tensor, todo: Tensor) -> list[_TextRow]:
+    """Return the rows of a batch without padding: tokens, real tokens and those to write, all (B, N)."""
+    return [
+        _TextRow(index, kept.nonzero()[:, 0], text[kept], holes[kept], 0, Placement(0, 0))
+        for index, (text, kept, holes) in enumerate(zip(tokens.cpu(), real.cpu(), todo.cpu(), strict=True))
+    ]
 
 
 def _pad_rows(parts: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -411,6 +457,19 @@ def _read_holes(holes: Holes, tokens: Tensor) -> Tensor:
         require(0 <= start < stop <= length, "infill holes", rule, holes)
         marked[:, start:stop] = True
     return marked
+
+
+def _read_todo(tokens: Tensor, real: Tensor, holes: Holes, writer: _Writer) -> Tensor:
+    """Check the holes and the text around them; return the tokens to write, (B, N) bool."""
+    todo = _read_holes(holes, tokens) & real
+    if not bool(todo.any(1).all()):
+        raise ValueError("infill holes must mark a token in every row. Omit the rows that have none.")
+    if bool((todo & (real.cumsum(1) == 1)).any()):
+        raise ValueError(
+            "infill holes must not cover a row's first token, because a canvas needs a prefix. Put the bos token first."
+        )
+    _check_text(tokens, real & ~todo, writer)
+    return todo
 
 
 def _check_text(tokens: Tensor, kept: Tensor, writer: _Writer) -> None:

@@ -1,0 +1,81 @@
+"""Builds of automata in other processes: at most two at a time, each with limits on time and memory."""
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from dgemma.checks import require
+from dgemma.constraints.builder import MOST_STATES, build_tokens, pack_task, read_result
+from dgemma.constraints.token_automaton import TokenAutomaton, TooLarge
+
+SECONDS = 5  # of CPU time
+GIBIBYTES = 1
+_TIMEOUT = 60  # seconds of wall-clock time, for a busy machine
+_SCRIPT = """
+import json, sys, types
+sys.path, folder, *limits = json.loads(sys.stdin.buffer.readline())
+package = types.ModuleType("dgemma")  # without its __init__, which imports torch
+package.__path__, sys.modules["dgemma"] = [folder], package
+from dgemma.constraints.builder import main
+main(*limits)
+"""
+_COUNTS = re.compile(r"(?<!\\)\{(?:\d*,)?(\d+)\}")
+_places = threading.BoundedSemaphore(2)  # of builds at the same time
+_running: set["subprocess.Popen[bytes]"] = set()
+
+
+def build_automaton(pattern: str, texts: list[bytes | None], owner: str) -> TokenAutomaton:
+    """Build the automaton of a pattern over tokens with these texts. Raise a ValueError if that exceeds a limit.
+
+    The limits are 5 s of CPU time, 1 GiB of memory and 60 s of wall-clock time. Windows has only the last one.
+
+    Example: `build_automaton(".*a.{30}", token_texts(tokenizer), "Regex")` raises.
+    """
+    try:
+        if any(len(count) > 9 or int(count) >= MOST_STATES for count in _COUNTS.findall(pattern)):
+            raise TooLarge("a longer repetition")
+        if not sys.executable:  # Python is part of another program
+            return build_tokens(pattern, texts)
+        with _places:
+            return read_result(io.BytesIO(_run(pack_task(pattern, texts))))
+    except TooLarge as error:
+        # A repetition such as .* before a counted one such as .{30} can double the states with each character.
+        rule = f"have at most {MOST_STATES} states, built in {SECONDS} s and {GIBIBYTES} GiB"
+        fix = "Shorten counted repetitions such as {0,1000}, a schema's maxLength and maxItems, and long texts."
+        require(False, owner, rule, str(error), fix)
+        raise
+
+
+def stop_builds() -> None:
+    """End all builds; they raise a ValueError.
+
+    Example: `stop_builds()` when a server shuts down.
+    """
+    for process in list(_running):
+        process.kill()
+
+
+def _run(task: bytes) -> bytes:
+    """Run `builder.main` in another process; return its output."""
+    head = json.dumps([sys.path, str(Path(__file__).parents[1]), SECONDS, GIBIBYTES]).encode() + b"\n"
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # its threads would reserve memory
+    command, pipe = [sys.executable, "-I", "-c", _SCRIPT], subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        _running.add(process)
+        try:
+            out, error = process.communicate(head + task, timeout=_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise TooLarge("more time") from None
+        finally:
+            _running.discard(process)
+    if process.returncode < 0:
+        raise TooLarge("more time or memory")  # Rust aborts if memory is short
+    if process.returncode > 0:
+        raise RuntimeError(f"The build of a constraint failed: {error.decode(errors='replace')[-500:]}")
+    return out
