@@ -12,7 +12,7 @@ import numpy as np
 
 NO_STATE = -1
 _MOST_LINKS = 4_000_000  # pairs of a state and a class of tokens
-_MOST_CELLS = 1 << 25  # of the table of states and classes
+_MOST_CELLS = 1 << 24  # of the table of states and classes
 _MOST_LOOKUPS = 1 << 28  # of states, while tokens are spelled; they take about 2 seconds
 # A marker such as <|tool_call> is one private character in a pattern. Only its token can spell it: in UTF-8 all these
 # characters begin with `_MARKER_BYTE`, and no other token may contain that byte. Unicode assigns no text to them.
@@ -217,15 +217,15 @@ class _Functions:
         keys, inverse = np.unique(functions.astype(np.int64) * 256 + byte, return_inverse=True)
         for key in keys.tolist():
             if key not in self._known:
-                self._known[key] = self._number(*self._pairs[key // 256], self._after[key % 256])
+                self._known[key] = self._number(self._pairs[key // 256], self._after[key % 256])
         return np.array([self._known[key] for key in keys.tolist()])[inverse]
 
-    def _number(self, sources: np.ndarray, targets: np.ndarray, after: np.ndarray) -> int:
+    def _number(self, pair: tuple[np.ndarray, np.ndarray], after: np.ndarray) -> int:
         """Return the number of a function followed by `after` (S,), which may be new."""
-        self._num_lookups += len(sources)
-        targets = after[targets]
+        self._num_lookups += len(pair[0])
+        targets = after[pair[1]]
         goes_on = targets != NO_STATE
-        pair = sources[goes_on], targets[goes_on]
+        pair = pair[0][goes_on], targets[goes_on]
         name = _digest(pair)
         if name not in self._numbers:
             self._numbers[name] = len(self._pairs)

@@ -89,7 +89,7 @@ class Engine:
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._running: dict[Rows, Job] = {}
         self._batches: dict[Any, Batch] = {}
-        self._spent: Counter[Any] = Counter()  # seconds of each batch, and of calls by the key "calls"
+        self._spent: dict[Any, float] = {}  # seconds of each batch, and of calls by the key "calls"
         self._changed = threading.Condition()
         self._stopping = False
         self._numbers = itertools.count()
@@ -170,7 +170,7 @@ class Engine:
                     continue
                 # A new batch starts with the time of the one that had the least, so that it does not overtake others.
                 least = min((self._spent[key] for key in ready if key in self._spent), default=0.0)
-                self._spent = Counter({key: max(self._spent[key], least) for key in ready})
+                self._spent = {key: self._spent.get(key, least) for key in ready}
                 key = min(ready, key=self._spent.__getitem__)
                 call = self._calls.popleft() if key == "calls" else None
             start = time.monotonic()

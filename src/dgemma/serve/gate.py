@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from starlette.concurrency import run_in_threadpool
@@ -155,8 +155,9 @@ class PatientProtocol(H11Protocol):
         self._born = self.loop.time()
         self._timer: asyncio.TimerHandle | None = self.loop.call_later(self.seconds, self._give_up)
         if len(self.connections) > self.most:
-            hosts = Counter(other._host for other in self.connections)
-            idle = [other for other in self.connections if other._waits and not other.transport.is_closing()]
+            others = cast(set[PatientProtocol], self.connections)
+            hosts = Counter(other._host for other in others)
+            idle = [other for other in others if other._waits and not other.transport.is_closing()]
             max(idle, key=lambda other: (hosts[other._host], -other._born)).transport.abort()
 
     def data_received(self, data: bytes) -> None:
