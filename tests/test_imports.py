@@ -36,8 +36,9 @@ IN_FUNCTIONS = {
     "dgemma.cli.training": {"dgemma_kernels"},
     "dgemma.cli.loading": {"dgemma_kernels", "dgemma_kernels.engine.weights", "dgemma_kernels.formats"},
     "dgemma.constraints.grammar": {"lark"},
-    "dgemma.constraints.languages": {"outlines_core", "pydantic", "transformers.utils"},
-    "dgemma.cli.models": {"uvicorn", "dgemma.serve.app", "dgemma.serve.gate"},
+    "dgemma.constraints.builder": {"outlines_core", "resource"},
+    "dgemma.constraints.languages": {"pydantic", "transformers.utils"},
+    "dgemma.cli.models": {"dgemma.serve.app", "dgemma.serve.gate"},
     "dgemma.printing": {"tqdm.auto"},  # `dgemma --help` shows no bar
     "dgemma.cli.writing": {"readline"},  # not on Windows
     "dgemma.data.vocabulary": {"tokenizers", "transformers"},
