@@ -16,13 +16,13 @@ def empty(*shape: int) -> torch.Tensor:
 
 def run_heads(num_heads: int, kv_heads: int, head_dim: int, has_value: bool) -> None:
     raw = empty(2 * 12, (num_heads + kv_heads * (2 if has_value else 1)) * head_dim)
-    inputs = raw, empty(head_dim), empty(head_dim), empty(24, head_dim), empty(24, head_dim)
-    heads.norm_heads(*inputs, num_heads=num_heads, kv_heads=kv_heads, eps=1e-6)
+    inputs = heads.HeadInputs(raw, empty(head_dim), empty(head_dim), empty(24, head_dim), empty(24, head_dim))
+    heads.norm_heads(inputs, num_heads=num_heads, kv_heads=kv_heads, eps=1e-6)
     firsts, seconds = (
         [empty(2, size, count, head_dim) for size, count in zip(sizes, (num_heads, kv_heads, kv_heads), strict=True)]
         for sizes in ((4, 9, 9), (8, 8, 8))
     )
-    heads.norm_heads_gradient(*inputs, firsts, seconds, eps=1e-6)
+    heads.norm_heads_gradient(inputs, firsts, seconds, eps=1e-6)
 
 
 def run_norms() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dgemma_kernels.ops.heads import norm_heads, norm_heads_gradient, reference
+from dgemma_kernels.ops.heads import HeadInputs, norm_heads, norm_heads_gradient, reference
 from kernel_inputs import error
 
 ROWS, LENGTH, HEADS, KV_HEADS, DIM = 2, 11, 4, 2, 64
@@ -19,15 +19,15 @@ def draw_inputs(device, dtype, has_value):
     num_tokens, num_heads = ROWS * LENGTH, HEADS + KV_HEADS * (2 if has_value else 1)
     angles = torch.rand(num_tokens, DIM // 2, generator=generator).repeat(1, 2) * 6
     tables = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
-    return draw, (draw(num_tokens, num_heads * DIM), draw(DIM), draw(DIM), *tables)
+    return draw, HeadInputs(draw(num_tokens, num_heads * DIM), draw(DIM), draw(DIM), *tables)
 
 
 @pytest.mark.parametrize("has_value", [True, False])
 def test_heads_match_float64(device, has_value):
     _, inputs = draw_inputs(device, torch.float16, has_value)
     sizes = {"num_heads": HEADS, "kv_heads": KV_HEADS, "eps": 1e-6}
-    got = norm_heads(*inputs, **sizes)
-    want = reference.norm_heads(*(x.double() for x in inputs), **sizes)
+    got = norm_heads(inputs, **sizes)
+    want = reference.norm_heads(HeadInputs(*(x.double() for x in inputs)), **sizes)
     for ours, theirs in zip(got, want, strict=True):
         assert error(ours, theirs) < 1e-3  # a few roundings to float16
 
@@ -43,7 +43,7 @@ def test_the_gradient_of_heads_matches_float64(device, has_value, by_head):
         return [x.transpose(1, 2).contiguous().transpose(1, 2) if by_head else x for x in drawn]
 
     firsts, seconds = grads(FIRST, FIRST + SEEN, FIRST + SEEN), grads(*[LENGTH - FIRST] * 3)
-    got = norm_heads_gradient(*inputs, firsts, seconds, eps=1e-6)
+    got = norm_heads_gradient(inputs, firsts, seconds, eps=1e-6)
     exact = [[x.double() for x in part] for part in (firsts, seconds)]
-    want = reference.norm_heads_gradient(*(x.double() for x in inputs), *exact, eps=1e-6)
+    want = reference.norm_heads_gradient(HeadInputs(*(x.double() for x in inputs)), *exact, eps=1e-6)
     assert error(got, want) < 1e-3

@@ -142,9 +142,9 @@ def _calls_of_heads(sizes: _StepSizes, empty: Callable[..., Tensor]) -> Iterator
         weight, table = empty(head_dim), empty(num_tokens, head_dim)
         for outputs in sizes.linear:
             if outputs[:2] == (columns, kv_columns):
-                inputs = empty(num_tokens, sum(outputs)), weight, weight, table, table
-                yield partial(heads.norm_heads, *inputs, num_heads=num_heads, kv_heads=kv_heads, eps=1e-6)
-                yield partial(heads.norm_heads_gradient, *inputs, firsts, seconds, eps=1e-6)
+                inputs = heads.HeadInputs(empty(num_tokens, sum(outputs)), weight, weight, table, table)
+                yield partial(heads.norm_heads, inputs, num_heads=num_heads, kv_heads=kv_heads, eps=1e-6)
+                yield partial(heads.norm_heads_gradient, inputs, firsts, seconds, eps=1e-6)
 
 
 def _empty(*sizes: int, dtype: torch.dtype) -> Tensor:

@@ -248,19 +248,16 @@ def _uses_head_kernel(layer: Layer, x: Tensor) -> bool:
 
 def _norm_heads(attention: Attention, rope: KeysValues, raws: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries (M, N, H), keys and values (M, K, H) of their projections (M, heads · H)."""
-    raw, *others = _inputs_of_heads(attention, rope, raws)
     num_heads, kv_heads = (part.shape[-1] // attention.head_dim for part in raws[:2])
-    return heads.norm_heads(raw, *others, num_heads=num_heads, kv_heads=kv_heads, eps=attention.eps)
+    inputs = _inputs_of_heads(attention, rope, raws)
+    return heads.norm_heads(inputs, num_heads=num_heads, kv_heads=kv_heads, eps=attention.eps)
 
 
-def _inputs_of_heads(
-    attention: Attention, rope: KeysValues, raws: Sequence[Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the projections as one tensor, both norms' weights, cosines and sines."""
+def _inputs_of_heads(attention: Attention, rope: KeysValues, raws: Sequence[Tensor]) -> heads.HeadInputs:
     raw = joined(raws, 1)
     raw = torch.cat(list(raws), 1) if raw is None else raw
     cos, sin = (table.flatten(0, 2).contiguous() for table in rope)
-    return raw, attention.q_norm.weight, attention.k_norm.weight, cos, sin
+    return heads.HeadInputs(raw, attention.q_norm.weight, attention.k_norm.weight, cos, sin)
 
 
 class _Heads(torch.autograd.Function):
@@ -291,7 +288,7 @@ class _Heads(torch.autograd.Function):
         raws = ctx.saved_tensors
         inputs = _inputs_of_heads(ctx.attention, ctx.rope, raws)
         parts = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads]
-        of_raw = heads.norm_heads_gradient(*inputs, parts[::2], parts[1::2], eps=ctx.attention.eps)
+        of_raw = heads.norm_heads_gradient(inputs, parts[::2], parts[1::2], eps=ctx.attention.eps)
         return None, None, None, None, None, *of_raw.split([part.shape[1] for part in raws], 1)
 
 

@@ -1,5 +1,5 @@
-"""Norms and rotations of heads in training, with their gradient."""
+"""Norms and rotations of heads, with their gradient, in training."""
 
-from dgemma_kernels.ops.heads.kernel import norm_heads, norm_heads_gradient
+from dgemma_kernels.ops.heads.kernel import HeadInputs, norm_heads, norm_heads_gradient
 
-__all__ = ["norm_heads", "norm_heads_gradient"]
+__all__ = ["HeadInputs", "norm_heads", "norm_heads_gradient"]

@@ -7,6 +7,7 @@ text and canvases, as it reads them.
 
 import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,54 +17,43 @@ from torch import Tensor
 _TILE_ELEMENTS = 2048  # values per program
 
 
-def norm_heads(
-    raw: Tensor,
-    query_weight: Tensor,
-    key_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    num_heads: int,
-    kv_heads: int,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Norm queries, keys and values per head and rotate the first two: (M, N, H), (M, K, H), (M, K, H).
+class HeadInputs(NamedTuple):
+    """Heads before their norms, and what norms and rotates them.
 
     raw: (M, (N + 2K)·H) contiguous, the heads of q, then k, then v; or (M, (N + K)·H) if v is the norm of the raw k.
     query_weight, key_weight: (H,). cos, sin: (M, H), with equal halves.
-
-    Example: `queries, keys, values = norm_heads(x @ w.T, wq, wk, cos, sin, num_heads=16, kv_heads=8, eps=1e-6)`.
     """
-    sizes = _sizes(raw, query_weight, key_weight, cos, sin, num_heads, kv_heads)
-    queries, keys, values = (
-        raw.new_empty(raw.shape[0], heads, cos.shape[1]) for heads in (num_heads, kv_heads, kv_heads)
-    )
-    _norm_heads_kernel[_grid(raw, sizes)](
-        raw, query_weight, key_weight, cos, sin, queries, keys, values, eps, **sizes, num_warps=_warps(sizes)
-    )
-    return queries, keys, values
+
+    raw: Any
+    query_weight: Any
+    key_weight: Any
+    cos: Any
+    sin: Any
+
+
+def norm_heads(inputs: HeadInputs, *, num_heads: int, kv_heads: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Norm queries, keys and values per head and rotate the first two: (M, N, H), (M, K, H), (M, K, H).
+
+    Example: `norm_heads(HeadInputs(x @ w.T, wq, wk, cos, sin), num_heads=16, kv_heads=8, eps=1e-6)`.
+    """
+    raw, sizes = inputs.raw, _sizes(inputs, num_heads, kv_heads)
+    outs = [raw.new_empty(raw.shape[0], heads, 2 * sizes["HALF"]) for heads in (num_heads, kv_heads, kv_heads)]
+    _norm_heads_kernel[_grid(raw, sizes)](inputs, *outs, eps, **sizes, num_warps=_warps(sizes))
+    return outs[0], outs[1], outs[2]
 
 
 def norm_heads_gradient(
-    raw: Tensor,
-    query_weight: Tensor,
-    key_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    firsts: Sequence[Tensor],
-    seconds: Sequence[Tensor],
-    *,
-    eps: float,
+    inputs: HeadInputs, firsts: Sequence[Tensor], seconds: Sequence[Tensor], *, eps: float
 ) -> Tensor:
-    """Return the gradient of `raw` (B · L, …), for B sequences of L tokens.
+    """Return the gradient of `inputs.raw` (B · L, …), for B sequences of L tokens.
 
     firsts: gradients of queries, keys and values at the first T tokens of each sequence, (B, T, heads, H). seconds: the
     same for the last T tokens. T <= L may differ between the six tensors. Where both have a token, they are added.
 
-    Example: `norm_heads_gradient(raw, wq, wk, cos, sin, (dq, dk, dv), (dq_text, dk_text, dv_text), eps=1e-6)`.
+    Example: `norm_heads_gradient(inputs, (dq, dk, dv), (dq_text, dk_text, dv_text), eps=1e-6)`.
     """
-    (batch, _, num_heads, _), kv_heads = firsts[0].shape, firsts[1].shape[2]
-    sizes = _sizes(raw, query_weight, key_weight, cos, sin, num_heads, kv_heads)
+    raw, (batch, _, num_heads, _), kv_heads = inputs.raw, firsts[0].shape, firsts[1].shape[2]
+    sizes = _sizes(inputs, num_heads, kv_heads)
     length, pairs = raw.shape[0] // batch, list(zip(firsts, seconds, strict=True))
     assert all(part.stride(-1) == 1 and part.dtype == raw.dtype for pair in pairs for part in pair)
     out = torch.empty_like(raw)
@@ -71,27 +61,17 @@ def norm_heads_gradient(
         ((first, *first.stride()[:3], first.shape[1]), (second, *second.stride()[:3], length - second.shape[1]))
         for first, second in pairs
     ]
-    _norm_heads_gradient_kernel[_grid(raw, sizes)](
-        raw, query_weight, key_weight, cos, sin, *parts, out, length, eps, **sizes, num_warps=_warps(sizes)
-    )
+    _norm_heads_gradient_kernel[_grid(raw, sizes)](inputs, *parts, out, length, eps, **sizes, num_warps=_warps(sizes))
     return out
 
 
-def _sizes(
-    raw: Tensor,
-    query_weight: Tensor,
-    key_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    num_heads: int,
-    kv_heads: int,
-) -> dict[str, int | bool]:
-    head_dim = cos.shape[1]
-    assert all(x.is_contiguous() for x in (raw, query_weight, key_weight, cos, sin))
+def _sizes(inputs: HeadInputs, num_heads: int, kv_heads: int) -> dict[str, int | bool]:
+    raw, head_dim = inputs.raw, inputs.cos.shape[1]
+    assert all(x.is_contiguous() for x in inputs)
     widths = {(num_heads + parts * kv_heads) * head_dim: parts == 2 for parts in (1, 2)}
     assert raw.shape[1] in widths
     assert head_dim & (head_dim - 1) == 0
-    assert cos.shape == (raw.shape[0], head_dim)
+    assert inputs.cos.shape == (raw.shape[0], head_dim)
     heads = math.gcd(num_heads, kv_heads)  # a tile has heads of only one of q, k, v
     heads = min(heads & -heads, max(1, _TILE_ELEMENTS // head_dim))
     return {
@@ -113,11 +93,7 @@ def _warps(sizes: dict[str, int | bool]) -> int:
 
 @triton.jit
 def _norm_heads_kernel(
-    raw: tl.tensor,
-    query_weight: tl.tensor,
-    key_weight: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
+    inputs: HeadInputs,
     queries: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
@@ -132,13 +108,13 @@ def _norm_heads_kernel(
     pair = tl.arange(0, HALF)
     place = tl.arange(0, HEADS)[:, None] * (2 * HALF) + pair[None, :]
     width: tl.constexpr = (NUM_HEADS + KV_HEADS * (2 if HAS_VALUE else 1)) * 2 * HALF
-    at = raw + token * width + head * (2 * HALF) + place
+    at = inputs.raw + token * width + head * (2 * HALF) + place
     # All loads come before the first reduction: a later load would wait again.
     first, second = tl.load(at).to(tl.float32), tl.load(at + HALF).to(tl.float32)
-    weight, other, cosine, sine = _load_tables(query_weight, key_weight, cos, sin, token, head < NUM_HEADS, HALF)
+    weight, other, cosine, sine = _load_tables(inputs, token, head < NUM_HEADS, HALF)
     inverse = _inverse_rms(first, second, eps, HALF)
     first, second = first * inverse, second * inverse
-    dtype: tl.constexpr = raw.dtype.element_ty
+    dtype: tl.constexpr = inputs.raw.dtype.element_ty
     key_head = head - NUM_HEADS
     if head < NUM_HEADS + KV_HEADS:
         left = (first * weight).to(dtype).to(tl.float32)
@@ -160,23 +136,18 @@ def _norm_heads_kernel(
 
 @triton.jit
 def _load_tables(
-    query_weight: tl.tensor,
-    key_weight: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    token: tl.tensor,
-    is_query: tl.tensor,
-    HALF: tl.constexpr,
+    inputs: HeadInputs, token: tl.tensor, is_query: tl.tensor, HALF: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Return both halves of the norm's weights, and the cosines and sines of a token, (1, HALF) each."""
     pair = tl.arange(0, HALF)
     if is_query:
-        norm = query_weight + pair
+        norm = inputs.query_weight + pair
     else:
-        norm = key_weight + pair
+        norm = inputs.key_weight + pair
     table = token * (2 * HALF) + pair
     weight, other = tl.load(norm).to(tl.float32)[None, :], tl.load(norm + HALF).to(tl.float32)[None, :]
-    return weight, other, tl.load(cos + table).to(tl.float32)[None, :], tl.load(sin + table).to(tl.float32)[None, :]
+    cosine, sine = tl.load(inputs.cos + table), tl.load(inputs.sin + table)
+    return weight, other, cosine.to(tl.float32)[None, :], sine.to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -187,11 +158,7 @@ def _inverse_rms(first: tl.tensor, second: tl.tensor, eps: tl.tensor, HALF: tl.c
 
 @triton.jit
 def _norm_heads_gradient_kernel(
-    raw: tl.tensor,
-    query_weight: tl.tensor,
-    key_weight: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
+    inputs: HeadInputs,
     of_queries: tl.tuple,
     of_keys: tl.tuple,
     of_values: tl.tuple,
@@ -212,14 +179,14 @@ def _norm_heads_gradient_kernel(
     own = token * width + head * (2 * HALF) + heads[:, None] * (2 * HALF) + pair[None, :]
     key_head, is_rotated = head - NUM_HEADS, head < NUM_HEADS + KV_HEADS
     # All loads come before the first reduction: a later load would wait again.
-    first, second = tl.load(raw + own).to(tl.float32), tl.load(raw + own + HALF).to(tl.float32)
+    first, second = tl.load(inputs.raw + own).to(tl.float32), tl.load(inputs.raw + own + HALF).to(tl.float32)
     if head < NUM_HEADS:
         left, right = _load_both(of_queries, row, place, head, HEADS, HALF)
     elif is_rotated:
         left, right = _load_both(of_keys, row, place, key_head, HEADS, HALF)
     else:
         left, right = _load_both(of_values, row, place, key_head - KV_HEADS, HEADS, HALF)
-    weight, other, cosine, sine = _load_tables(query_weight, key_weight, cos, sin, token, head < NUM_HEADS, HALF)
+    weight, other, cosine, sine = _load_tables(inputs, token, head < NUM_HEADS, HALF)
     if not HAS_VALUE:
         is_key = (head >= NUM_HEADS) & is_rotated
         left_value, right_value = left, right
