@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dgemma.model.layers import rms_norm
 from dgemma_kernels.ops.residual import (
     after_attention_gradient,
     after_experts,
@@ -10,6 +11,7 @@ from dgemma_kernels.ops.residual import (
     reference,
     rms_norm_gradient,
 )
+from dgemma_kernels.training.fused import gradient_of
 
 ROWS = 3
 WIDTHS = pytest.mark.parametrize("width", [64, 300])  # one block; several, the last one partly filled
@@ -37,14 +39,14 @@ def assert_matches(function, exact, *values):
 @pytest.mark.parametrize("weighted", [True, False])
 def test_the_gradient_of_a_norm_matches_float64(device, width, weighted):
     rows, (weight,) = inputs(device, width, 2, 1)
-    assert_matches(rms_norm_gradient, reference.rms_norm_gradient, *rows, weight if weighted else None)
+    assert_matches(rms_norm_gradient, gradient_of(rms_norm, (0,)), *rows, weight if weighted else None)
 
 
 def test_another_gradient_is_added_to_that_of_a_norm(device):
     (grad, x, other), (weight,) = inputs(device, 300, 3, 1)
     assert_matches(
         lambda *values: rms_norm_gradient(*values, added=other),
-        lambda *values: reference.rms_norm_gradient(*values, added=other.double()),
+        lambda *values: [of_x + other for of_x in gradient_of(rms_norm, (0,))(*values)],
         *(grad, x, weight),
     )
 
@@ -52,7 +54,8 @@ def test_another_gradient_is_added_to_that_of_a_norm(device):
 @WIDTHS
 def test_the_gradient_after_attention_matches_float64(device, width):
     rows, vectors = inputs(device, width, 6, 4)
-    assert_matches(after_attention_gradient, reference.after_attention_gradient, *rows, *vectors)
+    exact = gradient_of(reference.after_attention, (0, 1), num_outputs=4)
+    assert_matches(after_attention_gradient, exact, *rows, *vectors)
 
 
 @WIDTHS
@@ -61,4 +64,5 @@ def test_the_stream_after_experts_and_its_gradient_match_float64(device, width, 
     rows, vectors = inputs(device, width, 4, 3)
     scalar = torch.tensor([[0.5], [0.75], [2.0]] if per_row else [0.7], dtype=torch.float16, device=device)
     assert_matches(after_experts, reference.after_experts, *rows[1:], *vectors, scalar)
-    assert_matches(after_experts_gradient, reference.after_experts_gradient, *rows, *vectors, scalar)
+    exact = gradient_of(reference.after_experts, (0, 1, 2))
+    assert_matches(after_experts_gradient, exact, *rows, *vectors, scalar)

@@ -158,7 +158,7 @@ def test_the_first_step_starts_to_compile_its_kernels_ahead(rank, kernels_on_cpu
         # Sizes matter here, and values do not. References are faster than interpreted kernels. References of
         # `grouped` return other types, so its own functions run.
         references = package if package is grouped else import_module(f"{package.__name__}.reference")
-        faster = getattr(references, name)
+        faster = getattr(references, name, getattr(package, name))
 
         def run(*args, **options):
             launched.append(describe(name, *args, **options))

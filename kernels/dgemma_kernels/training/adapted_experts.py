@@ -55,27 +55,24 @@ def keeps_output(experts: nn.Module) -> bool:
 
 def forward(experts: AdaptedExperts, x: Tensor, routing: Routing, kept: Kept | None = None) -> Tensor:
     """Return the output of the experts; with `kept`, only its gradient is computed if it is known."""
-    if keeps_output(experts):
-        trained = trained_weights(experts)
-        mixed: Tensor = _KeptOutput.apply(experts, kept or Kept(), x, routing.weights, routing.experts, *trained)
-        return mixed
-    groups = group_by_expert(routing.experts, experts.gate_up_proj.shape[0])
-    hidden = hidden_of(experts, x, narrow_of(experts, x, groups), groups)
-    return mix(experts, hidden, routing.weights, groups, x.dtype)
+    if not keeps_output(experts):
+        return plain(AdaptedExperts.forward)(experts, x, routing)
+    trained = trained_weights(experts)
+    mixed: Tensor = _KeptOutput.apply(experts, kept or Kept(), x, routing.weights, routing.experts, *trained)
+    return mixed
 
 
 def narrow_of(experts: AdaptedExperts, x: Tensor, groups: TiledGroups) -> Tensor:
     """Return scale · A_e x of gate_up's adapter, for each expert e that a token chose: x (M, D) → (M, A, rank)."""
     # For small ranks, one product of all tokens with all experts' A is faster than thin products by expert.
     a = _all_experts(experts.gate_up_lora_a.to(x.dtype))
-    taken: Tensor = _Take.apply(scaled_product(x, a.T, experts.lora.scale), groups)
-    return taken
+    return take(scaled_product(x, a.T, experts.lora.scale), groups)
 
 
 def hidden_of(experts: AdaptedExperts, x: Tensor, narrow: Tensor, groups: TiledGroups) -> Tensor:
     """Return the hidden values (R, F) of tokens x (M, D), one row per choice, grouped by expert."""
     b = experts.gate_up_lora_b.to(x.dtype)
-    return product_of_tokens(x, experts.gate_up_proj, in_rows(narrow, groups), b, groups, gated=True)
+    return product_of_tokens(x, experts.gate_up_proj, _in_rows(narrow, groups), b, groups, gated=True)
 
 
 def mix(experts: AdaptedExperts, hidden: Tensor, weights: Tensor, groups: TiledGroups, dtype: torch.dtype) -> Tensor:
@@ -89,9 +86,9 @@ def mix(experts: AdaptedExperts, hidden: Tensor, weights: Tensor, groups: TiledG
     if rows is not None:
         return combine(rows, weights, groups, dtype)
     mixed = combine(product_by_group(hidden, experts.down_proj, groups.ends), weights, groups, dtype)
-    narrow = (narrow * (in_rows(weights, groups)[:, None] * scale)).to(hidden.dtype)
+    narrow = (narrow * (_in_rows(weights, groups)[:, None] * scale)).to(hidden.dtype)
     # The other experts get zeros. So one product with the B of all experts gives the sum over a token's experts.
-    spread = _Put.apply(narrow, groups)  # (M, E · rank)
+    spread = put(narrow, groups)  # (M, E · rank)
     b = _all_experts(down_b.mT)
     return mixed.addmm_(spread, b) if mixed.dtype == spread.dtype else mixed + spread @ b
 
@@ -329,46 +326,6 @@ def _put_rows(rows: Tensor, experts: Tensor, order: Tensor, num_experts: int) ->
     return zeros.index_put((order // experts.shape[1], experts.flatten()[order]), rows)
 
 
-class _Take(torch.autograd.Function):
-    """`take`, whose gradient is a copy without additions, because `take` reads no position twice."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, groups: TiledGroups) -> Tensor:
-        ctx.groups = groups
-        return take(x, groups)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return put(grad.flatten(0, 1)[ctx.groups.order], ctx.groups), None
-
-
-class _Put(torch.autograd.Function):
-    """`put`, whose gradient is `take`, in the order of the rows."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, groups: TiledGroups) -> Tensor:
-        ctx.groups = groups
-        return put(rows, groups)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return take(grad, ctx.groups).flatten(0, 1)[ctx.groups.order], None
-
-
-def in_rows(values: Tensor, groups: TiledGroups) -> Tensor:
+def _in_rows(values: Tensor, groups: TiledGroups) -> Tensor:
     """Return the values (M, A, …) of the choices in the order of the rows, (R, …)."""
-    out: Tensor = _ByRow.apply(values.flatten(0, 1), groups.order, groups.back.flatten())
-    return out
-
-
-class _ByRow(torch.autograd.Function):
-    """x[order], whose gradient is a copy too, because `back` inverts `order`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
-        return x[order]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad[ctx.saved_tensors[0]], None, None
+    return values.flatten(0, 1)[groups.order]

@@ -102,7 +102,7 @@ class _Fused(torch.autograd.Function):
         wanted = tuple(number for number, is_needed in enumerate(needed) if is_needed)
         kernels = ctx.kernels if ctx.kernels is not None and ctx.kernels.trained == wanted else None
         kernel = _kernel(kernels, "_gradient", (*grads, *args))
-        gradient = kernel or compiled(_gradient(ctx.function, wanted, len(grads), ctx.num_joined), dynamic=False)
+        gradient = kernel or compiled(gradient_of(ctx.function, wanted, len(grads), ctx.num_joined), dynamic=False)
         found: Any = gradient(*grads, *args)
         of = dict(zip(wanted, found, strict=True))
         return None, None, None, *(of.get(number) for number in range(len(args)))
@@ -117,10 +117,13 @@ def _kernel(kernels: Kernels | None, suffix: str, values: Sequence[Any]) -> Call
 
 
 @cache
-def _gradient(
-    function: Callable[..., Any], wanted: tuple[int, ...], num_outputs: int, num_joined: int
+def gradient_of(
+    function: Callable[..., Any], wanted: tuple[int, ...], num_outputs: int = 1, num_joined: int = 0
 ) -> Callable[..., Any]:
-    """Return the function of (gradients of the outputs, arguments) → gradients of the `wanted` arguments."""
+    """Return the function of (gradients of the outputs, arguments) → gradients of the `wanted` arguments.
+
+    Example: `gradient_of(torch.mul, (0,))(grad, x, y)[0]` is `grad * y`.
+    """
     num_slices = sum(number < num_joined for number in wanted)
 
     def gradient(*values: Any) -> Any:
