@@ -1,4 +1,4 @@
-"""`Trajectory.log_prob` is the log-probability of the recorded decisions, and has gradients."""
+"""`Trajectory.log_prob` is the log-probability of a run under any weights, and has gradients."""
 
 from typing import Any
 
@@ -6,105 +6,111 @@ import pytest
 import torch
 
 import dgemma
+from dgemma.sampling import KLASS, P2, Ancestral, Confidence, EntropyBound, LeaveOneOutGibbs, ReMDM
 
-MASK = 7
+MASK = dgemma.MaskNoise(8, mask_token_id=7)
+UNIFORM = dgemma.UniformNoise(8)
 
 
-def small_model(canvas_length: int = 2, vocab_size: int = 8, seed: int = 0) -> dgemma.DiffusionGemma:
+def small_model(canvas_length: int = 4, vocab_size: int = 8, seed: int = 0) -> dgemma.DiffusionGemma:
     config = dgemma.presets.tiny().replace(canvas_length=canvas_length, vocab_size=vocab_size, initializer_range=0.3)
     torch.manual_seed(seed)
     return dgemma.DiffusionGemma(config, dtype=torch.float64)
 
 
-def test_the_probabilities_of_all_runs_add_up_to_one():
-    """Two canvases of two positions and two tokens, one token per step, have 16 runs."""
-    model, count = small_model(), 300
-    out = dgemma.generate(
-        model,
-        torch.full((count, 1), 5),
-        max_new_tokens=4,
-        steps=2,
-        noise=dgemma.MaskNoise(8, mask_token_id=MASK),
-        sampler=dgemma.EntropyBound(bound=0.0),
-        temperature=8.0,
-        stop=None,
-        allowed=[1, 2],
-        eos_token_ids=[],
-        record=True,
-        progress=False,
-    )
-    log_prob = out.trajectory.log_prob(model).detach()
-    runs = {tuple(text): value for text, value in zip(out.new_tokens.tolist(), log_prob.exp().tolist(), strict=True)}
-    assert len(runs) == 16
-    assert sum(runs.values()) == pytest.approx(1.0, abs=1e-9)
-    often = max(runs, key=lambda run: runs[run])
-    share = (out.new_tokens == torch.tensor(often)).all(1).double().mean().item()
-    assert share == pytest.approx(runs[often], abs=4 * (runs[often] / count) ** 0.5)
+def recorded(model: dgemma.DiffusionGemma, prompt: torch.Tensor, **more: Any) -> dgemma.Trajectory:
+    options: Any = {"max_new_tokens": 8, "steps": 3, "stop": None, "eos_token_ids": [], **more}
+    return dgemma.generate(model, prompt, record=True, progress=False, **options).trajectory
 
 
 @pytest.mark.parametrize(
     ("noise", "sampler"),
     [
-        (dgemma.UniformNoise(8), dgemma.EntropyBound(bound=1.0)),
-        (dgemma.UniformNoise(8), dgemma.LeaveOneOutGibbs()),
-        (dgemma.MaskNoise(8, mask_token_id=MASK), dgemma.Ancestral()),
+        (UNIFORM, EntropyBound(bound=1.0)),
+        (UNIFORM, LeaveOneOutGibbs(choice_temperature=0.5)),
+        (MASK, Ancestral()),
+        (MASK, P2()),
+        (MASK, ReMDM(strategy="conf")),
+        (MASK, KLASS(tau=0.5)),
+        (MASK, Confidence(quota="cosine", order_temperature=0.5, anneal=True)),
     ],
+    ids=str,
 )
-def test_log_prob_adds_up_what_the_steps_predicted(noise, sampler):
+def test_the_log_prob_of_a_run_is_the_sum_over_its_steps(noise, sampler):
     """Rows end in different blocks, a callback changes the temperature, and the run continues a cache."""
-    model = small_model(canvas_length=4)
-    cache = model.encode(torch.tensor([[1, 2], [3, 4], [5, 6]]))
-    sums = torch.zeros(3, dtype=torch.float64)
+    model = small_model()
+    cache = model.encode(torch.arange(24).view(12, 2) % 7)
+    sums = torch.zeros(12, dtype=torch.float64)
 
     def add(record: dgemma.StepRecord) -> Any:
-        tokens = record.state.canvas
-        log_prob = torch.where(record.accepted, record.prediction.log_prob(tokens), 0.0).sum(1)
-        sums.index_add_(0, record.rows, log_prob.detach())
+        sums.index_add_(0, record.rows, record.log_prob.detach())
         return {"temperature": 0.7} if int(record.step[0]) == 1 else None
 
-    out = dgemma.generate(
-        model,
-        torch.tensor([[1], [2], [3]]),
-        cache=cache.clone(),
-        max_new_tokens=12,
-        steps=5,
-        noise=noise,
-        sampler=sampler,
-        eos_token_ids=[2],
-        top_k=6,
-        on_step=add,
-        record=True,
-        progress=False,
+    more: Any = {"max_new_tokens": 12, "steps": 5, "top_k": 6, "eos_token_ids": [2]}
+    more["stop"] = dgemma.StableAndConfident()
+    run = recorded(
+        model, torch.arange(12)[:, None] % 5, cache=cache.clone(), noise=noise, sampler=sampler, on_step=add, **more
     )
-    assert len(set((out.steps > 0).sum(1).tolist())) > 1, "choose prompts whose rows end in different blocks"
-    torch.testing.assert_close(out.trajectory.log_prob(model, cache=cache).detach(), sums, rtol=1e-9, atol=1e-9)
+    assert len(set((run.num_forwards > 0).sum(1).tolist())) > 1, "choose prompts whose rows end in different blocks"
+    torch.testing.assert_close(run.log_prob(model, cache=cache).detach(), sums, rtol=1e-9, atol=1e-9)
+    assert bool(sums.isfinite().all())
 
 
-def test_the_gradient_is_that_of_finite_differences():
-    model = small_model(canvas_length=4)
-    prompt = torch.tensor([[1], [2]])
-    options: Any = {"max_new_tokens": 8, "steps": 3, "stop": None, "eos_token_ids": [], "progress": False}
-    run = dgemma.generate(model, prompt, record=True, **options).trajectory
-    weight = model.layers[0].self_attn.q_proj.weight
-    (gradient,) = torch.autograd.grad(run.log_prob(model).sum(), [weight])
-    direction = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1), dtype=weight.dtype)
+def slope(model, run, weight, direction, **options):
+    """The derivative of the run's log-probability in a direction of one weight, by finite differences."""
     values = []
     for sign in (1, -1):
         with torch.no_grad():
             weight += sign * 1e-6 * direction
-            values.append(run.log_prob(model).sum().item())
+            values.append(run.log_prob(model, **options).sum().item())
             weight -= sign * 1e-6 * direction
-    slope = (values[0] - values[1]) / 2e-6
-    assert (gradient * direction).sum().item() == pytest.approx(slope, rel=1e-5)
-    assert abs(slope) > 1e-3
+    return (values[0] - values[1]) / 2e-6
 
 
-def test_a_constrained_run_is_refused():
-    pytest.importorskip("outlines_core")
-    model = small_model(canvas_length=8, vocab_size=512)
-    constraint = dgemma.Regex("[ab]{2}", dgemma.ByteTokenizer())
-    run = dgemma.generate(
-        model, torch.tensor([[5]]), max_new_tokens=8, steps=2, constraint=constraint, record=True, progress=False
-    ).trajectory
-    with pytest.raises(ValueError, match="needs a run without a constraint"):
-        run.log_prob(model)
+@pytest.mark.parametrize(
+    "case",
+    ["published", "ancestral", "p2", "constrained"],
+)
+def test_the_gradient_is_that_of_finite_differences_and_flows_through_self_conditioning(case):
+    settings: dict[str, Any] = {
+        "published": {},
+        "ancestral": {"noise": UNIFORM, "sampler": Ancestral()},
+        "p2": {"noise": MASK, "sampler": P2()},
+    }
+    model, more = small_model(), settings.get(case, {})
+    if case == "constrained":
+        pytest.importorskip("outlines_core")
+        model = small_model(vocab_size=512)
+        more = {"constraint": dgemma.Regex("[ab]{8}", dgemma.ByteTokenizer()), "sampler": Ancestral()}
+    run = recorded(model, torch.tensor([[5], [2]]), **more)
+    weight = model.layers[0].self_attn.q_proj.weight
+    direction = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1), dtype=weight.dtype)
+    (gradient,) = torch.autograd.grad(run.log_prob(model).sum(), [weight])
+    expected = slope(model, run, weight, direction)
+    assert (gradient * direction).sum().item() == pytest.approx(expected, rel=1e-4)
+    assert abs(expected) > 1e-3
+    (truncated,) = torch.autograd.grad(run.log_prob(model, through_self_cond=False).sum(), [weight])
+    assert not torch.allclose(truncated, gradient, rtol=1e-3)
+
+
+def test_rules_of_other_weights_make_a_run_impossible_unless_they_are_given():
+    model = small_model()
+    run = recorded(model, torch.tensor([[1], [2]]), noise=MASK, sampler=Confidence())
+    own = run.log_prob(model).detach()
+    torch.testing.assert_close(run.log_prob(model, strict=False).detach(), own, rtol=0, atol=0)
+    other = small_model(seed=1)
+    assert run.log_prob(other).detach().tolist() == [-torch.inf, -torch.inf]
+    assert bool(run.log_prob(other, strict=False).isfinite().all())
+
+
+def test_the_mean_importance_ratio_is_one_also_where_other_weights_would_keep_other_tokens():
+    """Weights that differ a little; the mean over 4,000 runs lies within four standard errors of 1."""
+    model, other = small_model(canvas_length=2), small_model(canvas_length=2)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight += 0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2), dtype=weight.dtype)
+        more: Any = {"noise": UNIFORM, "sampler": Ancestral(), "max_new_tokens": 2, "steps": 2, "temperature": 3.0}
+        run = recorded(model, torch.full((4000, 1), 5), **more)
+        ratio = (run.log_prob(other) - run.log_prob(model)).exp()
+    assert float(ratio.std()) > 0.05
+    assert abs(float(ratio.mean()) - 1) < 4 * float(ratio.std()) / 4000**0.5

@@ -60,7 +60,8 @@ class Stepper:
             cache.extend(postponed.shape[1], None)
         prediction.soften = self.finish
         self._last, self._pending = captured, weakref.ref(prediction)
-        return after, StepRecord(**record, prediction=prediction, state=after, cache=cache, knobs=knobs)
+        before = replace(state, self_cond=None)
+        return after, StepRecord(**record, prediction=prediction, before=before, state=after, cache=cache, knobs=knobs)
 
     def finish(self) -> None:
         """Compute the soft embedding of the last step, if it has none and its prediction is still in use."""

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from dgemma.diffusion import paths
 from dgemma.diffusion.language import Language
+from dgemma.diffusion.law import log_means
 from dgemma.diffusion.paths import Passes
-from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.prediction import Prediction, Transform
 from dgemma.diffusion.reductions import log_flags
 
 # The cost in nats of contradicting a decided token. It exceeds any difference between the log-probabilities of
@@ -84,6 +85,19 @@ class Joint:
     def revised(self, revise: Callable[[Tensor], Tensor]) -> Prediction:
         """Condition again, after `revise` has changed the logits (B, C, V) that the law is made of."""
         return condition(Prediction(revise(self.prediction.logits)), self.language, self.canvas, self.decided)
+
+    def log_mean(self, weigh: Transform) -> Tensor:
+        """Return the log of the mean of Π w_i(x_i) over draws x of the canvas, (B,); see `dgemma.diffusion.law`."""
+        weighed = Joint(self.prediction.with_bias(weigh), self.language, self.canvas, self.decided)
+        mean = weighed._log_total - self._log_total
+        if self.language.gaps is None:
+            return mean
+        return mean + log_means(self.prediction, weigh).masked_fill(~self.language.gaps, 0.0).sum(-1)
+
+    @property
+    def _log_total(self) -> Tensor:
+        """The log-weight of all accepted texts, (B,)."""
+        return self._passes.backward[:, 0].gather(1, self.language.start[:, None])[:, 0]
 
     def project(self, draft: Tensor, decided: Tensor) -> Tensor:
         """Return the accepted text nearest to `draft` (B, C).

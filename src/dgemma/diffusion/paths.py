@@ -12,7 +12,7 @@ from torch import Tensor
 from dgemma.diffusion.automaton import Automaton
 from dgemma.diffusion.language import Language
 from dgemma.diffusion.prediction import Prediction
-from dgemma.diffusion.reductions import finite, log_flags, log_sum_by, max_by
+from dgemma.diffusion.reductions import finite, log_flags, log_sum_by, max_by, safe_log
 
 _SLICE_ELEMENTS = 1 << 24  # float64 temporaries stay under 128 MiB
 
@@ -86,9 +86,9 @@ def _walk(values: Tensor, weights: Tensor, first: Tensor, here: Tensor, other: T
         through = steps[-1].gather(1, other) + weight
         top = torch.segment_reduce(through, "max", lengths=lengths, axis=1, unsafe=True)
         if total:
-            top = finite(top)
+            top = finite(top).detach()
             parts = (through - top.gather(1, here)).exp()
-            top = top + torch.segment_reduce(parts, "sum", lengths=lengths, axis=1, unsafe=True).log()
+            top = top + safe_log(torch.segment_reduce(parts, "sum", lengths=lengths, axis=1, unsafe=True))
         steps.append(top)
     return torch.stack(steps, dim=1)
 

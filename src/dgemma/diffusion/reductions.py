@@ -9,10 +9,22 @@ def log_sum_by(values: Tensor, index: Tensor, size: int, *, top: Tensor | None =
 
     top: the result of `max_by`, if it is known.
     """
-    base = finite(max_by(values, index, size) if top is None else top)
+    base = finite(max_by(values, index, size) if top is None else top).detach()
     flat, flat_base = values.flatten(0, -2), base.flatten(0, -2)
     total = torch.zeros_like(flat_base).index_add_(1, index, (flat - flat_base[:, index]).exp())
-    return base + total.log().view_as(base)
+    return base + safe_log(total).view_as(base)
+
+
+def log_sum(values: Tensor) -> Tensor:
+    """Log-sum over the last dimension, (..., n) → (...). Unlike torch's, it has a gradient if all values are -inf."""
+    base = finite(values.amax(-1)).detach()
+    return base + safe_log((values - base[..., None]).exp().sum(-1))
+
+
+def safe_log(values: Tensor) -> Tensor:
+    """The logarithm. At 0 it is -inf, with gradient 0 instead of infinity, so that no NaN flows back."""
+    positive = values > 0
+    return torch.where(positive, torch.where(positive, values, 1.0).log(), -torch.inf)
 
 
 def max_by(values: Tensor, index: Tensor, size: int) -> Tensor:

@@ -4,9 +4,11 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from dgemma.checks import short_repr
+from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.prediction import Prediction, Top
 from dgemma.diffusion.state import DenoiseState
 from dgemma.model.cache import Cache
@@ -34,11 +36,22 @@ class StepRecord:
     num_forwards: int = 1  # calls of the network in this step; a guided step takes two
     verdict: Tensor | None = None  # (3, B) int64, see `judge`; None: the loop calls `judge`
     prediction: Prediction  # shaped by temperature, allowed tokens, top-k and top-p
+    before: DenoiseState  # the state before the step, without its self-conditioning
     state: DenoiseState
     cache: Cache  # the cache that the step used
     knobs: Knobs
 
     __repr__ = short_repr
+
+    @property
+    def log_prob(self) -> Tensor:
+        """The log-probability of the decision, (B,) float64: positions, tokens and renoising, but not the noise tokens.
+
+        It is 0 in rows that were done before. It is computed on demand, from the prediction.
+        """
+        decision = Decision(tokens=self.state.canvas, write=self.accepted, renoise=self.renoised)
+        law = self.knobs.sampler.law(self.prediction, self.before, decision)
+        return torch.where(self.active, law.log_prob, 0.0)
 
     def top(self, k: int) -> Top:
         """The k best candidates of every position, computed on demand."""

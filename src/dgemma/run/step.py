@@ -79,11 +79,7 @@ def predict(denoiser: Denoiser, state: DenoiseState, *, cache: Cache, knobs: Kno
 
     Example: `predict(model, state, cache=cache, knobs=knobs).entropy`.
     """
-    return predict_at(knobs.sampler.noise_level(state), denoiser, state, cache=cache, knobs=knobs)
-
-
-def predict_at(level: Tensor, denoiser: Denoiser, state: DenoiseState, *, cache: Cache, knobs: Knobs) -> Prediction:
-    """Predict like `predict`, at the given noise level (B,) instead of the sampler's."""
+    level = knobs.sampler.noise_level(state)
     raw = denoiser.denoise_at(level, state.canvas, cache, self_cond=state.self_cond, frozen=state.frozen)
     whole = (*state.canvas.shape, state.noise.vocab_size)
     got = tuple(raw.shape) if isinstance(raw, Prediction) else raw
@@ -132,7 +128,14 @@ def settle(state: DenoiseState, prediction: Prediction, decision: Decision, knob
     else:
         still_open = ((state.open & ~write) | renoise | state.noise.masked(canvas)) & ~state.frozen
     still_open = torch.where(state.done[:, None], state.open, still_open)
-    after = advance(state, prediction, knobs, canvas=canvas, open=still_open, memory=decision.memory)
+    after = replace(
+        state,
+        canvas=canvas,
+        open=still_open,
+        memory=decision.memory,
+        self_cond=prediction,
+        **clock(state.noise, knobs.temperature, state.step + 1, state.num_steps),
+    )
     after = replace(after, draft=_draft(state, after, prediction, knobs))
     done, stop_memory = _stop(after, prediction, knobs)
     after = replace(after, done=done, stop_memory=stop_memory)
@@ -164,12 +167,6 @@ def _stop(after: DenoiseState, prediction: Prediction, knobs: Knobs) -> tuple[Te
     return done, memory
 
 
-def advance(state: DenoiseState, prediction: Prediction, knobs: Knobs, **changes: Any) -> DenoiseState:
-    """Return the state at the next step, with these changes, conditioned on the prediction of this step."""
-    after_clock = clock(state.noise, knobs.temperature, state.step + 1, state.num_steps)
-    return replace(state, self_cond=prediction, **after_clock, **changes)
-
-
 def record_step(
     before: DenoiseState, prediction: Prediction, settled: Settled, *, cache: Cache, knobs: Knobs
 ) -> StepRecord:
@@ -190,6 +187,7 @@ def record_step(
         rows=before.rows,
         verdict=settled.verdict,
         prediction=prediction,
+        before=replace(before, self_cond=None),  # the record does not keep the last prediction
         state=settled.state,
         cache=cache,
         knobs=knobs,

@@ -12,15 +12,20 @@ import torch
 from torch import Tensor
 
 from dgemma.checks import require, typed
+from dgemma.diffusion.decision import Decision
+from dgemma.diffusion.law import Law
+from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.state import DenoiseState
 from dgemma.model.cache import Cache, require_cache
 from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.run import arguments
 from dgemma.run.changes import Changes, apply_changes, merge_changes
+from dgemma.run.knobs import Knobs
 from dgemma.run.loop import drain, run_plan
 from dgemma.run.recording import Recording, StepPlace
-from dgemma.run.records import Moment, OnStep, Output, StepRecord
+from dgemma.run.records import Moment, OnStep, Output, RecordedStep, StepRecord
 from dgemma.run.rows import Rows
-from dgemma.run.step import advance, predict_at
+from dgemma.run.step import predict, settle
 from dgemma.values import find_unknown
 
 Script = Callable[[StepPlace, Moment, StepRecord | None], Changes]
@@ -59,27 +64,28 @@ class Trajectory(Recording):
         return again
 
     @typed
-    def log_prob(self, model: Denoiser, *, cache: Cache | None = None) -> Tensor:
-        """Return the joint log-probability of each row's decisions under `model`, (B,), with gradients.
+    def log_prob(
+        self, model: Denoiser, *, cache: Cache | None = None, strict: bool = True, through_self_cond: bool = True
+    ) -> Tensor:
+        """Return the log-probability of each row's run under `model`, (B,) float64, with gradients.
 
-        A decision is a token that a step wrote. Its probability is that of the step's prediction, after temperature
-        and truncation. `model` predicts the recorded canvases again, so it may have other weights than in the run. The
-        difference of two results is then the log-ratio of two policies. Two things are left out: noise tokens, which do
-        not depend on the weights, and the argmax at positions that are still open at the end.
+        It includes every decision: which positions were written and with which tokens, which returned to noise, and
+        when the run stopped. Noise tokens are left out, because they do not depend on the weights. So for the weights
+        of the run, exp is its frequency, given its noise.
 
-        A sampler such as `EntropyBound` does not use the drawn tokens to choose positions. For such samplers, the
-        result is the exact log-likelihood of the written tokens, given the run's positions and noise.
+        `model` predicts the recorded canvases again, so it may have other weights. The difference of two results is the
+        log of the importance ratio. Some rules are not random: a threshold, a greedy token, a stop rule, the argmax
+        that is committed at the end. If these weights would have decided otherwise there, the run is impossible under
+        them and the result is -inf. With `strict=False` such rules count as given, and the result is the
+        log-probability of what was drawn. Where both are finite, they and their gradients are equal.
 
-        A run that continued a cache needs that cache as it was before the run.
+        Each step sees the prediction of the step before it, if the model uses self-conditioning. Gradients flow through
+        this prediction too, unless `through_self_cond` is False; that takes less memory, but the gradient is biased. A
+        run that continued a cache needs that cache as it was before the run.
 
         Example: `(advantage * generate(model, prompt, record=True).trajectory.log_prob(model)).sum().backward()`.
         """
         self._check_model(model, cache)
-        if self.plan.language is not None:
-            raise ValueError(
-                "Trajectory.log_prob needs a run without a constraint, because a constraint draws the tokens of a "
-                "canvas together. Record the run without `constraint`."
-            )
         plan, device = self.plan.to(model.device), model.device
         rows, knobs = Rows(plan), plan.knobs
         cache = rows.read(model, None if cache is None else cache.clone())
@@ -89,16 +95,18 @@ class Trajectory(Recording):
                 rows.repeat(self.commits[block - 1])
                 cache = rows.read(model, cache)
             state, here = rows.start(model, knobs), cache
-            for taken in (step for step in self.steps if step.block == block):
+            steps = [step for step in self.steps if step.block == block]
+            for taken, following in zip(steps, [*steps[1:], None], strict=True):
                 changes = self._changes_before((block, taken.index), Moment(state, here, knobs))
                 state, knobs = apply_changes(changes, state, knobs)
                 left = torch.isin(state.rows, taken.rows.to(device)).nonzero()[:, 0]
                 state, here = state.select(left), here.select(left)
-                prediction = predict_at(taken.noise_level.to(device), model, state, cache=here, knobs=knobs)
-                canvas = taken.next_canvas.to(device).long()
-                written = torch.where(taken.accepted.to(device), prediction.log_prob(canvas).double(), 0.0)
-                total = total.index_add(0, state.rows, written.sum(1))
-                state = advance(state, prediction, knobs, canvas=canvas, open=taken.open.to(device))
+                prediction = predict(model, state, cache=here, knobs=knobs)
+                ends = ~torch.isin(state.rows, (taken.rows[:0] if following is None else following.rows).to(device))
+                law, state = _repeat_step(taken, prediction, state, knobs, ends)
+                total = total.index_add(0, state.rows, law.log_prob if strict else law.drawn)
+                if not through_self_cond:
+                    state = replace(state, self_cond=Prediction(prediction.logits.detach()))
         return total
 
     @typed
@@ -223,6 +231,22 @@ class _Reached(Exception):
 
     def __init__(self, moment: Moment) -> None:
         self.moment = moment
+
+
+def _repeat_step(
+    taken: RecordedStep, prediction: Prediction, state: DenoiseState, knobs: Knobs, ends: Tensor
+) -> tuple[Law, DenoiseState]:
+    """Return the law of a recorded step, and the state after it. ends (R,) bool: rows whose canvas ends with it."""
+    canvas, is_open, write, renoise, done, draft = (
+        tensor.to(state.device)
+        for tensor in (taken.next_canvas, taken.open, taken.accepted, taken.renoised, taken.done, taken.draft)
+    )
+    decision = Decision(tokens=canvas.long(), write=write, renoise=renoise)
+    law = knobs.sampler.law(prediction, state, decision)
+    after = settle(state, prediction, replace(decision, memory=law.memory), knobs).state
+    same_end = (after.done == done) & ((after.draft == draft).all(-1) | ~ends)
+    after = replace(after, canvas=decision.tokens, open=is_open, done=done)
+    return law._replace(agrees=law.agrees & same_end), after
 
 
 def _refuse_difference(difference: str) -> NoReturn:

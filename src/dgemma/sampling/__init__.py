@@ -1,6 +1,7 @@
 """Samplers (one method per file), stop rules and temperatures. `base.py` defines what a sampler is."""
 
 from dgemma.diffusion.decision import Decision
+from dgemma.diffusion.law import Law, law_of_rule
 from dgemma.sampling.ancestral import Ancestral
 from dgemma.sampling.base import Sampler
 from dgemma.sampling.confidence import Confidence
@@ -29,6 +30,7 @@ __all__ = [
     "EntropyBound",
     "FactorThreshold",
     "FirstHitting",
+    "Law",
     "LeaveOneOutGibbs",
     "LinearTemperature",
     "ReMDM",
@@ -40,4 +42,5 @@ __all__ = [
     "Threshold",
     "TokenEditing",
     "Unchanged",
+    "law_of_rule",
 ]

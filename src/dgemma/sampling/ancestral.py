@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dgemma.checks import check_types
 from dgemma.diffusion.decision import Decision, transition
+from dgemma.diffusion.law import Law, log_transition
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.sampling.base import Sampler
@@ -32,11 +33,18 @@ class Ancestral(Sampler):
         check_types(self)
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
-        if self.parametrisation == "loo":
-            prediction = prediction.revised(
-                lambda logits: state.noise.to_mean(logits, state.canvas, state.noise_level, allowed=state.allowed)
-            )
-        return transition(prediction.sample(state.uniform("token")), state)
+        return transition(self._mean(prediction, state).sample(state.uniform("token")), state)
+
+    def law(self, prediction: Prediction, state: DenoiseState, decision: Decision) -> Law:
+        changes = decision.write | decision.renoise
+        return Law(log_transition(self._mean(prediction, state), state, decision), (state.open | ~changes).all(-1))
+
+    def _mean(self, prediction: Prediction, state: DenoiseState) -> Prediction:
+        if self.parametrisation == "mean":
+            return prediction
+        return prediction.revised(
+            lambda logits: state.noise.to_mean(logits, state.canvas, state.noise_level, allowed=state.allowed)
+        )
 
     def final(self, prediction: Prediction, state: DenoiseState) -> Tensor:
         """Return the canvas (B, C) if no noise is left; otherwise the argmax at positions that may be noise."""

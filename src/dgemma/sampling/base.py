@@ -2,7 +2,7 @@
 
 A new sampler is one file: subclass `Sampler`, declare `valid_for`, write `__call__`. It may keep memory: `start`
 returns the memory of the first step, and each decision returns that of the next step. It may override `final`, which
-returns the tokens to commit.
+returns the tokens to commit. With a `law`, its runs have log-probabilities.
 """
 
 from typing import Any, ClassVar
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dgemma.diffusion.decision import Decision
+from dgemma.diffusion.law import Law
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 
@@ -76,6 +77,19 @@ class Sampler:
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         raise NotImplementedError(f"{type(self).__name__} must define __call__(self, prediction, state) -> Decision.")
+
+    def law(self, prediction: Prediction, state: DenoiseState, decision: Decision) -> Law:
+        """Return the law of a decision that this sampler may have made: its probability, noise tokens aside.
+
+        Tokens of the decision count only where it writes. A position that is open and neither written nor renoised has
+        a proposed token, too, which is unknown. Differentiable in the prediction.
+
+        Example: `Threshold().law(prediction, state, decision).log_prob` is (B,).
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no law, so its runs have no log-probability. Define law(self, prediction, "
+            "state, decision) -> Law, for example with law_of_rule."
+        )
 
     def final(self, prediction: Prediction, state: DenoiseState) -> Tensor:
         """Return the tokens (B, C) to commit if the canvas ends now: the canvas, with the argmax at open positions.

@@ -1,7 +1,7 @@
 """Top-k unmasking: MaskGIT (arXiv:2202.04200), LLaDA (arXiv:2502.09992) and Dream (arXiv:2508.15487) in one rule."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -10,11 +10,23 @@ from torch import Tensor
 from dgemma.checks import check_block_len, check_finite, check_types, require_field
 from dgemma.diffusion import draws
 from dgemma.diffusion.decision import Decision
+from dgemma.diffusion.law import Law, law_of_rule
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.sampling.base import Sampler
-from dgemma.sampling.ranking import SubBlock, best, certainty, choose_sub_block, even_share, propose
+from dgemma.sampling.ranking import (
+    SubBlock,
+    best,
+    certainty,
+    choose_sub_block,
+    even_share,
+    is_choice,
+    log_gumbel_choice,
+    log_random_choice,
+    propose,
+)
 
+_LEAST_STRENGTH = 1e-9  # the strength of annealed noise is 0 at the last step, which commits all that is left
 _ROUNDING = 1e-9  # keeps floor(L · cos) from losing 1 to a rounding error
 
 
@@ -59,11 +71,31 @@ class Confidence(Sampler):
         return state.open if self.quota == "cosine" else None
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
-        sub_block = choose_sub_block(state, self.block_len)
-        count = even_share(sub_block, state) if self.quota == "fixed" else self._cosine_share(sub_block, state)
-        write = best(self._score(prediction, state), state.open & sub_block.span, count)
+        among, count = self._candidates(state)
+        write = best(self._score(prediction, state), among, count)
         tokens = propose(prediction, state, greedy=self.greedy)
         return Decision(tokens=tokens, write=write, renoise=torch.zeros_like(write), memory=state.memory)
+
+    def law(self, prediction: Prediction, state: DenoiseState, decision: Decision) -> Law:
+        implied, drawn = self(prediction, state), not self.greedy
+        if self.order != "random" and self.order_temperature == 0:
+            return law_of_rule(implied, prediction, state, decision, drawn=drawn)
+        among, count = self._candidates(state)
+        fits = is_choice(decision.write, among, count)[:, None]
+        implied = replace(implied, write=torch.where(fits, decision.write, implied.write))
+        law = law_of_rule(implied, prediction, state, decision, drawn=drawn)
+        if self.order == "random":
+            choice = log_random_choice(decision.write, among)
+        else:
+            score = certainty(prediction, self.order) / self._strength(state).clamp(min=_LEAST_STRENGTH)
+            choice = log_gumbel_choice(score, decision.write, among)
+        return law._replace(drawn=law.drawn + choice)
+
+    def _candidates(self, state: DenoiseState) -> tuple[Tensor, Tensor]:
+        """The positions to choose from, (B, C) bool, and how many of them are committed, (B,)."""
+        sub_block = choose_sub_block(state, self.block_len)
+        count = even_share(sub_block, state) if self.quota == "fixed" else self._cosine_share(sub_block, state)
+        return state.open & sub_block.span, count
 
     def _score(self, prediction: Prediction, state: DenoiseState) -> Tensor:
         if self.order == "random":
@@ -71,9 +103,12 @@ class Confidence(Sampler):
         score = certainty(prediction, self.order)
         if self.order_temperature == 0:
             return score
+        return score.double() + self._strength(state) * draws.gumbel(state.uniform("order"))
+
+    def _strength(self, state: DenoiseState) -> Tensor:
+        """The factor of the Gumbel noise, (B, 1)."""
         steps_left = (state.num_steps - state.step - 1).double() / state.num_steps  # 1 - (n+1)/N, (B,)
-        strength = self.order_temperature * (steps_left[:, None] if self.anneal else 1.0)
-        return score.double() + strength * draws.gumbel(state.uniform("order"))
+        return self.order_temperature * (steps_left if self.anneal else torch.ones_like(steps_left))[:, None]
 
     def _cosine_share(self, sub_block: SubBlock, state: DenoiseState) -> Tensor:
         first_open = (state.memory & sub_block.span).sum(-1)  # L, (B,)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dgemma.checks import check_count, check_probability
 from dgemma.diffusion.decision import Decision
+from dgemma.diffusion.law import Law, law_of_rule
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.sampling.base import Sampler
@@ -54,3 +55,6 @@ class TokenEditing(Sampler):
         edit = ~state.open & ~state.frozen & (tokens != state.canvas) & (confidence > self.tau_edit) & may_edit[:, None]
         write = fill | edit
         return Decision(tokens=tokens, write=write, renoise=torch.zeros_like(write), memory=steps_since_filled)
+
+    def law(self, prediction: Prediction, state: DenoiseState, decision: Decision) -> Law:
+        return law_of_rule(self(prediction, state), prediction, state, decision, drawn=False)

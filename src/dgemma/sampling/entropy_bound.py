@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dgemma.checks import check_size, check_types
 from dgemma.diffusion.decision import Decision
+from dgemma.diffusion.law import Law, law_of_rule
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.sampling.base import Sampler
@@ -52,6 +53,9 @@ class EntropyBound(Sampler):
         accept = torch.zeros_like(state.open).scatter(-1, ranked, shared <= self.bound) & state.open
         tokens = propose(prediction, state, greedy=self.greedy)
         return Decision(tokens=tokens, write=accept, renoise=state.open & ~accept)
+
+    def law(self, prediction: Prediction, state: DenoiseState, decision: Decision) -> Law:
+        return law_of_rule(self(prediction, state), prediction, state, decision, drawn=not self.greedy)
 
     def final(self, prediction: Prediction, state: DenoiseState) -> Tensor:
         """Return the tokens (B, C) that `commit` selects, never the mask token."""

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from dgemma.diffusion.decision import Decision
+from dgemma.diffusion.law import Law, log_written
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.sampling.base import Sampler
+from dgemma.sampling.ranking import is_choice, log_random_choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,3 +44,8 @@ class FirstHitting(Sampler):
             renoise=torch.zeros_like(state.open),
             memory=torch.where(num_open > 0, level, state.memory),
         )
+
+    def law(self, prediction: Prediction, state: DenoiseState, decision: Decision) -> Law:
+        agrees = is_choice(decision.write, state.open, 1) & ~decision.renoise.any(-1)
+        drawn = log_written(prediction, decision.tokens, decision.write) + log_random_choice(decision.write, state.open)
+        return Law(drawn, agrees, self(prediction, state).memory)

@@ -9,9 +9,12 @@ from torch import Tensor
 from dgemma.checks import check_count, check_size, check_types
 from dgemma.diffusion import draws
 from dgemma.diffusion.decision import Decision, transition
+from dgemma.diffusion.law import Law, log_transition
 from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.reductions import safe_log
 from dgemma.diffusion.state import DenoiseState
 from dgemma.sampling.base import Sampler
+from dgemma.sampling.ranking import is_choice, log_gumbel_choice, log_random_choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,19 +58,14 @@ class LeaveOneOutGibbs(Sampler):
         return state.memory
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
-        noise, level = state.noise, state.memory
         predicts, next_level = self.clock(state)  # (B,)
-        mean, loo = prediction, prediction.logits
-        if self.parametrisation == "loo":
-            mean = prediction.revised(lambda logits: noise.to_mean(logits, state.canvas, level, allowed=state.allowed))
-        if self.parametrisation == "mean" or prediction.joint is not None:
-            loo = noise.to_loo(mean.logits, state.canvas, level, allowed=state.allowed)
+        mean, loo = self._mean_and_loo(prediction, state)
         u = state.uniform("token")
-        tokens = torch.where(predicts[:, None], mean.sample(u), Prediction(loo).sample(u))
+        tokens = torch.where(predicts[:, None], mean.sample(u), loo.sample(u))
 
-        ancestral = transition(tokens, replace(state, noise_level=level, next_noise_level=next_level))
+        ancestral = transition(tokens, replace(state, noise_level=state.memory, next_noise_level=next_level))
         picked = self._pick(loo, state)
-        clean = state.uniform("event") < 1 - level[:, None]
+        clean = state.uniform("event") < 1 - state.memory[:, None]
         row = predicts[:, None]
         return Decision(
             tokens=tokens,
@@ -75,6 +73,26 @@ class LeaveOneOutGibbs(Sampler):
             renoise=torch.where(row, ancestral.renoise, picked & ~clean),
             memory=next_level,
         )
+
+    def law(self, prediction: Prediction, state: DenoiseState, decision: Decision) -> Law:
+        predicts, next_level = self.clock(state)
+        mean, loo = self._mean_and_loo(prediction, state)
+        at_level = replace(state, noise_level=state.memory, next_noise_level=next_level)
+        ancestral = log_transition(mean, at_level, decision)
+        picked, level = decision.write | decision.renoise, state.memory[:, None]
+        written = safe_log(1 - level) + loo.log_prob(decision.tokens).double()
+        redrawn = torch.where(decision.write, written, torch.where(decision.renoise, safe_log(level), 0.0)).sum(-1)
+        choice, agrees = self._choice(loo, state, picked)
+        return Law(torch.where(predicts, ancestral, redrawn + choice), agrees | predicts, next_level)
+
+    def _mean_and_loo(self, prediction: Prediction, state: DenoiseState) -> tuple[Prediction, Prediction]:
+        noise, level = state.noise, state.memory
+        if self.parametrisation == "mean":
+            return prediction, Prediction(noise.to_loo(prediction.logits, state.canvas, level, allowed=state.allowed))
+        mean = prediction.revised(lambda logits: noise.to_mean(logits, state.canvas, level, allowed=state.allowed))
+        if prediction.joint is None:
+            return mean, prediction
+        return mean, Prediction(noise.to_loo(mean.logits, state.canvas, level, allowed=state.allowed))
 
     def clock(self, state: DenoiseState) -> tuple[Tensor, Tensor]:
         """Return which rows take an ancestral step now, and the noise level of each row after the step; both (B,)."""
@@ -90,15 +108,26 @@ class LeaveOneOutGibbs(Sampler):
         """Return the canvas (B, C) if its noise level, the state's memory, is 0, else the argmax at open positions."""
         return torch.where(state.open & (state.memory > 0)[:, None], prediction.argmax, state.canvas)
 
-    def _pick(self, loo: Tensor, state: DenoiseState) -> Tensor:
+    def _margin(self, loo: Prediction, state: DenoiseState) -> Tensor:
+        alpha = 1 - state.memory[:, None]
+        law = state.noise.marginal(loo.logits.softmax(-1), alpha, allowed=state.allowed).log()  # (B, C, V)
+        shown = state.canvas[..., None]
+        return law.gather(-1, shown)[..., 0] - law.scatter(-1, shown, -torch.inf).amax(-1)
+
+    def _choice(self, loo: Prediction, state: DenoiseState, picked: Tensor) -> tuple[Tensor, Tensor]:
+        """The log-probability that these positions are picked, and True where it is a possible choice; (B,) each."""
+        fits = is_choice(picked, ~state.frozen, self.num_positions)
+        if self.choice_temperature is None:
+            return log_random_choice(picked, ~state.frozen), fits
+        if self.choice_temperature == 0:
+            return torch.zeros_like(state.memory), (self._pick(loo, state) == picked).all(-1)
+        return log_gumbel_choice(-self._margin(loo, state) / self.choice_temperature, picked, ~state.frozen), fits
+
+    def _pick(self, loo: Prediction, state: DenoiseState) -> Tensor:
         """Return the positions to redraw, (B, C) bool."""
         score = state.uniform("position")
         if self.choice_temperature is not None:
-            alpha = 1 - state.memory[:, None]
-            law = state.noise.marginal(loo.softmax(-1), alpha, allowed=state.allowed).log()  # (B, C, V)
-            shown = state.canvas[..., None]
-            margin = law.gather(-1, shown)[..., 0] - law.scatter(-1, shown, -torch.inf).amax(-1)
-            score = self.choice_temperature * draws.gumbel(score) - margin
+            score = self.choice_temperature * draws.gumbel(score) - self._margin(loo, state)
         score = score.masked_fill(state.frozen, -torch.inf)
         best = score.topk(min(self.num_positions, state.canvas_len), dim=-1).indices
         return torch.zeros_like(state.frozen).scatter(-1, best, True) & ~state.frozen

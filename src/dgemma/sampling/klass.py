@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dgemma.checks import check_block_len, check_count, check_probability, check_size
 from dgemma.diffusion.decision import Decision
+from dgemma.diffusion.law import Law, law_of_rule
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.sampling.base import Sampler
@@ -67,3 +68,6 @@ class KLASS(Sampler):
         tokens = propose(prediction, state, greedy=self.greedy)
         memory = Recent(log_probs, divergences)
         return Decision(tokens=tokens, write=write, renoise=torch.zeros_like(write), memory=memory)
+
+    def law(self, prediction: Prediction, state: DenoiseState, decision: Decision) -> Law:
+        return law_of_rule(self(prediction, state), prediction, state, decision, drawn=not self.greedy)

@@ -4,13 +4,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from dgemma.checks import check_size
 from dgemma.diffusion.decision import Decision
-from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.law import Law, law_of_rule, log_mean
+from dgemma.diffusion.prediction import Allow, Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.sampling.base import Sampler
-from dgemma.sampling.ranking import best, propose
+from dgemma.sampling.ranking import best, is_choice, propose
 
 _ROUNDING = 1e-9  # in floating point (1 - 0.9) · 10 is below 1, but it must count as 1
 
@@ -42,12 +44,38 @@ class P2(Sampler):
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         tokens = propose(prediction, state, greedy=self.greedy)
-        log_prob = prediction.log_prob(torch.where(state.open, tokens, state.canvas))
+        score = self._score(prediction.log_prob(torch.where(state.open, tokens, state.canvas)), state.open)
+        mask = best(-score, ~state.frozen, self._num_masked(state))
+        return Decision(tokens=tokens, write=state.open & ~mask, renoise=mask & ~state.open)
+
+    def law(self, prediction: Prediction, state: DenoiseState, decision: Decision) -> Law:
+        if self.greedy:
+            return law_of_rule(self(prediction, state), prediction, state, decision, drawn=False)
+        kept = decision.write | ~(state.open | decision.renoise | state.frozen)
+        mask = ~(kept | state.frozen)
+        score = self._score(prediction.log_prob(torch.where(state.open, decision.tokens, state.canvas)), state.open)
+        # A masked position ranks below the lowest kept one. Of equal scores, the leftmost ranks lowest.
+        lowest = score.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
+        position = torch.arange(state.canvas_len, device=state.device)
+        first = torch.where(kept & (score == lowest), position, state.canvas_len).amin(-1, keepdim=True)
+        wins_ties = position < first
+        ranks_below = (score < lowest) | ((score == lowest) & wins_ties)
+        agrees = is_choice(mask, ~state.frozen, self._num_masked(state)) & (ranks_below | state.open | ~mask).all(-1)
+        agrees &= (state.open | ~decision.write).all(-1) & ~(state.open & decision.renoise).any(-1)
+        # The tokens that a position may have drawn, (B, C, V): the written one, or those that rank below.
+        log_probs = prediction.logits - prediction.statistics.log_normalizer[..., None]
+        scores, lowest = self._score(log_probs, state.open[..., None]), lowest[..., None]
+        below = (scores < lowest) | ((scores == lowest) & wins_ties[..., None])
+        is_token = torch.arange(prediction.vocab_size, device=state.device) == decision.tokens[..., None]
+        possible = torch.where(decision.write[..., None], is_token, below | ~(state.open & mask)[..., None])
+        return Law(log_mean(prediction, Allow(possible)), agrees)
+
+    def _num_masked(self, state: DenoiseState) -> Tensor:
+        return ((~state.frozen).sum(-1) * state.next_noise_level + _ROUNDING).floor().long()
+
+    def _score(self, log_prob: Tensor, is_open: Tensor) -> Tensor:
         # A committed token that top-p or an allowed set now excludes has log-probability -inf, and 0 · -inf is NaN. A
         # proposal of probability 1 must rank below a committed token of score 0, so it is clamped below 0.
         limits = torch.finfo(log_prob.dtype)
         log_prob = log_prob.clamp(min=limits.min)
-        score = torch.where(state.open, log_prob.clamp(max=-limits.tiny), self.eta * log_prob)
-        num_masked = ((~state.frozen).sum(-1) * state.next_noise_level + _ROUNDING).floor().long()
-        mask = best(-score, ~state.frozen, num_masked)
-        return Decision(tokens=tokens, write=state.open & ~mask, renoise=mask & ~state.open)
+        return torch.where(is_open, log_prob.clamp(max=-limits.tiny), self.eta * log_prob)

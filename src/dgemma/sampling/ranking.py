@@ -3,13 +3,17 @@
 All are masks or sorts over (B, C), so rows may select different numbers of positions without host synchronisation.
 """
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.reductions import finite, log_sum
 from dgemma.diffusion.state import DenoiseState
+
+_SPACING = 1 / 16  # of the points of `log_gumbel_choice`; its error is below 1e-12
 
 Order = Literal["confidence", "log_confidence", "margin", "entropy"]
 
@@ -41,6 +45,36 @@ def best(score: Tensor, among: Tensor, count: Tensor | int) -> Tensor:
     rank = order.argsort(dim=-1)  # the inverse permutation
     count = count[:, None] if isinstance(count, Tensor) else count
     return among & (rank < count)
+
+
+def is_choice(chosen: Tensor, among: Tensor, count: Tensor | int) -> Tensor:
+    """Return True in rows whose chosen positions are `count` candidates, or all if there are fewer; (B,) bool."""
+    num_chosen = torch.minimum(among.sum(-1), torch.as_tensor(count, device=among.device)).clamp(min=0)
+    return (among | ~chosen).all(-1) & (chosen.sum(-1) == num_chosen)
+
+
+def log_random_choice(chosen: Tensor, among: Tensor) -> Tensor:
+    """The log-probability of choosing these positions if each choice of as many is equally likely, (B,) float64."""
+    num_among, num_chosen = among.sum(-1).double(), chosen.sum(-1).double()
+    ways = [(number + 1).lgamma() for number in (num_among, num_chosen, num_among - num_chosen)]
+    return ways[1] + ways[2] - ways[0]
+
+
+def log_gumbel_choice(score: Tensor, chosen: Tensor, among: Tensor) -> Tensor:
+    """The log-probability that these positions are the best by score + Gumbel noise, (B,) float64.
+
+    It is Plackett-Luce's law of the set, whatever the order. With w = exp(score) and W the sum over candidates that are
+    not chosen, it is ∫ exp(-t) Π (1 - exp(-t w / W)) dt over the chosen positions. With x = log t, the sum over equal
+    steps of x converges exponentially.
+    """
+    score = score.double()
+    rest = log_sum(score.masked_fill(chosen | ~among, -torch.inf))  # log W, (B,)
+    ratio = torch.where(chosen, score - finite(rest)[:, None], 0.0)
+    x = torch.arange(-40.0, 8.0, _SPACING, dtype=torch.float64, device=score.device)
+    rate = (x[:, None] + ratio[:, None]).clamp(-700.0, 30.0).exp()  # (B, points, C)
+    factors = torch.where(chosen[:, None], (-torch.expm1(-rate)).log(), 0.0).sum(-1)
+    total = log_sum(factors + x - x.exp()) + math.log(_SPACING)
+    return torch.where((rest == -torch.inf) | ~chosen.any(-1), 0.0, total)
 
 
 def propose(prediction: Prediction, state: DenoiseState, *, greedy: bool) -> Tensor:

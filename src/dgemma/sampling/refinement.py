@@ -7,6 +7,7 @@ import torch
 
 from dgemma.checks import check_probability
 from dgemma.diffusion.decision import Decision
+from dgemma.diffusion.law import Law, law_of_rule
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.sampling.base import Sampler
@@ -57,3 +58,6 @@ class BlockRefinement(Sampler):
             edited = ~state.open & ~state.frozen & (tokens != state.canvas) & (confidence > self.tau_edit)
             write = commit | edited
         return Decision(tokens=tokens, write=write, renoise=state.open & ~commit)
+
+    def law(self, prediction: Prediction, state: DenoiseState, decision: Decision) -> Law:
+        return law_of_rule(self(prediction, state), prediction, state, decision, drawn=state.open & (not self.greedy))

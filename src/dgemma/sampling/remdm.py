@@ -1,14 +1,16 @@
 """ReMDM: masked diffusion that may mask tokens again (arXiv:2503.00307)."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from dgemma.checks import check_probability, check_types, require, require_field
 from dgemma.diffusion.decision import Decision
+from dgemma.diffusion.law import Law, log_written
 from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.reductions import safe_log
 from dgemma.diffusion.schedule import Loop
 from dgemma.diffusion.state import DenoiseState
 from dgemma.sampling.base import Sampler
@@ -60,10 +62,21 @@ class ReMDM(Sampler):
         reveal, remask = self.rates(state)
         u = state.uniform("event")
         write = state.open & (u < reveal)
-        memory = state.memory
-        if self.strategy == "conf":
-            memory = torch.where(write, prediction.log_prob(tokens).exp().double(), memory)
+        memory = self._remember(prediction, state, tokens, write)
         return Decision(tokens=tokens, write=write, renoise=~state.open & (u < remask), memory=memory)
+
+    def law(self, prediction: Prediction, state: DenoiseState, decision: Decision) -> Law:
+        reveal, remask = (rate.clamp(0.0, 1.0) for rate in self.rates(state))
+        happens = torch.where(decision.write, reveal, torch.where(decision.renoise, remask, 1 - reveal))
+        happens = torch.where(state.open | decision.renoise, happens, 1 - remask).masked_fill(state.frozen, 1.0)
+        drawn = log_written(prediction, decision.tokens, decision.write) + safe_log(happens).sum(-1)
+        agrees = ((state.open | ~decision.write) & (~state.open | ~decision.renoise)).all(-1)
+        return Law(drawn, agrees, self._remember(prediction, state, decision.tokens, decision.write))
+
+    def _remember(self, prediction: Prediction, state: DenoiseState, tokens: Tensor, write: Tensor) -> Any:
+        if self.strategy != "conf":
+            return state.memory
+        return torch.where(write, prediction.log_prob(tokens).exp().double(), state.memory)
 
     def rates(self, state: DenoiseState) -> tuple[Tensor, Tensor]:
         """Return the probabilities of revealing a mask and of masking a token again in this step, both (B, C)."""

@@ -7,6 +7,7 @@ import torch
 
 from dgemma.checks import check_block_len, check_probability, check_size
 from dgemma.diffusion.decision import Decision
+from dgemma.diffusion.law import Law, law_of_rule
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.sampling.base import Sampler
@@ -39,6 +40,9 @@ class Threshold(Sampler):
         tokens = propose(prediction, state, greedy=self.greedy)
         return Decision(tokens=tokens, write=write, renoise=torch.zeros_like(write))
 
+    def law(self, prediction: Prediction, state: DenoiseState, decision: Decision) -> Law:
+        return law_of_rule(self(prediction, state), prediction, state, decision, drawn=not self.greedy)
+
 
 @dataclass(frozen=True, kw_only=True)
 class FactorThreshold(Sampler):
@@ -70,3 +74,6 @@ class FactorThreshold(Sampler):
         write = best(confidence, among, count)
         tokens = propose(prediction, state, greedy=self.greedy)
         return Decision(tokens=tokens, write=write, renoise=torch.zeros_like(write))
+
+    def law(self, prediction: Prediction, state: DenoiseState, decision: Decision) -> Law:
+        return law_of_rule(self(prediction, state), prediction, state, decision, drawn=not self.greedy)

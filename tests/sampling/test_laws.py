@@ -1,0 +1,205 @@
+"""The law of every sampler: the probabilities of all runs add up to one, and are the frequencies of the runs."""
+
+import itertools
+import math
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dgemma import DenoiseState, Noise, Prediction
+from dgemma.constraints.token_automaton import TokenAutomaton, with_stops
+from dgemma.diffusion.decision import Decision
+from dgemma.diffusion.language import Language
+from dgemma.run.knobs import Knobs
+from dgemma.run.step import predict, settle, start_state, step
+from dgemma.sampling import Sampler
+from dgemma.sampling.ranking import log_gumbel_choice
+from dgemma.sampling.temperature import ConstantTemperature
+from every_sampler import SAMPLERS, noises
+from rowwise import RowwiseDenoiser
+
+NUM_TOKENS, STOP = 3, 2  # without the mask
+
+
+@dataclass
+class TableModel(RowwiseDenoiser):
+    """Logits from a table of neighbouring tokens. With `self_cond`, the last prediction also counts."""
+
+    vocab_size: int = 4
+    uses_self_cond: bool = False
+    table: Tensor = field(init=False)
+
+    def __post_init__(self):
+        generator = torch.Generator().manual_seed(5)
+        shape = (4, self.vocab_size, self.vocab_size, self.vocab_size)
+        self.table = torch.randn(shape, generator=generator, dtype=torch.float64)
+        self.mix = torch.randn(*shape[1:3], generator=generator, dtype=torch.float64)
+
+    def denoise(self, canvas, cache, self_cond=None):
+        logits = self.table[torch.arange(canvas.shape[1]), canvas, canvas.roll(1, dims=1)]
+        if self.uses_self_cond and self_cond is not None:
+            last = self_cond.logits if isinstance(self_cond, Prediction) else self_cond
+            logits = logits + 2 * last.softmax(-1) @ self.mix
+        return Prediction(logits)
+
+
+def no_two_zeros(batch_size: int, vocab_size: int) -> Language:
+    """Texts of 0 and 1 without two zeros in a row, that end with 1, and with a stop token if they are short."""
+    classes = np.array([1, 2, 0, 0])[:vocab_size]
+    automaton = TokenAutomaton(classes, np.array([[-1, 1, 0], [-1, -1, 0]], dtype=np.int32), np.array([True, False]))
+    start = torch.zeros(batch_size, dtype=torch.int64)
+    end = torch.tensor([[True, False, True]]).expand(batch_size, -1)
+    return Language(with_stops(automaton, (STOP,), vocab_size), start, end)
+
+
+@dataclass(frozen=True)
+class Setting:
+    sampler: Sampler
+    noise: Noise
+    self_cond: bool
+    constrained: bool
+
+    @property
+    def model(self) -> TableModel:
+        return TableModel(vocab_size=self.noise.vocab_size, uses_self_cond=self.self_cond)
+
+    @property
+    def knobs(self) -> Knobs:
+        return Knobs(sampler=self.sampler, temperature=ConstantTemperature(value=1.5))
+
+    def start(self, batch_size: int, canvas_len: int, num_steps: int, **more) -> DenoiseState:
+        language = no_two_zeros(batch_size, self.noise.vocab_size) if self.constrained else None
+        size = {"canvas_len": canvas_len, "num_steps": num_steps}
+        return start_state(self.knobs, self.noise, seeds=torch.arange(batch_size), language=language, **size, **more)
+
+
+def settings():
+    for sampler in SAMPLERS:
+        for noise in noises(sampler, 99):
+            has_mask = noise.mask_token is not None
+            more = {"mask_token_id": NUM_TOKENS} if has_mask else {}
+            noise = replace(noise, vocab_size=NUM_TOKENS + has_mask, **more)
+            yield from (Setting(sampler, noise, *flags) for flags in itertools.product((False, True), repeat=2))
+
+
+def cases(*quick):
+    """All settings; those whose (self_cond, constrained) is not among `quick` are in the slow lane."""
+    found = []
+    for setting in settings():
+        flags = "-self_cond" * setting.self_cond + "-constrained" * setting.constrained
+        marks = [] if (setting.self_cond, setting.constrained) in quick else [pytest.mark.slow]
+        found.append(pytest.param(setting, id=f"{setting.sampler}-{setting.noise.kind}{flags}", marks=marks))
+    return found
+
+
+def noise_outcomes(state: DenoiseState, renoise: Tensor) -> tuple[Tensor, Tensor]:
+    """Uniforms (R, n, C) that draw every combination of noise tokens, and their probabilities (R, n)."""
+    share = state.noise.mask_share(state.next_noise_level)[:, None]  # (R, 1)
+    tokens = (torch.arange(NUM_TOKENS) + 0.5) / NUM_TOKENS
+    uniforms = torch.cat((share / 2, share + (1 - share) * tokens), dim=1)  # (R, 4)
+    weights = torch.cat((share, (1 - share).expand(-1, NUM_TOKENS) / NUM_TOKENS), dim=1)
+    combinations = torch.tensor(list(itertools.product(range(1 + NUM_TOKENS), repeat=state.canvas_len)))  # (n, C)
+    first = (weights > 0).int().argmax(-1)[:, None, None]  # where nothing is renoised, one outcome of probability 1
+    stands = renoise[:, None] | (combinations == first)
+    of_position = torch.where(renoise[:, None], weights[:, combinations], 1.0)
+    return uniforms[:, combinations], torch.where(stands.all(-1), of_position.prod(-1), 0.0)
+
+
+def all_runs(setting: Setting, canvas_len: int, num_steps: int, model: TableModel | None = None):
+    """Every run from one first canvas: the last states, and their log-probabilities and noise probabilities (R,)."""
+    model, knobs = model or setting.model, setting.knobs
+    state = setting.start(1, canvas_len, num_steps)
+    log_prob, noise_prob = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
+    events = list(itertools.product(range(setting.noise.vocab_size + 2), repeat=canvas_len))  # write v, stay, renoise
+    events = torch.tensor(events)
+    finished = []
+    for _ in range(num_steps):
+        finished.append((log_prob[state.done], noise_prob[state.done], state.draft[state.done]))
+        if bool(state.done.all()):
+            return [torch.cat(parts) for parts in zip(*finished, strict=True)]
+        going = (~state.done).nonzero()[:, 0].repeat_interleave(len(events))
+        event = events.repeat(int((~state.done).sum()), 1)
+        state, log_prob, noise_prob = state.select(going), log_prob[going], noise_prob[going]
+        prediction = predict(model, state, cache=None, knobs=knobs)
+        vocab_size = setting.noise.vocab_size
+        write, renoise = event < vocab_size, event == vocab_size + 1
+        decision = Decision(tokens=event.clamp(max=vocab_size - 1), write=write, renoise=renoise)
+        law = setting.sampler.law(prediction, state, decision)
+        log_prob = log_prob + law.log_prob
+        uniforms, weights = noise_outcomes(state, renoise)
+        rows, outcome = ((weights > 0) & (log_prob > -torch.inf)[:, None]).nonzero(as_tuple=True)
+        log_prob, noise_prob = log_prob[rows], noise_prob[rows] * weights[rows, outcome]
+        state = replace(state, memory=law.memory).select(rows)
+        state = replace(state, injected={"noise": uniforms[rows, outcome]})
+        prediction = predict(model, state, cache=None, knobs=knobs)
+        decision = Decision(tokens=decision.tokens[rows], write=write[rows], renoise=renoise[rows], memory=state.memory)
+        state = replace(settle(state, prediction, decision, knobs).state, injected={})
+    finished.append((log_prob, noise_prob, state.draft))
+    return [torch.cat(parts) for parts in zip(*finished, strict=True)]
+
+
+@pytest.mark.parametrize("setting", cases((False, False), (True, True)))
+def test_the_probabilities_of_all_runs_add_up_to_one(setting):
+    sizes = [(2, 3), (3, 2)] if setting.noise.kind == "mask" else [(2, 3)]
+    for canvas_len, num_steps in sizes:
+        with torch.no_grad():
+            log_prob, noise_prob, _ = all_runs(setting, canvas_len, num_steps)
+        assert float((log_prob.exp() * noise_prob).sum()) == pytest.approx(1.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("setting", cases((True, True)))
+def test_the_probability_of_a_run_is_its_frequency(setting):
+    """Chi-square over the runs that 2,048 rows should take at least five times; the limit is five deviations."""
+    num_rows, canvas_len, num_steps = 2048, 2, 3
+    state, model = setting.start(num_rows, canvas_len, num_steps), setting.model
+    first = setting.noise.prior(state.uniform("other"))[0]
+    state = replace(state, canvas=first.expand(num_rows, -1))
+    log_prob, noise_prob, run = torch.zeros(num_rows), torch.ones(num_rows, dtype=torch.float64), [state.canvas]
+    with torch.no_grad():
+        for _ in range(num_steps):
+            share = setting.noise.mask_share(state.next_noise_level)[:, None]
+            state, record = step(model, state, cache=None, knobs=setting.knobs)
+            log_prob = log_prob + record.log_prob
+            drawn = torch.where(setting.noise.masked(state.canvas), share, (1 - share) / NUM_TOKENS)
+            noise_prob = noise_prob * torch.where(record.renoised, drawn, 1.0).prod(-1)
+            run += [state.canvas, record.accepted, record.renoised]
+    runs, index, counts = torch.cat(run, dim=1).unique(dim=0, return_inverse=True, return_counts=True)
+    expected = torch.zeros(len(runs), dtype=torch.float64)
+    expected[index] = num_rows * (log_prob.exp() * noise_prob)
+    assert float(expected.sum()) <= num_rows * (1 + 1e-9)
+    often = expected >= 5
+    chi = ((counts - expected).square() / expected)[often].sum()
+    degrees = int(often.sum())
+    assert chi < degrees + 5 * math.sqrt(2 * degrees)
+
+
+def test_gumbel_choices_have_the_probability_of_plackett_and_luce():
+    """All sets of two and three of five positions, by summing over the orders in which they can be drawn."""
+    score = 3 * torch.randn(1, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    among = torch.tensor([[True, True, False, True, True]])
+    weight = score.exp()[0] * among[0]
+    for count in (1, 2, 3, 4):
+        total = 0.0
+        for members in itertools.combinations((0, 1, 3, 4), count):
+            expected = 0.0
+            for order in itertools.permutations(members):
+                left, prob = weight.sum(), 1.0
+                for position in order:
+                    prob, left = prob * weight[position] / left, left - weight[position]
+                expected += float(prob)
+            chosen = torch.zeros_like(among).index_fill(1, torch.tensor(members), True)
+            found = float(log_gumbel_choice(score, chosen, among).exp())
+            assert found == pytest.approx(expected, rel=1e-9)
+            total += found
+        assert total == pytest.approx(1.0, abs=1e-10)
+
+
+def test_a_sampler_without_a_law_says_so():
+    class Everything(Sampler):
+        pass
+
+    with pytest.raises(NotImplementedError, match=r"Everything has no law, so its runs have no log-probability\."):
+        Everything().law(None, None, None)
