@@ -146,8 +146,11 @@ def check_vocabulary(noise: Noise, config: DenoiserConfig) -> None:
 
 def check_valid(sampler: Sampler, noise: Noise) -> None:
     """Check that the sampler is valid for the noise process."""
-    rule, fix = f"run under {' or '.join(sorted(sampler.valid_for))} noise", "Pass noise= or another sampler."
-    require(noise.kind in sampler.valid_for, type(sampler).__name__, rule, noise.kind, fix)
+    if noise.kind not in sampler.valid_for:
+        raise ValueError(
+            f"{type(sampler).__name__} must run under {' or '.join(sorted(sampler.valid_for))} noise, "
+            f"got {noise.kind}. Pass noise= of that kind or another sampler."
+        )
 
 
 def read_count(name: str, value: int | None, default: int, most: int) -> int:
@@ -219,8 +222,12 @@ def check_prompt(
     if not has_tokens:
         raise ValueError("generate prompt_tokens must hold at least one token per row. Start with the bos token.")
     total, most = num_cached + width + num_positions, config.max_position_embeddings
-    rule, fix = f"stay within max_position_embeddings {most}", "Shorten the prompt or lower max_new_tokens."
-    require(total <= most, "generate", rule, f"{total} tokens with the prompt and whole canvases", fix)
+    if total > most:
+        num_blocks = num_positions // config.canvas_length
+        raise ValueError(
+            f"generate must stay within max_position_embeddings {most}, got {total} tokens with the prompt and "
+            f"{num_blocks} canvas{'es' if num_blocks > 1 else ''}. Shorten the prompt or lower max_new_tokens."
+        )
 
 
 def read_allowed(
