@@ -1,6 +1,8 @@
-"""Tile shapes as data: the fastest measured ones for a GPU, and default ones that fit consumer GPUs since Ampere."""
+"""Tile shapes, read from `tiles.toml`: the fastest measured ones for a GPU, and default ones for consumer GPUs."""
 
+import tomllib
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,99 +69,21 @@ GLUON_RAN_WITH = ("3.6.",)
 TORCH_OF_GLUON = "2.11.*"  # comes with this version of Triton
 
 
-def _table(*rows: tuple[Any, ...], **settings: Any) -> tuple[ExpertConfig, ...]:
-    """Return a config for each row: the most tokens, rows of a tile, and the values of both shapes."""
-    return tuple(
-        ExpertConfig(most, size, TileShape(*up), TileShape(*down), **settings) for most, size, up, down in rows
-    )
+def _expert_config(row: dict[str, Any]) -> ExpertConfig:
+    """Return a config from its row in `tiles.toml`."""
+    shapes = {name: TileShape(*row[name]) for name in ("gate_up", "down")}
+    return ExpertConfig(**{"max_tokens": _ANY, **row, **shapes})
 
 
-# Columns of these tables: up to this many tokens; rows of a tile; gate_up and down, each as columns, depth, warps and
-# stages. The default tiles fit the 99 KiB of shared memory per block on consumer Ampere and Ada.
-# A plane of four-bit weights has 128 rows, in gate_up 64 of gate and 64 of up, and is 64 deep.
-_FOUR_BIT = {
-    "default": _table((512, 32, (64, 64, 4, 3), (128, 64, 4, 3)), (_ANY, 64, (64, 64, 4, 3), (128, 64, 4, 3))),
-    "NVIDIA H200": (
-        *_table((64, 16, (64, 128, 4, 4), (128, 64, 4, 4))),
-        *_table(  # one launch is faster than two up to 1,024 tokens, and as fast at 1,536
-            (320, 32, (64, 128, 4, 3, 128), (128, 64, 4, 4)),
-            (1152, 64, (64, 64, 4, 4), (128, 64, 4, 4)),
-            one_launch=32,
-        ),
-        *_table((1536, 64, (64, 64, 4, 4), (128, 64, 4, 4)), (_ANY, 128, (64, 64, 4, 3), (128, 64, 4, 3))),
-    ),
-}
-# By storage format of the weights (`formats.format_of`), then by GPU. Plain weights of 4 bytes have no row: they run
-# the default tiles of "bf16" with half the depth.
+_TILES = tomllib.loads(Path(__file__).with_name("tiles.toml").read_text(encoding="utf-8"))
+# By storage format of the weights (`formats.format_of`), then by GPU.
 EXPERTS: dict[str, dict[str, tuple[ExpertConfig, ...]]] = {
-    "bf16": {
-        "default": _table((512, 32, (64, 64, 4, 3), (64, 64, 4, 3)), (_ANY, 64, (64, 64, 4, 3), (64, 64, 4, 3))),
-        "NVIDIA H200": (
-            *_table(
-                (64, 16, (64, 128, 4, 4), (64, 64, 4, 3)),
-                (320, 32, (64, 128, 4, 5), (64, 64, 4, 3)),
-                (768, 64, (64, 64, 4, 8), (128, 64, 8, 3)),
-                (1152, 80, (64, 64, 4, 4), (128, 64, 8, 4)),
-            ),
-            *_table(  # an expert with 128 or 256 rows on average often has a few more, so the tiles have room for them
-                (2560, 160, (64, 64, 8, 3), (128, 64, 8, 3)),
-                (_ANY, 288, (64, 64, 8, 3), (128, 64, 8, 3)),
-                persistent=True,
-            ),
-            # For versions of Triton in which `experts.hopper_many` does not run.
-            *_table((_ANY, 144, (64, 64, 4, 3), (128, 64, 8, 3))),
-        ),
-    },
-    # Hidden values have one scale per row and gate_up tile. The depth of a down tile divides the columns of a gate_up
-    # tile; the published hidden width of 704 is 11 times 64. With one scale per row the sums need half the registers.
-    "fp8": {
-        "default": _table((512, 32, (64, 128, 4, 3), (64, 64, 4, 3)), (_ANY, 64, (64, 128, 4, 3), (64, 64, 4, 3))),
-        "NVIDIA H200": (
-            *_table(
-                (1, 16, (64, 256, 4, 4), (64, 64, 4, 10)),  # all programs of down are resident, with their whole depth
-                (64, 16, (64, 256, 4, 4), (64, 64, 4, 5)),
-                (320, 32, (64, 128, 4, 5), (128, 64, 4, 5)),
-                (768, 64, (64, 128, 4, 4), (128, 64, 4, 4)),
-                (1152, 80, (64, 128, 4, 4), (128, 64, 4, 4)),
-                (1536, 64, (64, 128, 4, 4), (128, 64, 4, 5)),
-            ),
-            *_table(
-                (2560, 160, (64, 128, 8, 3), (128, 128, 8, 3)),
-                (_ANY, 288, (64, 128, 8, 3), (128, 128, 8, 3)),
-                one_scale=True,
-                persistent=True,
-            ),
-            *_table((_ANY, 144, (64, 128, 4, 3), (128, 128, 4, 3)), one_scale=True),
-        ),
-    },
-    # A block of packed weights has 128 rows and is 128 deep. In gate_up, 64 of its rows are gate and 64 are up.
-    "packed": {
-        "default": _table((512, 32, (64, 128, 4, 3), (128, 128, 4, 3)), (_ANY, 64, (64, 128, 8, 2), (128, 128, 8, 2))),
-        "NVIDIA H200": _table(
-            (64, 16, (64, 128, 4, 4), (128, 128, 4, 3)),
-            (320, 32, (64, 128, 4, 4), (128, 128, 4, 3)),
-            (1536, 64, (64, 128, 4, 3), (128, 128, 8, 3)),
-            (_ANY, 128, (64, 128, 8, 3), (128, 128, 8, 3)),
-        ),
-    },
-    "int4": _FOUR_BIT,
-    "nvfp4": _FOUR_BIT,
+    format: {gpu: tuple(map(_expert_config, rows)) for gpu, rows in tables.items()}
+    for format, tables in _TILES["experts"].items()
 }
-
-# Uses nearly all shared memory of a multiprocessor, so that no program of another kernel runs there.
-_DENSE_H200 = DenseConfig(
-    min_tokens=65, max_tokens=256, programs=33, rows=256, gate_up_cols=64, down_cols=128, depth=64, warps=8, stages=4
-)
+EXPERTS["int4"] = EXPERTS["nvfp4"] = EXPERTS.pop("four_bit")
+DENSE = {gpu: tuple(DenseConfig(**row) for row in rows) for gpu, rows in _TILES["dense"].items()}
 _ALL = 132  # one program per multiprocessor, for many tokens with `one_order`; without it, library products are used
-# Per 256 tokens, the published model has 33 tiles of gate and up, and 22 of down. At 256 and 512 tokens, each program
-# has 1 tile of gate and up, and at most 1 of down. At 1,024 tokens, it has 3 and 2.
-DENSE: dict[str, tuple[DenseConfig, ...]] = {
-    "NVIDIA H200": (
-        _DENSE_H200,
-        replace(_DENSE_H200, min_tokens=257, max_tokens=512, programs=66),
-        replace(_DENSE_H200, min_tokens=513, max_tokens=1152, programs=44),
-    ),
-}
 
 # Largest output of the experts, in bytes, to keep in L2 until `norms.layer_tail` reads it.
 KEPT_OUTPUT = 16 << 20
