@@ -8,6 +8,7 @@ computes the soft embedding for the next step, and copies the new state to the i
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -51,8 +52,8 @@ class Stepper:
             leaves, form = tree_flatten(_carried(state))
             signal = self._workspace.soft_embedding(state.self_cond, state.canvas)
             key = ("step", knobs, type(state), str(form), _list_shapes(leaves), cache.num_postponed)
-            make = lambda: CapturedStep(self._workspace, state, knobs, postponed, signal, buffers)  # noqa: E731
-            captured = remembered(buffers.graphs, key, make)
+            make = partial(_StaticStep, self._workspace, state, knobs, postponed, signal, buffers)
+            captured = remembered(buffers.graphs, key, lambda: CapturedStep(make()))
             captured.load(leaves, postponed, signal)
         after, record, prediction = captured.replay(state)
         if postponed is not None:
@@ -79,18 +80,10 @@ class CapturedStep:
     embedding, and copies the new state to the inputs.
     """
 
-    def __init__(
-        self,
-        workspace: Workspace,
-        state: DenoiseState,
-        knobs: Knobs,
-        postponed: Tensor | None,
-        signal: Tensor,
-        buffers: CacheBuffers,
-    ) -> None:
+    def __init__(self, step: "_StaticStep") -> None:
+        knobs, workspace = step.knobs, step.workspace
         self._knobs, self._softcap = knobs, workspace.softcap
-        self._buffers = weakref.ref(buffers)  # weak, because the buffers own their graphs
-        step = _StaticStep(workspace, state, knobs, postponed, signal, buffers)
+        self._buffers = weakref.ref(step.buffers)  # weak, because the buffers own their graphs
         self._inputs, self._postponed, self._signal = step.inputs, step.postponed, step.signal
         self._logits = step.logits
         self._logits.renew()
@@ -104,7 +97,7 @@ class CapturedStep:
         outcome: _Outcome = self.graph.result
         changes = step.find_changes(outcome)
         # The graph of a step with postponed tokens serves no other step.
-        self._can_hold = changes is not None and postponed is None
+        self._can_hold = changes is not None and step.postponed is None
         self._held: tuple[Callable[[], Any], Callable[[], bool]] | None = None
         self.soft_graph = Replay(lambda: step.soften(changes or []), workspace.memory)
         # Without a GPU, the first replay does nothing, because the constructor has run the function. So it is used up
@@ -184,7 +177,7 @@ class _StaticStep:
         signal: Tensor,
         buffers: CacheBuffers,
     ) -> None:
-        self.workspace, self.knobs = workspace, knobs
+        self.workspace, self.knobs, self.buffers = workspace, knobs, buffers
         leaves, self._form = tree_flatten(_carried(state))
         dense = torch.contiguous_format
         self.inputs = [x.clone(memory_format=dense) if isinstance(x, Tensor) else x for x in leaves]

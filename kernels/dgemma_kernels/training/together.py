@@ -157,7 +157,9 @@ class TogetherPass:
             both = _Heads.apply(layer.self_attn, self.ropes[number], self.batch_size, num_noisy, ends, *raws)
         else:
             whole = _project(layer, x, self.ropes[number], self.batch_size)
-            both = [part for each, end in zip(whole, ends, strict=True) for part in _Split.apply(each, num_noisy, end)]
+            both = [
+                part for each, end in zip(whole, ends, strict=True) for part in (each[:, :end], each[:, num_noisy:])
+            ]
         noisy_queries, queries = both[:2]
         noisy_keys, keys, noisy_values, values = (part.transpose(1, 2) for part in both[2:])
         noisy = attend(noisy_queries, noisy_keys, noisy_values, self.canvases.masks[number])
@@ -290,25 +292,6 @@ class _Heads(torch.autograd.Function):
         parts = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads]
         of_raw = heads.norm_heads_gradient(inputs, parts[::2], parts[1::2], eps=ctx.attention.eps)
         return None, None, None, None, None, *of_raw.split([part.shape[1] for part in raws], 1)
-
-
-class _Split(torch.autograd.Function):
-    """x[:, :end] and x[:, start:], which may overlap.
-
-    Defines its own gradient, because for each slice autograd would fill a whole tensor with zeros and add it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
-        ctx.start, ctx.end = start, end
-        return x[:, :end], x[:, start:]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, first: Tensor, second: Tensor) -> tuple[Tensor, None, None]:
-        start, shared = ctx.start, ctx.end - ctx.start
-        middle = [first[:, start:] + second[:, :shared]] if shared else []
-        return in_words(_join, first[:, :start], *middle, second[:, shared:]), None, None
 
 
 class _JoinTokens(torch.autograd.Function):
