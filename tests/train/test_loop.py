@@ -71,6 +71,15 @@ def test_a_model_learns_to_count(tmp_path):
     assert result.tokens_per_second > 0
 
 
+def test_weights_that_no_gradient_reaches_are_named(tmp_path, caplog):
+    run(tmp_path / "all", steps=2)
+    assert "No gradient" not in caplog.text
+    model = next_token.model()
+    model.layers[0].experts.register_forward_hook(lambda module, inputs, out: out * 0)
+    run(tmp_path / "some", model=model, steps=2)
+    assert "No gradient reaches 7 weights, such as layers.0.router.scale" in caplog.text
+
+
 def test_the_final_checkpoint_stores_the_noise_of_its_training(tmp_path):
     objective = Objective(noise=MASK, canvas_len=4, loss=PROPOSE_MASK)
     model, result = run(tmp_path, objective=objective, steps=1)

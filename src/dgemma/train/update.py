@@ -1,10 +1,12 @@
 """One update in training: gradients of the objective, the optimizer's step, and the average of the weights.
 
-An update never waits for the device. Its arguments, not clocks or files, decide its result.
+An update does not wait for the device, except once to see that all weights learn. Its arguments, not clocks or files,
+decide its result.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from logging import getLogger
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +32,8 @@ from dgemma.train.optimizer import (
     optimizer_state,
 )
 from dgemma.train.parallel import Parallel
+
+_logger = getLogger("dgemma")
 
 
 class Measured(NamedTuple):
@@ -74,6 +78,8 @@ class Updater:
             self.parallel.before_backward(self.model, last=number == len(step_input.parts))
             measured.append(self.measure(part, totals))
         grad_norm = self.parallel.clip_grad_norm(self.parameters.values(), self.config.clip)
+        if step == 1 and self.parallel.world_size == 1:  # in the first update, B = 0 of adapters hides A
+            self._warn_of_untrained()
         factor = learning_rate_factor(step, steps=steps, warmup=warmup, floor=self.config.final_lr)
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
             group["lr"] = peak * factor
@@ -91,6 +97,12 @@ class Updater:
             parts=step_input.parts,
             num_tokens=step_input.num_tokens,
         )
+
+    def _warn_of_untrained(self) -> None:
+        """Name weights whose gradient is exactly zero: they would not learn, and the loss alone does not tell."""
+        learning = {name: p.grad.any() for name, p in self.parameters.items() if p.grad is not None}
+        if untrained := [name for name, any_gradient in learning.items() if not any_gradient]:
+            _logger.warning("No gradient reaches %d weights, such as %s.", len(untrained), ", ".join(untrained[:3]))
 
     @replaceable
     def measure(self, part: MicroBatch, totals: Mapping[str, Tensor]) -> Measured:
