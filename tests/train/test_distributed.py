@@ -22,7 +22,7 @@ EXACT = {"rtol": 1e-9, "atol": 1e-9}  # sums have another order, which three ste
 ON_TWO = {
     "sharded": Job(out=Path("sharded_2")),
     "expert-parallel, whole gradients, uneven micro-batches": Job(
-        out=Path("experts_2"), parallel={"expert_parallel": 2, "whole_gradients": True}, config={"micro_batch_size": 3}
+        out=Path("experts_2"), parallel={"expert_parallel": 2}, config={"micro_batch_size": 3}
     ),
 }
 ON_FOUR = {

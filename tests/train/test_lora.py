@@ -202,17 +202,6 @@ def test_dropping_adapters_restores_the_noise_of_the_base():
     assert (merged.generation.noise, merged.generation.sampler) == ({"kind": "mask"}, None)
 
 
-def test_a_model_adapted_by_an_earlier_version_keeps_its_noise_when_adapters_are_dropped():
-    model = _model(torch.float32)
-    add_lora(model, LoRA(rank=2, targets=("router",)))
-    for module in model.modules():
-        module.__dict__.pop("base_generation", None)  # pickled modules of earlier versions do not have it
-    model.generation = replace(model.generation, noise={"kind": "mask"})
-    drop_lora(model)
-    assert not is_adapted(model)
-    assert model.generation.noise == {"kind": "mask"}
-
-
 def test_saved_adapters_load_again(tmp_path):
     model = _model(torch.float32)
     add_lora(model, LoRA(rank=2, alpha=1.5, targets=("experts", "router")))

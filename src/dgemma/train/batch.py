@@ -92,7 +92,6 @@ class TrainBatch:
 
 
 @runtime_checkable
-@runtime_checkable
 class BatchSource(Protocol):
     """A pure function of (step, rows) that returns a batch, so that a resumed run sees the same batches.
 

@@ -6,7 +6,6 @@ Each checkpoint has a description of its run, which a resumed run must match.
 import math
 import os
 import shutil
-import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from dgemma.checks import as_number, require, show
@@ -24,14 +24,8 @@ from dgemma.train.config import TrainConfig
 from dgemma.train.parallel import Parallel, load_state, stored_names
 from dgemma.values import identify
 
-try:
-    import fcntl
-except ImportError:  # not on Windows, where runs are not locked
-    fcntl = None  # type: ignore[assignment]
-
 _RUN_FILE = "run.json"
 _LOCK_FILE = ".lock"
-_owners: dict[Path, int] = {}  # folders that this process has locked, and the threads that did it
 _CHUNK = 1 << 24  # bytes read at a time
 # Settings that may differ when a run is resumed, because they change no computed number.
 _FREE_FIELDS = {"log_every", "checkpoint_every", "evaluate_every", "keep_last", "progress"}
@@ -49,25 +43,16 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    key = folder.resolve()
-    if fcntl is None or _owners.get(key) == threading.get_ident():
-        yield
-        return
-    with writing(folder / _LOCK_FILE):
-        descriptor = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"train out must be a folder that no other run is using, got {folder}. Wait for that run, or choose "
-                "another folder."
-            ) from None
-        _owners[key] = threading.get_ident()
+        with writing(folder / _LOCK_FILE):
+            lock = FileLock(folder.resolve() / _LOCK_FILE, timeout=0, is_singleton=True).acquire()
+    except Timeout:
+        raise ValueError(
+            f"train out must be a folder that no other run is using, got {folder}. Wait for that run, or choose "
+            "another folder."
+        ) from None
+    with lock:
         yield
-    finally:
-        _owners.pop(key, None)
-        os.close(descriptor)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from dgemma.checks import require
 from dgemma.model.experts import Experts, Routing, combine, dispatch, group_by_expert
@@ -36,8 +36,7 @@ class FullySharded(Parallel):
 
     expert_parallel: number of processes that share one set of experts; they exchange tokens instead of weights.
     replicas: number of copies of the model, each spread over its own processes, so that weights need not cross slow
-    links between machines. whole_gradients: reduce gradients once per step instead of once per micro-batch, which
-    needs fewer messages and more memory. device: by default "cuda" if available, else "cpu".
+    links between machines. device: by default "cuda" if available, else "cpu".
 
     All processes start with the weights of the main process. On the others the model may be on the meta device.
 
@@ -52,13 +51,11 @@ class FullySharded(Parallel):
         *,
         expert_parallel: int = 1,
         replicas: int = 1,
-        whole_gradients: bool = False,
         device: str | None = None,
         timeout_seconds: float = 1800.0,
     ) -> None:
         self.rank, self.world_size, local_rank = _launched()
         self._require_sizes(expert_parallel, replicas)
-        self.whole_gradients = whole_gradients
         kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
         if kind == "cuda":
@@ -182,9 +179,6 @@ class FullySharded(Parallel):
         """Return how many processes raise their flag. The sum is on the CPU, so that none waits for a GPU."""
         return int(self.sum(torch.tensor(int(flag))))
 
-    def before_backward(self, model: nn.Module, *, last: bool) -> None:
-        cast(FSDPModule, self._root).set_requires_gradient_sync(last or not self.whole_gradients)
-
     @torch.no_grad()
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         grads = [p.grad for p in parameters if p.grad is not None]
@@ -249,7 +243,7 @@ def _gathered(model: nn.Module, *, keep: bool) -> Iterator[None]:
     parts: list[tuple[nn.Module, str, nn.Parameter]] = []
     for module in model.modules():
         for name, part in list(module.named_parameters(recurse=False)):
-            whole = _whole(part).cpu()
+            whole = (part.full_tensor() if isinstance(part, DTensor) else part).detach().cpu()
             if keep:
                 parts.append((module, name, part))
                 setattr(module, name, nn.Parameter(whole, requires_grad=part.requires_grad))
@@ -258,18 +252,6 @@ def _gathered(model: nn.Module, *, keep: bool) -> Iterator[None]:
     finally:
         for module, name, part in parts:
             setattr(module, name, part)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """Return the whole tensor, gathered along one mesh dimension after the other."""
-    tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
-        return tensor
-    placements = list(tensor.placements)
-    for dim in range(len(placements)):
-        placements[dim] = Replicate()
-        tensor = tensor.redistribute(placements=placements)
-    return tensor.to_local()
 
 
 def spread_experts(experts: Experts, mesh: DeviceMesh) -> None:

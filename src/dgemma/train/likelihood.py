@@ -27,7 +27,7 @@ from dgemma.run.knobs import warn_of_noise
 from dgemma.train.batch import BatchSource, TrainBatch, check_ids, row_seeds
 from dgemma.train.canvases import Canvases, cut_canvases
 from dgemma.train.estimates import Likelihood, RowSums
-from dgemma.train.one_pass import ByCanvas, OnePass, SelfCond, read_canvases
+from dgemma.train.one_pass import ByCanvas, OnePass, read_canvases
 
 _MOST_SAMPLES = 100_000  # per canvas; more rows narrow the interval further
 
@@ -147,8 +147,7 @@ class _Estimator:
         rule = "not have the mask token among its scored tokens"
         require(not has_mask, "evaluate source", rule, self.noise.mask_token, fix)
         # As in `generate`, the prediction for self-conditioning gives the mask token no probability.
-        self_cond = SelfCond(self.noise.proposable(None, seeds.device)) if self.self_cond else None
-        text = read_canvases(self.model, canvases, self_cond)
+        text = read_canvases(self.model, canvases, proposer=self.noise if self.self_cond else None)
         causal, causal_scored = self._causal(canvases, text)
         lowest = torch.full((*canvases.index.shape, 1), self.lowest_level, dtype=torch.float64, device=seeds.device)
         bound = direct = self._cost(canvases, text, seeds, self.num_samples, lowest, nelbo.reconstruction)

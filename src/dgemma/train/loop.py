@@ -181,7 +181,8 @@ class _Run:
             vocab_size=self.model.config.vocab_size,
             device=self.device,
         )
-        self._announce_minutes()
+        if self.steps is None and self.parallel.is_main:
+            logger.info("Training for %g minutes; the steps are planned after the first tenth.", config.minutes)
         show = config.progress and self.parallel.is_main
         bar = progress_bar(desc="training", unit="step", total=self.steps, show=show)
         bar.update(self.step)
@@ -223,13 +224,6 @@ class _Run:
         """Return True if the last checkpoint is old. All processes must call this at the same step."""
         return self.parallel.any(time.perf_counter() - self.saved_at > self.save_pause)
 
-    def _announce_minutes(self) -> None:
-        minutes = self.config.minutes
-        if minutes is None or not self.parallel.is_main:
-            return
-        if self.steps is None:
-            logger.info("Training for %g minutes; the number of steps is planned after the first tenth.", minutes)
-
     def _plan(self) -> None:
         """With `config.minutes`, estimate again how many steps fit into the time."""
         if self.budget is None:
@@ -252,7 +246,10 @@ class _Run:
         for record, line in zip(self.unread, lines, strict=True):
             if not all(map(math.isfinite, line.values())):
                 self._stop_not_finite(record, line)
-        self._account(lines)
+        seconds = time.perf_counter() - self.clock
+        tokens = sum(record.num_tokens for record in self.unread) * self.parallel.world_size
+        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
+        lines[-1] |= {"tokens_per_second": tokens / seconds, "seconds": seconds}
         lines[-1]["router"] = summary(self.parallel.sum(self.load.counts()))
         lines[-1]["evenness"] = min((layer["evenness"] for layer in lines[-1]["router"]), default=1.0)
         if self.parallel.is_main:
@@ -265,12 +262,6 @@ class _Run:
         self.unread = []
         self.load.reset()
         self.clock = time.perf_counter()
-
-    def _account(self, lines: list[dict[str, Any]]) -> None:
-        seconds = time.perf_counter() - self.clock
-        tokens = sum(record.num_tokens for record in self.unread) * self.parallel.world_size
-        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
-        lines[-1] |= {"tokens_per_second": tokens / seconds, "seconds": seconds}
 
     def _stop_not_finite(self, record: TrainStep, line: Mapping[str, Any]) -> None:
         last = self.checkpoints.latest()

@@ -37,7 +37,6 @@ class Terms:
 
 
 @runtime_checkable
-@runtime_checkable
 class Measure(Protocol):
     """The interface of objectives. The call is a function of the model, the rows and their seeds alone.
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.prediction import Prediction
 from dgemma.doors import replaceable
 from dgemma.model.attention import Mask
@@ -253,20 +254,14 @@ def self_cond_signal(
     return torch.where(noisy.self_cond[..., None, None], signal, 0.0 if off is None else off)
 
 
-class SelfCond(NamedTuple):
-    """A request for self-conditioning: a first pass that proposes the tokens in `allowed` (1, 1, V); None means all."""
-
-    allowed: Tensor | None
-
-
 OfLogits = Callable[..., Tensor]  # (logits (m, V), *values (m, 1)) → (m,)
 
 
 class OnePass:
     """Predictions of a `DiffusionGemma`: the text is read once, then all canvases of a row are predicted together."""
 
-    def __init__(self, model: DiffusionGemma, canvases: Canvases, self_cond: SelfCond | None) -> None:
-        self.model, self.canvases, self.self_cond = model, canvases, self_cond
+    def __init__(self, model: DiffusionGemma, canvases: Canvases, proposer: Noise | None) -> None:
+        self.model, self.canvases, self.proposer = model, canvases, proposer
         self.clean = read_clean(model, canvases.tokens, documents=canvases.documents)
         self.masks = masks_of(model, canvases)
 
@@ -276,8 +271,9 @@ class OnePass:
         The result is 0 where nothing is scored, and no logits are computed there.
         """
         hidden = self._predict(z, level, None)
-        if self.self_cond is not None:
-            hidden = self._predict(z, level, head.soft_embedding(self.model, hidden, allowed=self.self_cond.allowed))
+        if self.proposer is not None:
+            allowed = self.proposer.proposable(None, z.device)
+            hidden = self._predict(z, level, head.soft_embedding(self.model, hidden, allowed=allowed))
         scored = self.canvases.scored
         cost = head.map_logits(
             function,
@@ -308,13 +304,13 @@ class OnePass:
 class ByCanvas:
     """Predictions of any `Denoiser`, one canvas at a time, through `encode` and `denoise`."""
 
-    def __init__(self, model: Denoiser, canvases: Canvases, self_cond: SelfCond | None) -> None:
+    def __init__(self, model: Denoiser, canvases: Canvases, proposer: Noise | None) -> None:
         if canvases.packing is not None:
             raise ValueError(
                 f"evaluate source must have one text per row for a {type(model).__name__}, got rows that pack several. "
                 "Read the texts with scan."
             )
-        self.model, self.canvases, self.self_cond = model, canvases, self_cond
+        self.model, self.canvases, self.proposer = model, canvases, proposer
 
     @cached_property
     def _prefixes(self) -> list[Cache]:
@@ -332,8 +328,8 @@ class ByCanvas:
             if not self.model.takes_position_levels:  # the level of the scored tokens, for the whole canvas
                 levels = torch.where(scored, levels, 0.0).amax(-1, keepdim=True).expand_as(levels)
             prediction = self._denoise(canvas, prefix, levels, None)
-            if self.self_cond is not None:
-                first = prediction.shaped(allowed=self.self_cond.allowed)
+            if self.proposer is not None:
+                first = prediction.shaped(allowed=self.proposer.proposable(None, z.device))
                 prediction = self._denoise(canvas, prefix, levels, first)
             values = (each[scored][:, None] for each in (self.canvases.x[:, number], canvas, levels))
             cost = function(prediction.logits[scored], *values)
@@ -355,8 +351,11 @@ class ByCanvas:
         return self.model.denoise(canvas, prefix, self_cond=self_cond, noise_level=noise_level)  # type: ignore[call-arg]
 
 
-def read_canvases(model: Denoiser, canvases: Canvases, self_cond: SelfCond | None = None) -> OnePass | ByCanvas:
-    """Read the text of the canvases, in the fastest way that the model allows."""
+def read_canvases(model: Denoiser, canvases: Canvases, *, proposer: Noise | None = None) -> OnePass | ByCanvas:
+    """Read the text of the canvases, in the fastest way that the model allows.
+
+    proposer: a noise requests self-conditioning, by a first pass that proposes the tokens which are not masks.
+    """
     if isinstance(model, DiffusionGemma):
-        return OnePass(model, canvases, self_cond)
-    return ByCanvas(model, canvases, self_cond)
+        return OnePass(model, canvases, proposer)
+    return ByCanvas(model, canvases, proposer)

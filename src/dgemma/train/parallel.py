@@ -19,6 +19,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,18 +35,6 @@ Result = TypeVar("Result")
 
 ADAPTERS_FILE = "adapters.safetensors"
 _PARTS = "parts"  # the metadata entry with the place of each part
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 class Parallel:
@@ -102,9 +91,6 @@ class Parallel:
         """
         return run()
 
-    def before_backward(self, model: nn.Module, *, last: bool) -> None:
-        """Prepare the backward pass of a micro-batch. Gradients need to be complete only after the `last` one."""
-
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         """Scale the gradients to a joint norm of at most `max_norm`; return the norm before scaling, shape ()."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
@@ -129,7 +115,7 @@ class TensorPart(NamedTuple):
     whole: tuple[int, ...]
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-    dtype: torch.dtype | None
+    dtype: torch.dtype
 
 
 def save_parts(folder: Path, state: Mapping[str, Tensor], *, rank: int, world_size: int) -> Path:
@@ -194,7 +180,7 @@ def _read_parts(folder: Path) -> dict[str, list[TensorPart]]:
         with open_tensors(path) as file:
             places = parse_json((file.metadata() or {}).get(_PARTS, "{}"), f"the places of parts in {path.name}")
             for name in file.keys():  # noqa: SIM118 (no mapping)
-                stored.setdefault(name, []).append(_read_part(path, name, file.get_slice(name), places.get(name)))
+                stored.setdefault(name, []).append(_read_part(path, file, name, places.get(name)))
     for name, parts in stored.items():
         size = sum(math.prod(part.shape) for part in parts)
         if len({(part.whole, part.dtype) for part in parts}) > 1 or size != math.prod(parts[0].whole):
@@ -202,19 +188,20 @@ def _read_parts(folder: Path) -> dict[str, list[TensorPart]]:
     return stored
 
 
-def _read_part(path: Path, name: str, entry: Any, place: Any) -> TensorPart:
+def _read_part(path: Path, file: Any, name: str, place: Any) -> TensorPart:
+    entry = file.get_slice(name)
     shape = tuple(entry.get_shape())
-    whole, offset = shape, (0,) * len(shape)
-    if place is not None:
-        sizes: list[Any] = [place.get("whole"), place.get("offset")] if isinstance(place, dict) else [None]
-        is_place = all(
-            isinstance(each, list) and len(each) == len(shape) and all(type(size) is int and size >= 0 for size in each)
-            for each in sizes
-        )
-        if not is_place or any(o + s > w for w, o, s in zip(*sizes, shape, strict=True)):
-            raise ValueError(f"the place of {name} in {path.name} cannot be {show(place)}")
-        whole, offset = tuple(sizes[0]), tuple(sizes[1])
-    return TensorPart(path, whole, offset, shape, _DTYPES.get(entry.get_dtype()))
+    dtype = entry[:0].dtype if shape else file.get_tensor(name).dtype
+    if place is None:  # the whole tensor
+        return TensorPart(path, shape, (0,) * len(shape), shape, dtype)
+    try:
+        whole, offset = (tuple(map(index, place[key])) for key in ("whole", "offset"))
+        fits = all(o >= 0 and o + s <= w for w, o, s in zip(whole, offset, shape, strict=True))
+    except (TypeError, KeyError, ValueError):
+        fits = False
+    if not fits:
+        raise ValueError(f"the place of {name} in {path.name} cannot be {show(place)}")
+    return TensorPart(path, whole, offset, shape, dtype)
 
 
 def _local_parts(tensor: Tensor) -> list[tuple[Sequence[int], Tensor]]:

@@ -73,10 +73,7 @@ class Updater:
         The learning rate rises for `warmup` updates, and falls until update `steps`, if that is known.
         """
         totals = self._totals(step_input.parts, step)
-        measured = []
-        for number, part in enumerate(step_input.parts, start=1):
-            self.parallel.before_backward(self.model, last=number == len(step_input.parts))
-            measured.append(self.measure(part, totals))
+        measured = [self.measure(part, totals) for part in step_input.parts]
         grad_norm = self.parallel.clip_grad_norm(self.parameters.values(), self.config.clip)
         if step == 1 and self.parallel.world_size == 1:  # in the first update, B = 0 of adapters hides A
             self._warn_of_untrained()

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +56,10 @@ def add_lora(model: DiffusionGemma, lora: LoRA | None = None, *, seed: int = 0) 
 
 
 @torch.no_grad()
-def merge_lora(model: DiffusionGemma, *, quantized: str | None = None) -> dict[str, float]:
+@typed
+def merge_lora(
+    model: DiffusionGemma, *, quantized: Literal["dequantize", "requantize"] | None = None
+) -> dict[str, float]:
     """Add the adapters to the weights and remove them. The model can then be saved and accelerated.
 
     Plain weights are rounded to their dtype, and the logits change only by that rounding. Quantised weights need a
@@ -65,8 +69,6 @@ def merge_lora(model: DiffusionGemma, *, quantized: str | None = None) -> dict[s
     Example: `merge_lora(model); model.save_pretrained("merged")`.
     """
     require_adapters(model, "merge_lora")
-    if quantized not in (None, "dequantize", "requantize"):
-        raise ValueError(f"merge_lora quantized must be None, 'dequantize' or 'requantize', got {quantized!r}.")
     adapted = list(adapted_modules(model))
     if quantized is None and any(list(quantized_weights(module)) for _, module in adapted):
         raise ValueError(
@@ -101,12 +103,13 @@ def drop_lora(model: DiffusionGemma) -> None:
     Example: `load_lora(model, "sudoku-lora.safetensors"); ...; drop_lora(model)`.
     """
     require_adapters(model, "drop_lora")
-    # A model that an earlier version pickled has no base_generation, and keeps its noise.
-    base = next(getattr(module, "base_generation", model.generation) for _, module in adapted_modules(model))
+    base = next(module.base_generation for _, module in adapted_modules(model))
     model.generation = replace(
         model.generation, noise=base.noise, entropy_bound=base.entropy_bound, sampler=base.sampler
     )
-    _take_off(model)
+    for name, module in adapted_modules(model):
+        _set_module(model, name, module.base())
+    model.requires_grad_(True)
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -143,12 +146,6 @@ def require_adapters(model: nn.Module, owner: str) -> None:
         raise ValueError(
             f"{owner} model must have adapters, but it has none. Call add_lora(model) or load_lora(model, path) first."
         )
-
-
-def _take_off(model: DiffusionGemma) -> None:
-    for name, module in adapted_modules(model):
-        _set_module(model, name, module.base())
-    model.requires_grad_(True)
 
 
 def _set_module(model: nn.Module, name: str, module: nn.Module) -> None:
