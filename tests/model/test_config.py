@@ -92,9 +92,9 @@ def test_a_text_config_alone_and_a_folder_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"hidden_size": 0}, "hidden_size must be an integer"),
-        ({"hidden_size": True}, "hidden_size must be an integer"),
-        ({"hidden_size": 2**40}, "hidden_size must be an integer"),
+        ({"hidden_size": 0}, r"hidden_size must be (an integer|int)"),
+        ({"hidden_size": True}, r"hidden_size must be (an integer|int)"),
+        ({"hidden_size": 2**40}, r"hidden_size must be (an integer|int)"),
         ({"num_experts": 4, "top_k_experts": 5}, "top_k_experts must be at most num_experts"),
         ({"num_key_value_heads": 3}, "num_key_value_heads must divide"),
         ({"head_dim": 15}, "head_dim must be even"),
@@ -127,7 +127,7 @@ def test_missing_fields_and_wrong_models_are_named(tmp_path):
         ModelConfig.from_hf(published)
     with pytest.raises(ValueError, match=r"model_type must be 'diffusion_gemma'.*got 'llama'"):
         ModelConfig.from_hf({"model_type": "llama"})
-    with pytest.raises(ValueError, match="vision_config must be a dictionary or None, got True"):
+    with pytest.raises(ValueError, match=r"vision_config must be Mapping.*got True"):
         ModelConfig.from_hf(dgemma.presets.tiny().to_hf() | {"vision_config": True})
     for change, sentence in (
         ({"hidden_size": 0}, "VisionConfig.hidden_size must be an integer from 1"),

@@ -117,8 +117,9 @@ class ModelConfig(DenoiserConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_field(isinstance(self.layer_types, list | tuple), self, "layer_types", "be a tuple of names")
-        object.__setattr__(self, "layer_types", tuple(self.layer_types))
+        if isinstance(self.layer_types, list):
+            object.__setattr__(self, "layer_types", tuple(self.layer_types))
+        check_types(self)
         for name in _LAYER_SIZES:
             _check_size(self, name)
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
@@ -126,7 +127,6 @@ class ModelConfig(DenoiserConfig):
             require_field(_is_int(value, 0) and value < self.vocab_size, self, name, "be a token id below vocab_size")
         for name in ("rms_norm_eps", "final_logit_softcapping", "initializer_range"):
             require_field(_is_positive(getattr(self, name)), self, name, "be a finite number above 0")
-        require_field(isinstance(self.noise_conditioning, bool), self, "noise_conditioning", "be True or False")
         require_field(len(self.layer_types) == self.num_hidden_layers, self, "layer_types", "name one type per layer")
         known = all(kind in (SLIDING, FULL) for kind in self.layer_types)
         require_field(known, self, "layer_types", f"hold only {SLIDING!r} or {FULL!r}")
@@ -136,17 +136,12 @@ class ModelConfig(DenoiserConfig):
         for kv, head in (("num_key_value_heads", "head_dim"), ("num_global_key_value_heads", "global_head_dim")):
             require_field(self.num_attention_heads % getattr(self, kv) == 0, self, kv, "divide num_attention_heads")
             require_field(getattr(self, head) % 2 == 0, self, head, "be even, because rope rotates pairs")
-        has_vision = isinstance(self.vision_config, Mapping)
-        require_field(self.vision_config is None or has_vision, self, "vision_config", "be a dictionary or None")
-        require_field(isinstance(self.carried, Mapping), self, "carried", "be a dictionary")
-        if has_vision:
+        if self.vision_config is not None:
             _ = self.vision  # checks its fields
             fits = _is_int(self.image_token_id, 0) and self.image_token_id < self.vocab_size
             require_field(
                 fits, self, "image_token_id", "be a token id below vocab_size", "Set carried['image_token_id']."
             )
-        is_mapping = isinstance(self.rope_parameters, Mapping)
-        require_field(is_mapping, self, "rope_parameters", "map the types of layers to their parameters")
         for kind in dict.fromkeys((*self.layer_types, *self.rope_parameters)):
             _check_rope(self.rope_parameters, kind)
 
@@ -305,7 +300,8 @@ class GenerationDefaults:
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "max_denoising_steps"):
             require_field(_is_int(getattr(self, name), 1), self, name, "be an integer of at least 1")
-        require_field(_is_int(self.stability_threshold, 0), self, "stability_threshold", "be an integer of at least 0")
+        for name in ("stability_threshold", "pad_token_id"):
+            require_field(_is_int(getattr(self, name), 0), self, name, "be an integer of at least 0")
         for name in ("t_max", "t_min"):
             require_field(_is_positive(getattr(self, name)), self, name, "be a finite number above 0")
         for name in ("entropy_bound", "confidence_threshold"):
@@ -314,7 +310,6 @@ class GenerationDefaults:
         require_field(self.t_min <= self.t_max, self, "t_min", "be at most t_max")
         ids = isinstance(self.eos_token_id, list | tuple) and all(_is_int(t, 0) for t in self.eos_token_id)
         require_field(ids, self, "eos_token_id", "be a tuple of token ids")
-        require_field(_is_int(self.pad_token_id, 0), self, "pad_token_id", "be a token id")
         for name, key, example in (("noise", "kind", "uniform"), ("sampler", "name", "ancestral")):
             entry = getattr(self, name)
             named = entry is None or (isinstance(entry, Mapping) and isinstance(entry.get(key), str))

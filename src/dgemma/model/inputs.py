@@ -30,26 +30,16 @@ def check_tokens(model: _Model, tokens: Tensor, cache: Cache, name: str) -> None
     check_ids(tokens, name)
     owner, config, (batch_size, num_new) = f"DiffusionGemma {name}", model.config, tokens.shape
     require(tokens.device == model.device, owner, f"be on the model's device {model.device}", tokens.device, "Move it.")
-    if batch_size == 0 or (name == "canvas" and num_new == 0):
-        raise ValueError(f"{owner} must not be empty, got shape {tuple(tokens.shape)}.")
-    if batch_size != cache.batch_size:
-        raise ValueError(
-            f"{owner} must have the cache's batch size {cache.batch_size}, got {batch_size}. Encode the prefix for "
-            "each row, or cache.select(rows)."
-        )
-    if cache.num_slots + num_new > config.max_position_embeddings:
-        raise ValueError(
-            f"{owner} must end within max_position_embeddings {config.max_position_embeddings}, got {cache.num_slots} "
-            f"cached + {num_new} new. Shorten the prompt."
-        )
+    require(batch_size > 0 and (name != "canvas" or num_new > 0), owner, "not be empty", tokens)
+    fix = "Encode the prefix for each row, or cache.select(rows)."
+    require(batch_size == cache.batch_size, owner, f"have the cache's batch size {cache.batch_size}", batch_size, fix)
+    end, most = cache.num_slots + num_new, config.max_position_embeddings
+    require(end <= most, owner, f"end within max_position_embeddings {most}", end, "Shorten the prompt.")
     # A GPU is not checked: it would have to synchronise, and a wrong id raises a device-side assertion anyway.
     if tokens.device.type == "cpu" and not torch.compiler.is_compiling() and tokens.numel():
         low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= config.vocab_size:
-            raise ValueError(
-                f"{owner} must hold ids in [0, {config.vocab_size}), got {low}..{high}. Use the checkpoint's own "
-                "tokenizer."
-            )
+        fits, rule = low >= 0 and high < config.vocab_size, f"hold ids in [0, {config.vocab_size})"
+        require(fits, owner, rule, f"{low}..{high}", "Use the checkpoint's own tokenizer.")
 
 
 def check_prefix(model: _Model, tokens: Tensor, cache: Cache, attention_mask: Tensor | None) -> Tensor | None:

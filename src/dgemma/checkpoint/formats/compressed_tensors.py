@@ -17,8 +17,8 @@ from dgemma.checkpoint.formats.entry import (
     Entry,
     Names,
     Stored,
+    add_coded,
     coded_modules,
-    header_problems,
     is_linear,
     plain_linears,
     weight_name,
@@ -163,14 +163,8 @@ def _add(
         expected["weight_zero_point"] = (("I32",) if is_packed else ("I8",), zeros)
     if group.reordered or (is_packed and "weight_g_idx" in tensors):  # without it, the order of the columns is lost
         expected["weight_g_idx"] = (INTEGERS, (*rows[:-1], width))
-    problems = header_problems(module, tensors, stored, expected)
     extra = [role for role in tensors if role not in (*expected, *_UNUSED)]
-    problems += [f"unexpected {tensors[role]} for {group.format}" for role in extra]
-    if not problems and group.group_size is not None and width % group.group_size:
-        problems = [f"unreadable {module}: {width} columns are no multiple of its groups of {group.group_size}"]
-    contents.problems.extend(problems)
-    if problems:
-        return
+    problems = [f"unexpected {tensors[role]} for {group.format}" for role in extra]
     decoders: dict[str, tuple[str, Callable[[dict[str, Tensor]], QuantizedWeight]]] = {
         "pack-quantized": (f"int{group.bits}", partial(_decode_packed, bits=group.bits)),
         "nvfp4-pack-quantized": ("nvfp4", _decode_nvfp4),
@@ -178,8 +172,8 @@ def _add(
         "int-quantized": ("int8", _decode_int8),
     }
     name, decode = decoders[group.format]
-    used = {role: tensors[role] for role in expected}
-    contents.entries[weight_name(module)] = Entry(tensors=used, shape=(*rows, width), format=name, decode=decode)
+    weight, size = Entry(shape=(*rows, width), format=name, decode=decode), group.group_size
+    add_coded(contents, stored, tensors, expected, weight, module=module, group_size=size, problems=problems)
 
 
 def _per_row(scale: Tensor, rows: Sequence[int]) -> Tensor:

@@ -3,8 +3,8 @@
 import fnmatch
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,10 +39,10 @@ class Entry:
     A plain tensor has the single role "weight" and no `decode`.
     """
 
-    tensors: Mapping[str, str]  # role → name in the files
     shape: tuple[int, ...]  # of the weight, not of the tensors
     format: str  # "int4", "fp8", ..., or the dtype of a plain tensor
     decode: Callable[[dict[str, Tensor]], QuantizedWeight | Tensor] | None = None
+    tensors: Mapping[str, str] = field(default_factory=dict)  # role → name in the files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,27 +89,42 @@ def plain_linears(contents: Contents) -> list[str]:
     return [module for module in plain if is_linear(module)]
 
 
-def header_problems(
-    module: str,
-    tensors: Mapping[str, str],
-    stored: Mapping[str, Stored],
-    expected: Mapping[str, tuple[Collection[str], tuple[int, ...]]],
-) -> list[str]:
-    """Return what is wrong with the tensors of a module; `expected` has the dtypes and the shape of every role.
+Expected = Mapping[str, tuple[Collection[str], tuple[int, ...]]]  # role → its dtypes and its shape
 
-    A single number may be stored with or without a dimension.
+
+def add_coded(
+    contents: Contents,
+    stored: Mapping[str, Stored],
+    tensors: Mapping[str, str],
+    expected: Expected,
+    weight: Entry,
+    *,
+    module: str,
+    group_size: int | None = None,
+    problems: Sequence[str] = (),
+) -> None:
+    """Add the weight of a module that is stored in codes to the contents, or else what is wrong with its tensors.
+
+    tensors: the module's, by role. group_size must divide the columns. A single number may be stored with or without a
+    dimension.
     """
-    problems = []
+    found = []
     for role, (dtypes, shape) in expected.items():
         if role not in tensors:
-            problems.append(f"missing {module}.{role}")
+            found.append(f"missing {module}.{role}")
             continue
         header = stored[tensors[role]]
         if header.dtype not in dtypes:
-            problems.append(f"unreadable {tensors[role]}: stored as {header.dtype}, not as {' or '.join(dtypes)}")
+            found.append(f"unreadable {tensors[role]}: stored as {header.dtype}, not as {' or '.join(dtypes)}")
         elif header.shape != shape and not (shape == (1,) and header.shape == ()):
-            problems.append(f"misshapen {tensors[role]}: {header.shape}, not {shape}")
-    return problems
+            found.append(f"misshapen {tensors[role]}: {header.shape}, not {shape}")
+    found += problems
+    if not found and group_size is not None and weight.shape[-1] % group_size:
+        found = [f"unreadable {module}: {weight.shape[-1]} columns are no multiple of its groups of {group_size}"]
+    contents.problems.extend(found)
+    if not found:
+        used = {role: tensors[role] for role in expected}
+        contents.entries[weight_name(module)] = replace(weight, tensors=used)
 
 
 def weight_name(module: str) -> str:

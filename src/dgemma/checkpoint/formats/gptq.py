@@ -12,11 +12,10 @@ from dgemma.checkpoint.formats.entry import (
     Contents,
     Entry,
     Stored,
+    add_coded,
     aliases,
     coded_modules,
-    header_problems,
     plain_linears,
-    weight_name,
 )
 from dgemma.checkpoint.formats.settings import Settings
 from dgemma.model.quantized import IntWeight, unpack_nibbles
@@ -70,16 +69,12 @@ def _add(
     }
     if is_reordered or "g_idx" in tensors:  # without it, the order of the columns is lost
         expected["g_idx"] = (INTEGERS, (width,))
-    problems = header_problems(module, tensors, stored, expected)
-    if "weight" in tensors:
-        problems.append(f"unexpected {tensors['weight']}: it is also stored in codes")
-    if not problems and ((size != -1 and width % size) or num_rows % per_word):
-        problems = [f"unreadable {module}: {width} columns are no multiple of its groups of {size}"]
-    contents.problems.extend(problems)
-    if not problems:
-        decode = partial(_decode, bits=bits, shift=shift, symmetric=symmetric)
-        used, shape = {role: tensors[role] for role in expected}, (num_rows, width)
-        contents.entries[weight_name(module)] = Entry(tensors=used, shape=shape, format=f"int{bits}", decode=decode)
+    problems = [f"unexpected {tensors['weight']}: it is also stored in codes"] if "weight" in tensors else []
+    if num_rows % per_word:
+        problems.append(f"unreadable {module}: {num_rows} rows do not fill words of {per_word}")
+    decode, group_size = partial(_decode, bits=bits, shift=shift, symmetric=symmetric), None if size == -1 else size
+    weight = Entry(shape=(num_rows, width), format=f"int{bits}", decode=decode)
+    add_coded(contents, stored, tensors, expected, weight, module=module, group_size=group_size, problems=problems)
 
 
 def _decode(tensors: dict[str, Tensor], *, bits: int, shift: int, symmetric: bool) -> IntWeight:

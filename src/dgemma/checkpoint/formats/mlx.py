@@ -6,16 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dgemma.checkpoint.formats.entry import (
-    FLOATS,
-    Contents,
-    Entry,
-    Stored,
-    aliases,
-    coded_modules,
-    header_problems,
-    weight_name,
-)
+from dgemma.checkpoint.formats.entry import FLOATS, Contents, Entry, Stored, add_coded, aliases, coded_modules
 from dgemma.checkpoint.formats.settings import Settings
 from dgemma.model.quantized import IntWeight
 
@@ -43,15 +34,8 @@ def read_mlx(config: Settings, stored: Mapping[str, Stored]) -> Contents:
         width = words * 32 // bits
         groups = (FLOATS, (*rows, width // size))
         expected = {"weight": (("U32",), codes), "scales": groups, "biases": groups}
-        problems = header_problems(module, tensors, stored, expected)
-        if not problems and width % size:
-            problems = [f"unreadable {module}: {width} columns are no multiple of its groups of {size}"]
-        contents.problems.extend(problems)
-        if not problems:
-            decode, shape = partial(_decode, bits=bits), (*rows, width)
-            contents.entries[weight_name(module)] = Entry(
-                tensors=tensors, shape=shape, format=f"int{bits}", decode=decode
-            )
+        weight = Entry(shape=(*rows, width), format=f"int{bits}", decode=partial(_decode, bits=bits))
+        add_coded(contents, stored, tensors, expected, weight, module=module, group_size=size)
     return contents
 
 

@@ -10,10 +10,9 @@ from dgemma.checkpoint.formats.entry import (
     Entry,
     Names,
     Stored,
+    add_coded,
     coded_modules,
-    header_problems,
     plain_linears,
-    weight_name,
 )
 from dgemma.checkpoint.formats.settings import Settings
 from dgemma.model.quantized import NVFP4_GROUP, NvFp4Weight
@@ -41,14 +40,12 @@ def read_modelopt(config: Settings, stored: Mapping[str, Stored]) -> Contents:
             "weight_scale": (("F8_E4M3",), (*rows, width * 2 // NVFP4_GROUP)),
             "weight_scale_2": (("F32",), (1,)),
         }
-        problems = header_problems(module, tensors, stored, expected)
-        if not problems and module in ignore:
-            problems = [f"unexpected {module}: stored in codes, but the config does not quantise it"]
-        contents.problems.extend(problems)
-        if not problems:
-            used = {role: tensors[role] for role in _REQUIRED}
-            entry = Entry(tensors=used, shape=(*rows, width * 2), format="nvfp4", decode=_decode)
-            contents.entries[weight_name(module)] = entry
+        problems = [f"unexpected {module}: stored in codes, but the config does not quantise it"]
+        weight, problems = (
+            Entry(shape=(*rows, width * 2), format="nvfp4", decode=_decode),
+            problems * (module in ignore),
+        )
+        add_coded(contents, stored, tensors, expected, weight, module=module, problems=problems)
     for module in plain_linears(contents):
         if module not in ignore:
             contents.problems.append(f"missing codes of {module}: stored plainly, but the config quantises it")
