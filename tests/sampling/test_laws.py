@@ -9,19 +9,32 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgemma import DenoiseState, Noise, Prediction
-from dgemma.constraints.token_automaton import TokenAutomaton, with_stops
+from dgemma import DenoiseState, MaskNoise, Noise, Prediction, UniformNoise
+from dgemma.constraints.tables import with_stops
+from dgemma.constraints.token_automaton import TokenAutomaton
 from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.language import Language
 from dgemma.run.knobs import Knobs
 from dgemma.run.step import predict, settle, start_state, step
-from dgemma.sampling import Sampler
+from dgemma.sampling import (
+    P2,
+    Ancestral,
+    EntropyBound,
+    Fork,
+    LeaveOneOutGibbs,
+    ReMDM,
+    Sampler,
+    SoftEntropyBound,
+    SoftThreshold,
+    Threshold,
+)
 from dgemma.sampling.ranking import log_gumbel_choice
 from dgemma.sampling.temperature import ConstantTemperature
 from every_sampler import SAMPLERS, noises
 from rowwise import RowwiseDenoiser
 
 NUM_TOKENS, STOP = 3, 2  # without the mask
+MASK, UNIFORM = MaskNoise(NUM_TOKENS + 1, mask_token_id=NUM_TOKENS), UniformNoise(NUM_TOKENS)
 
 
 @dataclass
@@ -153,7 +166,8 @@ def test_the_probabilities_of_all_runs_add_up_to_one(setting):
 @pytest.mark.parametrize("setting", cases((True, True)))
 def test_the_probability_of_a_run_is_its_frequency(setting):
     """Chi-square over the runs that 2,048 rows should take at least five times; the limit is five deviations."""
-    num_rows, canvas_len, num_steps = 2048, 2, 3
+    num_rows, canvas_len = 2048, 2
+    num_steps = 3 if setting.noise.kind == "mask" or isinstance(setting.sampler, LeaveOneOutGibbs) else 2
     state, model = setting.start(num_rows, canvas_len, num_steps), setting.model
     first = setting.noise.prior(state.uniform("other"))[0]
     state = replace(state, canvas=first.expand(num_rows, -1))
@@ -173,7 +187,72 @@ def test_the_probability_of_a_run_is_its_frequency(setting):
     often = expected >= 5
     chi = ((counts - expected).square() / expected)[often].sum()
     degrees = int(often.sum())
+    assert degrees > 0
     assert chi < degrees + 5 * math.sqrt(2 * degrees)
+
+
+@pytest.mark.parametrize("constrained", [False, True])
+@pytest.mark.parametrize(
+    ("sampler", "noise"),
+    [
+        (SoftThreshold(tau=0.6, softness=0.2), MASK),
+        (SoftThreshold(tau=0.6, softness=0.2), UNIFORM),
+        (SoftEntropyBound(bound=0.5, softness=0.3), MASK),
+        (SoftEntropyBound(bound=0.5, softness=0.3), UNIFORM),
+        (Fork(tau=0.6), MASK),
+        (Ancestral(), UNIFORM),
+        (P2(), MASK),
+        (ReMDM(strategy="conf"), MASK),
+    ],
+    ids=str,
+)
+def test_the_policy_gradient_is_the_gradient_of_the_expected_reward(sampler, noise, constrained):
+    """Over all runs, with self-conditioning; rewards are random numbers per text. The slope is a central difference."""
+    setting = Setting(sampler, noise, self_cond=True, constrained=constrained)
+    model, generator = setting.model, torch.Generator().manual_seed(3)
+    rewards = torch.randn(4, 4, generator=generator, dtype=torch.float64)
+    direction = torch.randn(model.table.shape, generator=generator, dtype=torch.float64)
+
+    def weighed(scale: float) -> tuple[Tensor, Tensor]:
+        """The probabilities of all runs times their rewards, and their log-probabilities."""
+        model.table = table + scale * direction
+        log_prob, noise_prob, draft = all_runs(setting, 2, 2, model)
+        return log_prob.exp() * noise_prob * rewards[draft[:, 0], draft[:, 1]], log_prob
+
+    table = model.table.requires_grad_()
+    value, log_prob = weighed(0.0)
+    (gradient,) = torch.autograd.grad((value.detach() * log_prob).sum(), [table])
+    with torch.no_grad():
+        expected = (weighed(1e-5)[0].sum() - weighed(-1e-5)[0].sum()) / 2e-5
+    assert float((gradient * direction).sum()) == pytest.approx(float(expected), rel=1e-6)
+    assert abs(float(expected)) > 1e-4
+
+
+@pytest.mark.parametrize("noise", [MASK, UNIFORM], ids=["mask", "uniform"])
+def test_soft_rules_become_the_hard_rules_as_they_harden(noise):
+    pairs = [(SoftEntropyBound(bound=0.5, softness=1e-9), EntropyBound(bound=0.5))]
+    if noise is MASK:
+        pairs.append((SoftThreshold(tau=0.6, softness=1e-9), Threshold(tau=0.6)))
+    for soft, hard in pairs:
+        setting = Setting(soft, noise, self_cond=False, constrained=False)
+        state = setting.start(256, 4, 3)
+        prediction = predict(setting.model, state, cache=None, knobs=setting.knobs)
+        shifted = Prediction(prediction.logits + torch.rand(256, 4, 1) * prediction.logits)  # rows differ
+        found, wanted = soft(shifted, state), hard(shifted, state)
+        assert torch.equal(found.write, wanted.write)
+        assert torch.equal(found.tokens, wanted.tokens)
+        law = soft.law(shifted, state, replace(wanted, renoise=state.open & ~wanted.write))
+        rule = hard.law(shifted, state, wanted)
+        torch.testing.assert_close(law.log_prob, rule.log_prob, rtol=1e-9, atol=1e-9)
+
+
+def test_fork_writes_what_is_sure_or_the_leftmost_open_position():
+    logits = torch.tensor([[[0.0, 0, 9], [0, 0, 0], [9, 0, 0]], [[0.0, 0, 1], [0, 0, 0], [2, 0, 0]]])
+    state = Setting(Fork(), UNIFORM, self_cond=False, constrained=False).start(2, 3, 3)
+    state = replace(state, open=torch.tensor([[True, True, True], [False, True, True]]))
+    decision = Fork(tau=0.9)(Prediction(logits), state)
+    assert decision.write.tolist() == [[True, False, True], [False, True, False]]
+    assert decision.renoise.tolist() == [[False, True, False], [False, False, True]]
 
 
 def test_gumbel_choices_have_the_probability_of_plackett_and_luce():

@@ -8,11 +8,14 @@ from dgemma.sampling.confidence import Confidence
 from dgemma.sampling.editing import TokenEditing
 from dgemma.sampling.entropy_bound import EntropyBound
 from dgemma.sampling.first_hitting import FirstHitting
+from dgemma.sampling.fork import Fork
 from dgemma.sampling.gibbs import LeaveOneOutGibbs
 from dgemma.sampling.klass import KLASS
 from dgemma.sampling.p2 import P2
 from dgemma.sampling.refinement import BlockRefinement
 from dgemma.sampling.remdm import ReMDM
+from dgemma.sampling.soft_bound import SoftEntropyBound
+from dgemma.sampling.soft_threshold import SoftThreshold
 from dgemma.sampling.stopping import ConfidenceGap, EndOfText, StableAndConfident, StepCap, StopRule, Unchanged
 from dgemma.sampling.temperature import ConstantTemperature, LinearTemperature, Temperature
 from dgemma.sampling.threshold import FactorThreshold, Threshold
@@ -30,11 +33,14 @@ __all__ = [
     "EntropyBound",
     "FactorThreshold",
     "FirstHitting",
+    "Fork",
     "Law",
     "LeaveOneOutGibbs",
     "LinearTemperature",
     "ReMDM",
     "Sampler",
+    "SoftEntropyBound",
+    "SoftThreshold",
     "StableAndConfident",
     "StepCap",
     "StopRule",

@@ -1,0 +1,40 @@
+"""Fork: parallel where the model is sure, and one token from the left where it is not (ForkGRPO's rollout rule)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dgemma.checks import check_probability
+from dgemma.diffusion.decision import Decision
+from dgemma.diffusion.law import Law, law_of_rule
+from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.state import DenoiseState
+from dgemma.sampling.base import Sampler
+from dgemma.sampling.ranking import propose
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fork(Sampler):
+    """Commit every open position whose confidence is at least `tau`. If there is none, commit the leftmost open one.
+
+    A step of the second kind is a fork: the model is not sure, and the token that it draws decides how the text goes
+    on. Always taking the most certain position instead makes reinforcement learning collapse to few texts.
+
+    Example: `Fork(tau=0.9)`.
+    """
+
+    tau: float = 0.9
+    greedy: bool = False
+    valid_for: ClassVar[frozenset[str]] = frozenset({"mask", "uniform"})
+
+    def __post_init__(self) -> None:
+        check_probability(self, "tau", fix="Use 1 to write from left to right.")
+
+    def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
+        sure = state.open & (prediction.confidence >= self.tau)
+        leftmost = state.open & (state.open.cumsum(-1) == 1)
+        write = sure | (leftmost & ~sure.any(-1, keepdim=True))
+        tokens = propose(prediction, state, greedy=self.greedy)
+        return Decision(tokens=tokens, write=write, renoise=state.open & ~write)
+
+    def law(self, prediction: Prediction, state: DenoiseState, decision: Decision) -> Law:
+        return law_of_rule(self(prediction, state), prediction, state, decision, drawn=not self.greedy)

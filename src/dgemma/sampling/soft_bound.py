@@ -1,0 +1,47 @@
+"""Entropy-bound acceptance with random positions, whose probabilities have gradients (Plackett-Luce)."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from dgemma.checks import check_finite
+from dgemma.diffusion import draws
+from dgemma.diffusion.decision import Decision
+from dgemma.diffusion.law import Law, law_of_rule
+from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.state import DenoiseState
+from dgemma.sampling.entropy_bound import EntropyBound
+from dgemma.sampling.ranking import best, certainty, is_choice, log_gumbel_choice
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftEntropyBound(EntropyBound):
+    """Accept as many positions as `EntropyBound` does, drawn one after another from softmax(certainty / softness).
+
+    A hard rule has no gradient in its positions, and other weights may make its runs impossible. Here every choice of
+    positions has a probability, which a policy gradient can change. Only their number follows from the prediction
+    without randomness. With a softness near 0 it is `EntropyBound`.
+
+    Example: `SoftEntropyBound(bound=0.1, softness=0.05)`.
+    """
+
+    softness: float = 0.05
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_finite(self, "softness", above=0, fix="Use EntropyBound for a strict order.")
+
+    def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
+        hard = super().__call__(prediction, state)
+        score = certainty(prediction, self.order).double() / self.softness + draws.gumbel(state.uniform("order"))
+        accept = best(score, state.open, hard.write.sum(-1))
+        return replace(hard, write=accept, renoise=state.open & ~accept)
+
+    def law(self, prediction: Prediction, state: DenoiseState, decision: Decision) -> Law:
+        hard = super().__call__(prediction, state)
+        fits = is_choice(decision.write, state.open, hard.write.sum(-1))[:, None]
+        write = torch.where(fits, decision.write, hard.write)
+        implied = replace(hard, write=write, renoise=state.open & ~write)
+        law = law_of_rule(implied, prediction, state, decision, drawn=not self.greedy)
+        score = certainty(prediction, self.order).double() / self.softness
+        return law._replace(drawn=law.drawn + log_gumbel_choice(score, decision.write, state.open))

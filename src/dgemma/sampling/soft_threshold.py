@@ -1,0 +1,65 @@
+"""Threshold decoding with random positions: one Bernoulli draw per position, whose probability has a gradient."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dgemma.checks import check_finite, check_probability
+from dgemma.diffusion import draws
+from dgemma.diffusion.decision import Decision
+from dgemma.diffusion.law import Law, law_of_rule
+from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.state import DenoiseState
+from dgemma.sampling.base import Sampler
+from dgemma.sampling.ranking import best, propose
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftThreshold(Sampler):
+    """Commit each open position with probability sigmoid((confidence - `tau`) / `softness`).
+
+    If no position is drawn, one is drawn from softmax(confidence / softness). So the probability of a run is a smooth
+    function of the weights, positions included: suited to policy gradients and importance ratios. With a softness near
+    0 it is `Threshold`. Under uniform noise, commits persist and the rest returns to noise.
+
+    Example: `SoftThreshold(tau=0.9, softness=0.05)`.
+    """
+
+    tau: float = 0.9
+    softness: float = 0.05
+    greedy: bool = False
+    valid_for: ClassVar[frozenset[str]] = frozenset({"mask", "uniform"})
+
+    def __post_init__(self) -> None:
+        check_probability(self, "tau", fix="Use 0.9, as published for Threshold.")
+        check_finite(self, "softness", above=0, fix="Use Threshold for a strict rule.")
+
+    def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
+        score = self._score(prediction)
+        accept = state.open & (state.uniform("position") < score.sigmoid())
+        one = best(score + draws.gumbel(state.uniform("order")), state.open, 1)
+        return self._decide(prediction, state, torch.where(accept.any(-1, keepdim=True), accept, one))
+
+    def law(self, prediction: Prediction, state: DenoiseState, decision: Decision) -> Law:
+        score, write = self._score(prediction), decision.write
+        num_written = write.sum(-1)
+        fits = (state.open | ~write).all(-1) & ((num_written > 0) | ~state.open.any(-1))
+        implied = self(prediction, state)
+        implied = self._decide(prediction, state, torch.where(fits[:, None], write, implied.write))
+        law = law_of_rule(implied, prediction, state, decision, drawn=not self.greedy)
+        refused = F.logsigmoid(-score).masked_fill(~state.open, 0.0)
+        drawn = torch.where(write, F.logsigmoid(score), refused).sum(-1)
+        # A single position may also have been drawn because no other was.
+        chosen = score.masked_fill(~state.open, -torch.inf).log_softmax(-1).masked_fill(~write, 0.0).sum(-1)
+        instead = torch.logaddexp(drawn, refused.sum(-1) + chosen)
+        return law._replace(drawn=law.drawn + torch.where(num_written == 1, instead, drawn))
+
+    def _score(self, prediction: Prediction) -> Tensor:
+        return (prediction.confidence.double() - self.tau) / self.softness
+
+    def _decide(self, prediction: Prediction, state: DenoiseState, write: Tensor) -> Decision:
+        tokens = propose(prediction, state, greedy=self.greedy)
+        return Decision(tokens=tokens, write=write, renoise=state.open & ~write)
