@@ -6,7 +6,7 @@ from dgemma_kernels.formats.float8 import Quantized
 from dgemma_kernels.ops.experts import expert_down, expert_gate_up
 from dgemma_kernels.ops.norms import layer_tail
 from dgemma_kernels.ops.product import multiply_row
-from dgemma_kernels.ops.token import choose_token, score_token, settle_token
+from dgemma_kernels.ops.token import choose_token, score_token
 
 WIDTH, HIDDEN, EXPERTS, ACTIVE, VOCABULARY = 2816, 704, 128, 8, 262_144
 WGMMA: set[str] = set()
@@ -33,15 +33,9 @@ def run_half_layer(dtype: torch.dtype, float8: bool) -> None:
     layer_tail(x, dense, rows, [norm] * 3, scalar, norm, 1e-6, float8=float8, alone=True)
 
 
-def run_settle() -> None:
-    number = empty(1, dtype=torch.int64)
-    settle_token(number[:, None], empty(1, dtype=torch.float32), empty(5, 1, dtype=torch.int64), number, 0)
-
-
 CALLS = {
     "half a layer": lambda: run_half_layer(torch.bfloat16, False),
     "half a layer, float8": lambda: run_half_layer(torch.bfloat16, True),
     "half a layer, float32": lambda: run_half_layer(torch.float32, False),
     "float8 head": lambda: multiply_row(empty(1, WIDTH), empty_float8(VOCABULARY, WIDTH)),
-    "settle": run_settle,
 }

@@ -69,15 +69,3 @@ def test_the_experts_multiply_the_tiles_of_a_token(device):
         gate, up = (x.double() @ gate_up[expert].double().T).chunk(2, -1)
         row = torch.nn.functional.gelu(gate, approximate="tanh") * up @ down[expert].double().T
         assert error(out[:, at], row * top.values[at] / top.values.sum()) < 1e-5
-
-
-def test_a_settled_token_pads_done_rows_stops_and_reports_nan(device):
-    nan = float("nan")
-    drawn = torch.tensor([[7], [9], [5], [5], [9]], device=device)
-    entropy = torch.tensor([[1.0], [0.0], [nan], [nan], [1.0]], device=device)[:, 0]
-    done = [0, 0, 0, 1, 1]
-    state = torch.tensor([[1] * 5, [4] * 5, done, [0] * 5, [11, 12, 13, 14, 15]], device=device)
-    for settle in (kernel.settle_token, reference.settle_token):
-        after = settle(drawn, entropy, state, torch.tensor([9, 3], device=device), 2)
-        assert after.tolist() == [[7, 9, 5, 2, 2], [5] * 5, [0, 1, 0, 1, 1], [0, 0, 1, 0, 0], [11, 12, 13, 14, 15]]
-        assert settle(drawn, entropy, state, state.new_empty(0), 2)[2].tolist() == done

@@ -258,3 +258,17 @@ def remembered(graphs: Any, key: Any, make: Callable[[], Any]) -> Any:
     while len(graphs) > _MOST_GRAPHS:
         graphs.popitem(last=False)
     return graphs[key]
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy sources[i] to targets[i] for all i, with one launch per dtype.
+
+    Example: `copy_all([x], [torch.ones_like(x)])`.
+    """
+    groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        of_dtype = groups.setdefault(target.dtype, ([], []))
+        of_dtype[0].append(target)
+        of_dtype[1].append(source)
+    for group in groups.values():
+        torch._foreach_copy_(*group)

@@ -1,7 +1,7 @@
 """Reads prompts and single tokens causally into a prefix cache; a forward whose size repeats becomes a CUDA graph."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from dgemma.model.causal import CausalRule, CausalState
 from dgemma_kernels.engine.cache import BufferPool, CacheBuffers, FusedCache
-from dgemma_kernels.engine.graphs import Replay, compile_together, remembered, side_stream
+from dgemma_kernels.engine.graphs import Replay, compile_together, copy_all, remembered, side_stream
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits
 from dgemma_kernels.engine.workspace import Workspace
 from dgemma_kernels.ops.draws import kernel as draws
-from dgemma_kernels.ops.token import settle_token
 
 _IN_A_ROW = 3
 _MOST_REHEARSED = 4  # rows; for more, the kernels of a step are not compiled together with those of a prompt
@@ -194,56 +193,36 @@ class CapturedRead:
         return self.graph.result.clone()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _PackedState(CausalState):
-    """A state whose tensors are views of one packed tensor, so that one launch copies them."""
-
-    packed: Tensor  # (5, B) int64: token, number, done, broken, seeds
-    views: dict[str, Tensor]  # views of `packed` by field; a field that differs from its view was replaced
-
-
-def _unpack(packed: Tensor) -> _PackedState:
-    token, number, _, _, seeds = packed
-    done, broken = packed[2:4].view(torch.bool)[:, ::8]  # the first byte of each number
-    views = {"token": token[:, None], "number": number, "done": done, "broken": broken, "seeds": seeds}
-    return _PackedState(**views, packed=packed, views=views)
-
-
-def _pack(state: CausalState) -> Tensor:
-    if isinstance(state, _PackedState) and all(getattr(state, name) is view for name, view in state.views.items()):
-        return state.packed
-    columns = (state.token[:, 0], state.number, state.done, state.broken, state.seeds)
-    return torch.stack([column.long() for column in columns])
-
-
 class CapturedCausalStep:
     """One autoregressive token over static tensors: forward, head, draw and stop test."""
 
     def __init__(self, workspace: Workspace, state: CausalState, rule: CausalRule, buffers: CacheBuffers) -> None:
-        self._packed = _pack(state).clone()
-        static, forward = _unpack(self._packed), workspace.forward
-        no_block = torch.zeros_like(static.seeds)
-        stops = torch.tensor(rule.eos_token_ids, dtype=torch.int64, device=no_block.device)
-        self._constants = no_block, stops  # keeps them: the graph reads their memory, but holds no reference
+        self._inputs = {name: x.clone() for name, x in _fields(state).items()}
+        static, forward = CausalState(**self._inputs), workspace.forward
+        no_block = self._no_block = torch.zeros_like(static.seeds)  # kept, because the graph reads its memory
 
         def predict() -> FusedPrediction:
             logits = forward.head(forward.read(static.token, buffers, last=True))
             return FusedPrediction(Logits(logits.unflatten(0, static.token.shape)), (workspace.softcap,))
 
-        def run() -> Tensor:
+        def run() -> dict[str, Tensor]:
             with side_stream(no_block.device) as join:
                 uniform = draws.uniform(static.seeds, no_block, static.number, 1, "token")
             prediction = predict()
             join()
-            drawn, entropy = rule.draw(prediction, uniform)
-            return settle_token(drawn, entropy, self._packed, stops, rule.pad_token_id)
+            return _fields(rule.choose(prediction, static, uniform))
 
-        launches = (
-            run if rule.top_k in (None, 1) and rule.top_p is None else predict
-        )  # a draw in PyTorch may index by the prediction
+        # A draw in PyTorch may index by the prediction, which `compile_together` does not compute.
+        launches = run if rule.top_k in (None, 1) and rule.top_p is None else predict
         self.graph = Replay(run, workspace.memory, launches)
 
     def __call__(self, state: CausalState) -> CausalState:
-        self._packed.copy_(_pack(state))
+        copy_all(list(self._inputs.values()), list(_fields(state).values()))
         self.graph.replay()
-        return _unpack(self.graph.result.clone())
+        after = {name: torch.empty_like(x) for name, x in self.graph.result.items()}
+        copy_all(list(after.values()), list(self.graph.result.values()))
+        return replace(state, **after)
+
+
+def _fields(state: CausalState) -> dict[str, Tensor]:
+    return {field.name: getattr(state, field.name) for field in fields(CausalState)}

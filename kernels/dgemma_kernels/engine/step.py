@@ -22,7 +22,7 @@ from dgemma.run.records import StepRecord
 from dgemma.run.step import Settled, decide, predict, record_step, settle, shape
 from dgemma_kernels.engine import published
 from dgemma_kernels.engine.cache import CacheBuffers, FusedCache
-from dgemma_kernels.engine.graphs import CaptureError, Replay, remembered, side_stream
+from dgemma_kernels.engine.graphs import CaptureError, Replay, copy_all, remembered, side_stream
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits, VocabularySweep
 from dgemma_kernels.engine.workspace import Workspace
 from dgemma_kernels.ops.draws import kernel as draws
@@ -120,7 +120,7 @@ class CapturedStep:
         """Copy a state to the inputs: the leaves of `_carried(state)`, and its soft embedding."""
         if self._postponed is not None and postponed is not None:
             self._postponed.copy_(postponed)
-        _copy_all(_tensors(self._inputs), _tensors(leaves))
+        copy_all(_tensors(self._inputs), _tensors(leaves))
         self._signal.copy_(signal)
 
     def replay(self, state: DenoiseState) -> tuple[DenoiseState, dict[str, Tensor], FusedPrediction]:
@@ -151,7 +151,7 @@ class CapturedStep:
     def _copy_results(self, leaves: list) -> Any:
         """Return the results of the last replay, whose inputs had the values `leaves`. One launch copies all."""
         new = {key: torch.empty_like(tensor) for key, tensor in self._computed.items()}
-        _copy_all(_as_bytes([*new.values()]), self._computed_bytes)
+        copy_all(_as_bytes([*new.values()]), self._computed_bytes)
         new |= {key: leaves[at] for key, at in self._input_at.items()}
         return tree_unflatten([new[id(x)] if isinstance(x, Tensor) else x for x in self._results], self._form)
 
@@ -229,7 +229,7 @@ class _StaticStep:
         # A new value may share memory with an input, which the copies below overwrite. So it is cloned first.
         input_memory = {_memory(x) for x in _tensors(self.inputs)}
         new_values = [new.clone() if _memory(new) in input_memory else new for _, new in changes]
-        _copy_all(_as_bytes([old for old, _ in changes]), _as_bytes(new_values))
+        copy_all(_as_bytes([old for old, _ in changes]), _as_bytes(new_values))
         return signal
 
 
@@ -333,17 +333,6 @@ def _tensors(leaves: list) -> list[Tensor]:
 def _memory(tensor: Tensor) -> int:
     """Return the address of the storage: the same for a tensor and all its views."""
     return tensor.untyped_storage().data_ptr()
-
-
-def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy sources[i] to targets[i] for all i, with one launch per dtype."""
-    groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        of_dtype = groups.setdefault(target.dtype, ([], []))
-        of_dtype[0].append(target)
-        of_dtype[1].append(source)
-    for group in groups.values():
-        torch._foreach_copy_(*group)
 
 
 def _as_bytes(tensors: list[Tensor]) -> list[Tensor]:

@@ -23,8 +23,6 @@ from dgemma_kernels.ops.norms.kernel import (
 )
 from dgemma_kernels.ops.router.kernel import ExpertTiles, choose_experts
 
-_ROWS = 128  # of a batch per program of `settle_token`
-
 
 def score_token(
     attention: Tensor,
@@ -98,35 +96,6 @@ def choose_token(
         **dependent_launch(device),
     )
     return weights, ExpertTiles(pairs, tiles, finished, queue, num_experts, num_active, rows_per_tile)
-
-
-def settle_token(drawn: Tensor, entropy: Tensor, state: Tensor, stops: Tensor, pad_token_id: int) -> Tensor:
-    """Return the state after a token: padding and stop test as in `dgemma.tasks.autoregressive.CausalRule.choose`.
-
-    drawn: (B, 1) int64, entropy: (B,). state: (5, B) int64, the rows token, number, done, broken and seed. stops: (n,)
-    int64.
-
-    Example: `settle_token(drawn, entropy, state, torch.tensor([1, 106], device="cuda"), 0)`.
-    """
-    batch = state.shape[1]
-    assert state.shape == (5, batch)
-    assert state.is_contiguous()
-    out = torch.empty_like(state)
-    _settle_token_kernel[(triton.cdiv(batch, _ROWS),)](
-        drawn,
-        entropy,
-        state,
-        stops,
-        out,
-        batch,
-        pad_token_id,
-        stops.numel(),
-        drawn.stride(0),
-        entropy.stride(0),
-        ROWS=_ROWS,
-        num_warps=1,
-    )
-    return out
 
 
 @triton.jit
@@ -209,36 +178,3 @@ def _choose_token_kernel(
     tl.store(tiles + slots * 3 + 2, 1, mask=active)
     tl.store(queue, 0)
     tl.store(queue + 1, NUM_ACTIVE)
-
-
-@triton.jit(do_not_specialize=["batch", "pad_token", "num_stops", "drawn_stride", "entropy_stride"])
-def _settle_token_kernel(
-    drawn: tl.tensor,
-    entropy: tl.tensor,
-    state: tl.tensor,
-    stops: tl.tensor,
-    out: tl.tensor,
-    batch: tl.tensor,
-    pad_token: tl.tensor,
-    num_stops: tl.tensor,
-    drawn_stride: tl.tensor,
-    entropy_stride: tl.tensor,
-    ROWS: tl.constexpr,
-) -> None:
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    there = row < batch
-    was_done = tl.load(state + 2 * batch + row, mask=there, other=0)
-    token = tl.load(drawn + row * drawn_stride, mask=there, other=0)
-    value = tl.load(entropy + row * entropy_stride, mask=there, other=0.0)
-    number = tl.load(state + batch + row, mask=there, other=0)
-    seed = tl.load(state + 4 * batch + row, mask=there, other=0)
-    token = tl.where(was_done != 0, pad_token, token)
-    done = was_done
-    for at in range(num_stops):
-        done = done | (token == tl.load(stops + at)).to(tl.int64)
-    broken = (value != value).to(tl.int64) & (1 - was_done)
-    tl.store(out + row, token, mask=there)
-    tl.store(out + batch + row, number + 1, mask=there)
-    tl.store(out + 2 * batch + row, done, mask=there)
-    tl.store(out + 3 * batch + row, broken, mask=there)
-    tl.store(out + 4 * batch + row, seed, mask=there)

@@ -36,12 +36,3 @@ def choose_token(
     tiles = torch.stack([index[0], slots, torch.ones_like(slots)], dim=1)
     queue = torch.tensor([0, num_active], dtype=torch.int32, device=scores.device)
     return weights, ExpertTiles(slots, tiles, torch.zeros_like(slots), queue, num_experts, num_active, rows_per_tile)
-
-
-def settle_token(drawn: Tensor, entropy: Tensor, state: Tensor, stops: Tensor, pad_token_id: int) -> Tensor:
-    """Return the state after a token. (B, 1), (B,), (5, B), (n,) → (5, B)."""
-    _, number, done, _, seed = state
-    token = torch.where(done.bool(), pad_token_id, drawn[:, 0])
-    stopped = (token[:, None] == stops).any(dim=1)
-    broken = entropy.isnan() & ~done.bool()
-    return torch.stack([token, number + 1, done | stopped.long(), broken.long(), seed])
