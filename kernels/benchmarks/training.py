@@ -56,10 +56,7 @@ OPERATIONS = {  # by a part of a kernel's name; the first that matches
     "_contract_and_outer": "products by expert",
     "_add_tiles": "products by expert",
     "nvjet": "matrix products",
-    "_contract_": "matrix products",  # of adapters
-    "_expand_": "matrix products",
-    "_add_parts": "matrix products",
-    "_add_all": "matrix products",
+    "_expand_": "matrix products",  # of adapters
     "gemm": "matrix products",
     "cutlass": "matrix products",
     "splitK": "matrix products",

@@ -7,7 +7,7 @@ from dgemma_kernels.ops.grouped import group_choices
 from dgemma_kernels.ops.heads import kernel as heads
 from dgemma_kernels.ops.residual import kernel as residual
 
-WGMMA = {"_expand_kernel", "_expand_gradient_kernel"}
+WGMMA = {"_expand_kernel"}
 
 
 def empty(*shape: int) -> torch.Tensor:
@@ -35,9 +35,7 @@ def run_norms() -> None:
 
 
 def run_adapters(*widths: int) -> None:
-    inputs = empty(24, sum(widths)), empty(24, len(widths) * 8), empty(sum(widths), 8)
-    adapters.expand(*inputs[1:], widths)
-    adapters.expand_gradient(*inputs, widths, scale=2.0)
+    adapters.expand(empty(24, len(widths) * 8), empty(sum(widths), 8), widths)
 
 
 CALLS = {

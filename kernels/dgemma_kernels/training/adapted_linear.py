@@ -182,7 +182,10 @@ class _AdaptedProducts(torch.autograd.Function):
         weights = [next(tensors) if weight is None else weight for weight in ctx.quantized]
         flat = [grad.flatten(0, -2) for grad in grads]
         at_once, together = joined(flat, 1), _join(weights)
-        grad_narrow, grad_b = _grad_of_expand(flat, at_once, narrow, b, ctx.scale)
+        grad_narrow = torch.empty_like(narrow)
+        for grad, each, part in zip(flat, b, grad_narrow.chunk(count, 1), strict=True):
+            torch.addmm(part, grad, each, beta=0, alpha=ctx.scale, out=part)
+        grad_b = [grad.T @ part for grad, part in zip(flat, narrow.chunk(count, 1), strict=True)]
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = grad_narrow @ a
@@ -202,36 +205,13 @@ class _AdaptedProducts(torch.autograd.Function):
 def _expand(narrow: Tensor, b: Sequence[Tensor]) -> Tensor:
     """Return the products of each B (N_l, rank) with its columns of narrow (M, layers · rank), side by side: (M, N)."""
     widths = [len(each) for each in b]
-    if _uses_kernels(narrow, len(b), b[0].shape[1]):
+    is_narrow = narrow.dtype in (torch.bfloat16, torch.float16)
+    if runs_kernels(narrow) and is_narrow and len(narrow) > 0 and adapters.fits(len(b), b[0].shape[1]):
         return adapters.expand(narrow, _stack(b), widths)
     out = narrow.new_empty(narrow.shape[0], sum(widths))
     for part, each, product in zip(narrow.chunk(len(b), 1), b, out.split(widths, 1), strict=True):
         torch.mm(part, each.T, out=product)
     return out
-
-
-def _grad_of_expand(
-    grads: Sequence[Tensor], at_once: Tensor | None, narrow: Tensor, b: Sequence[Tensor], scale: float
-) -> tuple[Tensor, Sequence[Tensor]]:
-    """Return scale · the gradient of `narrow`, and the unscaled gradient of each B.
-
-    grads: the gradients of each layer's output, (M, N_l). at_once: all these gradients as one tensor (M, N), if they
-    are neighbours in memory; otherwise None.
-    """
-    if at_once is not None and at_once.stride(1) == 1 and _uses_kernels(narrow, len(b), b[0].shape[1]):
-        widths = [len(each) for each in b]
-        of_narrow, of_b = adapters.expand_gradient(at_once, narrow, _stack(b), widths, scale=scale)
-        return of_narrow, of_b.split(widths)
-    of_narrow = torch.empty_like(narrow)
-    for grad, each, part in zip(grads, b, of_narrow.chunk(len(b), 1), strict=True):
-        torch.addmm(part, grad, each, beta=0, alpha=scale, out=part)
-    return of_narrow, [grad.T @ part for grad, part in zip(grads, narrow.chunk(len(b), 1), strict=True)]
-
-
-def _uses_kernels(x: Tensor, num_layers: int, rank: int) -> bool:
-    """Return True if our kernels multiply by B."""
-    is_narrow = x.dtype in (torch.bfloat16, torch.float16)
-    return runs_kernels(x) and is_narrow and len(x) > 0 and adapters.fits(num_layers, rank)
 
 
 def _stack(matrices: Sequence[Tensor]) -> Tensor:

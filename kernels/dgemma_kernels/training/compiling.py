@@ -110,10 +110,7 @@ def _other_calls(sizes: _StepSizes, dtype: torch.dtype) -> Iterator[partial[Any]
     empty = partial(_empty, dtype=dtype)
     yield from _calls_of_heads(sizes, empty)
     for outputs in sizes.linear:
-        narrow, out = (empty(num_tokens, columns) for columns in (len(outputs) * rank, sum(outputs)))
-        b = empty(sum(outputs), rank)
-        yield partial(adapters.expand, narrow, b, outputs)
-        yield partial(adapters.expand_gradient, out, narrow, b, outputs, scale=2.0)
+        yield partial(adapters.expand, empty(num_tokens, len(outputs) * rank), empty(sum(outputs), rank), outputs)
     x, vector, scalar = empty(num_tokens, width), empty(width), empty(num_tokens, 1)
     vectors = vector, vector, vector
     yield partial(residual.after_experts, x, x, x, *vectors, scalar, 1e-6)

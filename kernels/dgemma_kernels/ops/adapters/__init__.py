@@ -1,5 +1,5 @@
-"""Products of the adapters of linear layers, with their gradients."""
+"""Products of the adapters of linear layers, in training."""
 
-from dgemma_kernels.ops.adapters.kernel import expand, expand_gradient, fits
+from dgemma_kernels.ops.adapters.kernel import expand, fits
 
-__all__ = ["expand", "expand_gradient", "fits"]
+__all__ = ["expand", "fits"]
