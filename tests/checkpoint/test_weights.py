@@ -20,7 +20,7 @@ from dgemma.checkpoint.reading import read_checkpoint, read_headers
 from dgemma.checkpoint.tokenizer import ByteTokenizer, Tokenizer
 from dgemma.model.config import SLIDING, GenerationDefaults
 from dgemma.model.diffusion import DiffusionGemma
-from dgemma.run import archive
+from dgemma.run import stored
 
 TINY = presets.tiny().replace(vocab_size=128, hidden_size=16, num_experts=4)
 HEAD = "model.decoder.embed_tokens.weight"
@@ -128,7 +128,7 @@ def test_saved_files_have_the_permissions_of_the_umask(tmp_path, umask):
     before = os.umask(umask)
     try:
         random_model().save_pretrained(tmp_path / "model")
-        archive.save(tmp_path / "run.safetensors", {"seeds": torch.arange(2)}, kind="trajectory")
+        stored.save(tmp_path / "run.safetensors", {"seeds": torch.arange(2)})
     finally:
         os.umask(before)
     modes = {file.stat().st_mode & 0o777 for file in tmp_path.rglob("*") if file.is_file()}

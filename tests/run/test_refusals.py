@@ -157,7 +157,7 @@ def test_adapters_of_a_huge_rank_are_refused_before_anything_is_allocated_or_fro
         ('"num_steps": 2', '"num_steps": 4611686018427387904', "plan.num_steps must be in"),
         ('"canvas_len": 8', '"canvas_len": [8]', "describes a value as"),
         ('"shape": [1, 8]', '"shape": [1, 137438953472]', "stores booleans of shape"),
-        ('"top": 5', '"top": null', "plan, sizes and top must be"),
+        ('"top": 5', '"top": null', "content must hold plan, top"),
     ],
 )
 def test_a_trajectory_that_asks_for_more_than_its_file_holds_is_refused(model, tmp_path, old, new, message):

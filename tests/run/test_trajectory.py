@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 
 import dgemma
 from dgemma import files, values
-from dgemma.run import archive
 from dgemma.run.step import step
 from dgemma.run.trajectory import Trajectory
 from dgemma.sampling import Ancestral, Confidence, EntropyBound, StepCap
@@ -177,8 +176,8 @@ def test_a_number_that_no_run_records_is_refused(recorded, tmp_path, name, value
 def test_other_files_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="does not exist"):
         Trajectory.load(tmp_path / "nothing")
-    archive.save(tmp_path / "other", {"tensor": torch.zeros(1)}, kind="checkpoint")
-    with pytest.raises(ValueError, match="must be a trajectory file, got 'checkpoint'"):
+    save_file({"tensor": torch.zeros(1)}, tmp_path / "other", metadata={"dgemma": '{"kind": "checkpoint"}'})
+    with pytest.raises(ValueError, match="must be a trajectory file of dgemma, got another safetensors file"):
         Trajectory.load(tmp_path / "other")
 
 

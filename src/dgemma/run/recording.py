@@ -12,15 +12,12 @@ from torch.utils._pytree import tree_map
 from dgemma.checks import as_int, show, typed
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
-from dgemma.run import archive
+from dgemma.run import stored
 from dgemma.run.changes import Changes, knob_changes, list_changes, list_writes, merge_changes
 from dgemma.run.knobs import Knobs
 from dgemma.run.plan import Plan
 from dgemma.run.records import BlockCommit, Change, Moment, RecordedStep, StepRecord
-from dgemma.run.stored import check_content
-from dgemma.values import find_unknown
 
-_KIND = "trajectory"
 _COLUMNS = tuple(f.name for f in fields(RecordedStep) if f.type is Tensor)
 StepPlace = tuple[int, int]  # a block, and a step's place in it
 
@@ -159,7 +156,7 @@ class Recording:
         steps = {name: torch.cat([getattr(step, name) for step in self.steps]) for name in _COLUMNS if self.steps}
         sizes = [(step.block, step.index, len(step.rows)) for step in self.steps]
         content = {"plan": self.plan, "top": self.top, "steps": steps, "sizes": sizes}
-        archive.save(path, {**content, "commits": self.commits, "changes": self.changes}, kind=_KIND)
+        stored.save(path, {**content, "commits": self.commits, "changes": self.changes})
 
     @classmethod
     @typed
@@ -168,16 +165,7 @@ class Recording:
 
         Example: `Trajectory.load("run.safetensors", classes=[MySampler]).replay(model)`.
         """
-        content = archive.load(path, kind=_KIND, classes=classes)
-        missing = find_unknown(getattr(content.get("plan"), "noise", None))
-        if missing is not None:
-            raise ValueError(
-                f"{path} was made with {missing.name}, which this process does not know. Pass it in classes=[...]."
-            )
-        try:
-            check_content(content)
-        except ValueError as error:
-            raise ValueError(f"{path} is not a complete {_KIND} file of this version of dgemma: {error}") from None
+        content = stored.load(path, classes)
         trajectory = cls(content["plan"], top=content["top"])
         trajectory.commits, trajectory.changes = list(content["commits"]), list(content["changes"])
         columns = {name: tensor.split([s[2] for s in content["sizes"]]) for name, tensor in content["steps"].items()}

@@ -1,15 +1,24 @@
-"""Checks of a recorded run from a file: the shapes and ranges that the types of its parts do not say."""
+"""The file of a trajectory: its values and tensors in one safetensors file, without pickle.
 
-from collections.abc import Mapping
+Classes are stored as names and fields, booleans as bits. Everything that is read is checked before it is used.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from dgemma.checks import check_types, require, require_tensor, show
+from dgemma.checks import require, require_tensor
+from dgemma.files import open_tensors, parse_json, write_tensors
 from dgemma.run.arguments import MOST_STEPS
 from dgemma.run.plan import Plan
 from dgemma.run.records import BlockCommit, Change
+from dgemma.values import describe_value, find_unknown, rebuild_value
 
+_KIND, _HEADER = "trajectory", "dgemma"  # the metadata entry _HEADER holds everything but the tensors
 _INTS = (torch.int16, torch.int32, torch.int64)
 _LONG, _BOOL, _ROUNDING = (torch.int64,), (torch.bool,), 1e-3
 # The tensors of a file by name: a letter per dimension, dtypes, least and greatest value. "B" is the batch, "R" the
@@ -48,82 +57,103 @@ _COMMIT = {
 }
 
 
-def check_content(content: Mapping[str, Any]) -> None:
+def save(path: str | Path, content: Mapping[str, Any]) -> None:
+    """Write `content` to `path` atomically: an interrupted save leaves the old file. `Trajectory.save` calls it."""
+    tensors: dict[str, Tensor] = {}
+    header = {"kind": _KIND, "content": describe_value(dict(content), tensors)}
+    write_tensors(path, tensors, metadata={_HEADER: json.dumps(header)})
+
+
+def load(path: str | Path, classes: Iterable[type] = ()) -> dict[str, Any]:
+    """Return what `save` wrote. Other classes than those of dgemma are built if they are in `classes`."""
+    with open_tensors(path) as file:
+        header = parse_json((file.metadata() or {}).get(_HEADER, "{}"), f"the header of {path}")
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+    if header.get("kind") != _KIND:
+        raise ValueError(f"{path} must be a {_KIND} file of dgemma, got another safetensors file.")
+    try:
+        content: dict[str, Any] = rebuild_value(header.get("content"), tensors, classes)
+        _check(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not a complete {_KIND} file of this version of dgemma: {error}") from None
+    return content
+
+
+def _check(content: Any) -> None:
     """Raise ValueError unless `content` is what `Trajectory.save` writes. The message names the invalid part.
 
-    Example: `check_content(archive.load("run.safetensors", kind="trajectory"))`.
+    `rebuild_value` has checked the types of all fields. Here follow sizes, ranges, and how the parts fit together.
     """
-    plan, sizes = content.get("plan"), content.get("sizes")
-    top: Any = content.get("top")
-    if not isinstance(plan, Plan) or not isinstance(sizes, tuple) or type(top) is not int:
-        raise ValueError(f"plan, sizes and top must be a Plan, a tuple and a number, got {show((plan, sizes, top))}.")
-    # `rebuild_value` checks no types where a class is unknown, such as a user's sampler.
-    check_types(plan)
-    check_types(plan.span)
-    vocab_size, batch_size, num_blocks = plan.noise.vocab_size, len(plan.prompt_tokens), plan.num_blocks
-    for name, value, least, most in (
-        ("top", top, 0, vocab_size),
-        ("plan.num_blocks", num_blocks, 1, 1 << 31),
-        ("plan.num_steps", plan.num_steps, 1, MOST_STEPS),
-        ("plan.canvas_len", plan.canvas_len, 1, 1 << 31),
-        ("plan.pad_token_id", plan.pad_token_id, 0, vocab_size - 1),
-        ("plan.first_block", plan.first_block, 0, 2**62),
-        ("plan.noise_level", plan.noise_level, 1e-300, 1),
-    ):
-        require(least <= value <= most, name, f"be in [{least}, {most}]", value)
-    numbers = {"B": batch_size, "L": num_blocks, "C": plan.canvas_len, "V": vocab_size, "K": top}
-    _check_tensors("plan", plan, _PLAN, numbers)
-    _check_span(plan)
-    place = (-1, -1)
+    names = ("plan", "top", "sizes", "steps", "commits", "changes")
+    plan, top, sizes, steps, commits, changes = (content.get(name) for name in names) if content else [None] * 6
+    fits = isinstance(plan, Plan) and type(top) is int and isinstance(steps, dict)
+    fits = fits and all(isinstance(part, tuple) for part in (sizes, commits, changes))
+    require(fits, "content", f"hold {', '.join(names)}", content)
+    missing = find_unknown(plan.noise)
+    if missing is not None:
+        raise ValueError(f"its noise is a {missing.name}, which this process does not know. Pass it in classes=[...].")
+    _check_plan(plan)
+    place, numbers = (-1, -1), _numbers(plan) | {"K": top}
+    require(0 <= top <= numbers["V"], "top", f"be in [0, {numbers['V']}]", top)
     for size in sizes:
         fits = isinstance(size, tuple) and len(size) == 3 and all(type(number) is int for number in size)
-        fits = fits and place < size[:2] and 0 <= size[0] < num_blocks and 0 <= size[1] < plan.num_steps
-        require(fits and 1 <= size[2] <= batch_size, "sizes", "be a block, a step and a number of rows, in order", size)
+        fits = fits and place < size[:2] and 0 <= size[0] < plan.num_blocks and 0 <= size[1] < plan.num_steps
+        fits = fits and 1 <= size[2] <= plan.batch_size
+        require(fits, "sizes", "be a block, a step and a number of rows, in order", size)
         place = size[:2]
-    num_rows = [size[2] for size in sizes]
-    steps = content.get("steps")
-    fits = isinstance(steps, dict) and steps.keys() == (_COLUMNS.keys() if sizes else set())
-    require(fits, "steps", "be the columns of the recorded steps", steps)
+    require(steps.keys() == (_COLUMNS.keys() if sizes else set()), "steps", "be the recorded columns", list(steps))
     if steps:
+        num_rows = [size[2] for size in sizes]
         _check_tensors("steps", steps, _COLUMNS, {**numbers, "R": sum(num_rows)})
         in_order = all(bool((rows.diff() > 0).all()) for rows in steps["rows"].split(num_rows))
         require(in_order, "steps.rows", "ascend within a step", steps["rows"])
-    commits, changes = content.get("commits"), content.get("changes")
-    fits = isinstance(commits, tuple) and all(isinstance(commit, BlockCommit) for commit in commits)
-    fits = fits and [commit.block for commit in commits or ()] == list(range(min(len(commits or ()), num_blocks)))
-    require(fits, "commits", f"be at most {num_blocks} blocks in order", commits)
-    for commit in commits or ():
-        check_types(commit)
+    fits = all(isinstance(commit, BlockCommit) for commit in commits) and len(commits) <= plan.num_blocks
+    fits = fits and [commit.block for commit in commits] == list(range(len(commits)))
+    require(fits, "commits", f"be at most {plan.num_blocks} blocks in order", commits)
+    for commit in commits:
         _check_tensors("commits", commit, _COMMIT, numbers)
     # A subclass of the state may have other fields. So only a replay, which knows the state, checks the names.
-    fits = isinstance(changes, tuple) and all(
+    fits = all(
         isinstance(change, Change)
-        and isinstance(change.values, dict)
         and "state" not in change.values
-        and 0 <= change.block < num_blocks
+        and 0 <= change.block < plan.num_blocks
         and 0 <= change.index <= plan.num_steps
         for change in changes
     )
     require(fits, "changes", "set fields of the state or knobs before a step of the run", changes)
 
 
-def _check_span(plan: Plan) -> None:
-    """Check what the parts of a plan say about each other."""
-    num_positions, prompt, span, mask = (
-        plan.num_blocks * plan.canvas_len,
+def _numbers(plan: Plan) -> dict[str, int]:
+    """The sizes of a plan by the letters of the tables above."""
+    return {"B": plan.batch_size, "L": plan.num_blocks, "C": plan.canvas_len, "V": plan.noise.vocab_size}
+
+
+def _check_plan(plan: Plan) -> None:
+    for name, least, most in (
+        ("num_blocks", 1, 1 << 31),
+        ("num_steps", 1, MOST_STEPS),
+        ("canvas_len", 1, 1 << 31),
+        ("pad_token_id", 0, plan.noise.vocab_size - 1),
+        ("first_block", 0, 2**62),
+        ("noise_level", 1e-300, 1),
+    ):
+        fits = least <= getattr(plan, name) <= most
+        require(fits, f"plan.{name}", f"be in [{least}, {most}]", getattr(plan, name))
+    _check_tensors("plan", plan, _PLAN, _numbers(plan))
+    prompt, span, mask, num_positions = (
         plan.prompt_tokens,
         plan.span,
         plan.attention_mask,
+        plan.num_blocks * plan.canvas_len,
     )
     fits = prompt.shape[0] > 0 and (prompt.shape[1] > 0 or plan.num_cached is not None)
-    require(fits, "plan.prompt_tokens", "have a row and, without a cache, a token", prompt)
-    fits = mask is None or (mask.shape[1] >= prompt.shape[1] and not mask.is_complex())
-    require(fits, "plan.attention_mask", "cover the prompt", mask)
+    fits = fits and (mask is None or (mask.shape[1] >= prompt.shape[1] and not mask.is_complex()))
+    require(fits, "plan.prompt_tokens", "have a row, a token or a cache, and a mask of their length", prompt)
     stops = all(type(stop) is int and -(2**63) <= stop < 2**63 for stop in plan.eos_token_ids)
     require(stops, "plan.eos_token_ids", "be 64-bit integers", plan.eos_token_ids)
     tables = [table for table in vars(span).values() if table is not None]
     fits = all(1 <= table.shape[1] <= num_positions for table in tables)
-    fits = fits and (span.allowed is None or span.allowed.shape[0] in (1, prompt.shape[0]))
+    fits = fits and (span.allowed is None or span.allowed.shape[0] in (1, plan.batch_size))
     fits = fits and (span.frozen is None or (span.canvas is not None and span.canvas.shape == span.frozen.shape))
     require(fits, "plan.span", f"have rows of 1 to {num_positions} positions, and a canvas under frozen", span)
 
