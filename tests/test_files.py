@@ -106,6 +106,12 @@ def test_a_device_is_written_and_not_replaced():
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 
+def test_a_pipe_that_nobody_reads_is_refused_without_waiting(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="pipe could not be written: No such device"):
+        files.write_text(tmp_path / "pipe", "text")
+
+
 def test_temporary_files_of_killed_processes_are_removed_and_those_of_living_ones_stay(tmp_path):
     script = "import os; print(os.getpid())"
     finished = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, timeout=60)

@@ -4,14 +4,6 @@ Readers open regular files only, so that a pipe or a device neither hangs nor fi
 and shapes against the length of the file before anything is allocated, and they never unpickle. Writers write next to
 the target, flush and rename. After a failure the old file is unchanged, no temporary file is left, and the error is one
 line.
-
-    config = read_json("config.json")                 # also read_bytes, read_text, open_file for long texts
-    with open_tensors("model.safetensors") as file:   # safetensors' safe_open
-        weight = file.get_tensor("weight")
-    lengths = read_array("lengths.npy", dtypes=("int64",))
-    write_text("page.html", page)                     # also write_bytes, write_json, write_tensors
-    with new_file("run.gif") as new:                  # for code that writes to a path; new_files for several at once
-        image.save(new, format="GIF")
 """
 
 import errno
@@ -58,47 +50,36 @@ def open_file(path: str | Path) -> BinaryIO:
         # Without O_NONBLOCK, opening a pipe waits for a writer.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     except FileNotFoundError:
-        raise FileNotFoundError(f"{printable(str(path))} does not exist. Check the path.") from None
+        raise FileNotFoundError(f"{_name(path)} does not exist. Check the path.") from None
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"{printable(str(path))} cannot be opened: {reason}. Check the path.") from None
+        raise ValueError(f"{_name(path)} cannot be opened: {reason}. Check the path.") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise ValueError(f"{printable(str(path))} must be a regular file, got a folder, a pipe or a device.")
+        raise ValueError(f"{_name(path)} must be a regular file, got a folder, a pipe or a device.")
     return os.fdopen(descriptor, "rb")
 
 
 def read_bytes(path: str | Path, *, most: int = _MOST_BYTES) -> bytes:
-    """Read a whole file of at most `most` bytes.
-
-    Example: `read_bytes("tokenizer.json")`.
-    """
+    """Read a whole file of at most `most` bytes."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
-            raise ValueError(f"{printable(str(path))} must have at most {most:,} bytes, got {size:,}. Check the file.")
+            raise ValueError(f"{_name(path)} must have at most {most:,} bytes, got {size:,}. Check the file.")
         return file.read(size)
 
 
 def read_text(path: str | Path, *, most: int = _MOST_BYTES) -> str:
-    """Read a whole UTF-8 file.
-
-    Example: `read_text("puzzles.txt").splitlines()`.
-    """
+    """Read a whole UTF-8 file."""
     try:
         return read_bytes(path, most=most).decode()
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{printable(str(path))} must be UTF-8, got {error.reason} at byte {error.start}. Check the file."
-        ) from None
+        raise ValueError(f"{_name(path)} must be UTF-8, got {error.reason} at byte {error.start}.") from None
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """Read a file that holds one JSON object.
-
-    Example: `read_json("config.json")["vocab_size"]`.
-    """
-    return parse_json(read_text(path), f"{printable(str(path))}")
+    """Read a file that holds one JSON object."""
+    return parse_json(read_text(path), _name(path))
 
 
 def parse_json(text: str, owner: str) -> dict[str, Any]:
@@ -136,7 +117,7 @@ def open_tensors(path: str | Path, *, device: str = "cpu") -> Iterator[Any]:
         with safe_open(str(path), framework="pt", device=device) as file:
             unsafe = next((name for name in file.keys() if printable(name) != name), None)  # noqa: SIM118 (no mapping)
             if unsafe is not None:
-                raise ValueError(f"{printable(str(path))} must name tensors in printable characters, got {unsafe!r}.")
+                raise ValueError(f"{_name(path)} must name tensors in printable characters, got {unsafe!r}.")
             yield file
     except ValueError as error:
         if "UntypedStorage" in str(error):  # Ctrl-C inside a read, which torch reports in this way
@@ -144,7 +125,7 @@ def open_tensors(path: str | Path, *, device: str = "cpu") -> Iterator[Any]:
         raise
     except (SafetensorError, OSError) as error:
         raise ValueError(
-            f"{printable(str(path))} is truncated or damaged ({printable(str(error))}). Download or save it again."
+            f"{_name(path)} is truncated or damaged ({printable(str(error))}). Download or save it again."
         ) from None
 
 
@@ -160,11 +141,11 @@ def read_array(path: str | Path, *, dtypes: Collection[str]) -> np.ndarray:
         read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
         shape, is_fortran, dtype = read_header[version](file)
     except Exception as error:  # the header is a Python literal, whose parser can raise anything
-        raise ValueError(f"{printable(str(path))} is not a NumPy array ({printable(str(error))}).") from None
+        raise ValueError(f"{_name(path)} is not a NumPy array ({printable(str(error))}).") from None
     size = len(data) - file.tell()
     if dtype.name not in dtypes or min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != size:
         raise ValueError(
-            f"{printable(str(path))} must hold {' or '.join(dtypes)} values that fill its {size:,} bytes, got {dtype} "
+            f"{_name(path)} must hold {' or '.join(dtypes)} values that fill its {size:,} bytes, got {dtype} "
             f"of shape {shape}."
         )
     return np.frombuffer(data, dtype, offset=file.tell()).reshape(shape, order="F" if is_fortran else "C")
@@ -178,7 +159,7 @@ def map_array(path: str | Path, *, dtype: str, count: int) -> np.ndarray:
     with open_file(path) as file:
         size, needed = os.fstat(file.fileno()).st_size, count * np.dtype(dtype).itemsize
         if size != needed:
-            raise ValueError(f"{printable(str(path))} must have {needed:,} bytes, got {size:,}. Write it again.")
+            raise ValueError(f"{_name(path)} must have {needed:,} bytes, got {size:,}. Write it again.")
         return np.memmap(file, dtype=dtype, mode="r", shape=(count,)) if count else np.empty(0, dtype)
 
 
@@ -198,7 +179,9 @@ def new_file(path: str | Path) -> Iterator[Path]:
         return
     with writing(path), tempfile.TemporaryDirectory() as folder:
         yield Path(folder) / "new"
-        with target.open("wb") as device, (Path(folder) / "new").open("rb") as content:
+        descriptor = os.open(target, os.O_WRONLY | os.O_NONBLOCK)  # a pipe that nobody reads is refused
+        os.set_blocking(descriptor, True)
+        with os.fdopen(descriptor, "wb") as device, (Path(folder) / "new").open("rb") as content:
             shutil.copyfileobj(content, device)
 
 
@@ -239,7 +222,7 @@ def writing(path: str | Path) -> Iterator[None]:
 
     Example: `with writing(folder): folder.mkdir(parents=True, exist_ok=True)`.
     """
-    name = printable(str(path))
+    name = _name(path)
     try:
         yield
     except (WriteError, BrokenPipeError):
@@ -272,27 +255,18 @@ def clear_temporaries(folder: Path) -> None:
 
 
 def write_bytes(path: str | Path, data: bytes) -> None:
-    """Write a file atomically.
-
-    Example: `write_bytes("tokenizer.json", data)`.
-    """
+    """Write a file atomically."""
     with new_file(path) as new:
         new.write_bytes(data)
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a UTF-8 file atomically.
-
-    Example: `write_text("page.html", page)`.
-    """
+    """Write a UTF-8 file atomically."""
     write_bytes(path, text.encode())
 
 
 def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON object atomically.
-
-    Example: `write_json("config.json", config.to_hf())`.
-    """
+    """Write a JSON object atomically."""
     with new_file(path) as new:
         fill_json(new, content)
 
@@ -329,6 +303,11 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _name(path: str | Path) -> str:
+    """The path as an error message shows it."""
+    return printable(str(path))
 
 
 def _is_running(process: int) -> bool:

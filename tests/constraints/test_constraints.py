@@ -166,7 +166,7 @@ def test_a_recorded_run_is_replayed_with_its_constraint(tmp_path):
         (lambda: dgemma.Grammar(None, TOKENIZER), r"Grammar\.grammar must be a text in Lark's notation, got None"),
         (lambda: dgemma.JsonSchema({"not": {}}, TOKENIZER), "got 'not'"),
         (lambda: dgemma.JsonSchema({"type": "integer", "minimum": 3, "maximum": 2}, TOKENIZER), "no value fits"),
-        (lambda: generate(dgemma.Regex("a{99}", TOKENIZER)), "shortest text has 99 tokens for 16 positions"),
+        (lambda: generate(dgemma.Regex("a{99}", TOKENIZER)), "at least 99 tokens for 16 in row 0"),
         (lambda: generate([dgemma.Regex("a", TOKENIZER)]), r"a list of 2 values or Nones"),
         (
             lambda: generate(
@@ -174,7 +174,7 @@ def test_a_recorded_run_is_replayed_with_its_constraint(tmp_path):
                 canvas=torch.full((2, 2), 200),
                 frozen=torch.tensor([[False, True]] * 2),
             ),
-            "no accepted text fits at position 1",
+            "must .* agree with frozen and allowed, got .* in row 0",
         ),
     ],
 )

@@ -17,7 +17,6 @@ from dgemma.run.knobs import Knobs
 from dgemma.sampling.temperature import check_temperature, read_temperature
 
 Changes = DenoiseState | Mapping[str, Any] | None
-_CHANGES = "Changes between two steps"
 
 
 def list_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> dict[str, Any]:
@@ -31,25 +30,19 @@ def list_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> dict[st
     """
     if changes is None:
         return {}
-    if isinstance(changes, DenoiseState):
-        changes = {"state": changes}
-    for name, value, kind in (("state", state, DenoiseState), ("knobs", knobs, Knobs)):
-        require(isinstance(value, kind), f"apply_changes {name}", f"be a {kind.__name__}", value)
-    fits = isinstance(changes, Mapping)
-    require(fits, _CHANGES, "be None, a state or a dictionary", changes, "Return one of them from on_step.")
-    listed = dict(changes)
+    fits = isinstance(changes, DenoiseState | Mapping)
+    require(fits, "Changes between two steps", "be None, a state or a dictionary", changes)
+    listed = {"state": changes} if isinstance(changes, DenoiseState) else dict(changes)
     new_state = listed.pop("state", state)
-    of_state, of_knobs = set(split_fields(state, "constant")[0]), {f.name for f in fields(knobs)}
-    known = of_state | of_knobs
+    of_state, constant = split_fields(state, "constant")
+    known = {*of_state, *(f.name for f in fields(knobs))}
     unknown = [name for name in listed if name not in known]
-    require(not unknown, _CHANGES, f"be among state, {', '.join(sorted(known))}", unknown)
-    if type(new_state) is not type(state):
-        fix = "Change fields of `record.state` with dataclasses.replace."
-        require(False, "A changed state", f"stay a {type(state).__name__}", new_state, fix)
-    for name in split_fields(state, "constant")[1]:
+    require(not unknown, "Changes between two steps", f"be among state, {', '.join(sorted(known))}", unknown)
+    require(type(new_state) is type(state), "A changed state", f"stay a {type(state).__name__}", new_state)
+    for name in constant:
         same, owner = _same(getattr(new_state, name), getattr(state, name)), f"{type(state).__name__}.{name}"
         require(same, owner, "stay the same within a run", getattr(new_state, name), "Begin a new run to change it.")
-    for name in sorted(of_state - listed.keys()):
+    for name in sorted(set(of_state) - listed.keys()):
         if not _same(getattr(new_state, name), getattr(state, name)):
             listed[name] = getattr(new_state, name)
     if "temperature" in listed:
@@ -88,16 +81,13 @@ def apply_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> tuple[
     if "temperature" in of_knobs:
         check_temperature(knobs.temperature, int(state.num_steps.max()), state.device)
         state = replace(state, temperature=knobs.temperature(state.step, state.num_steps))
-    if "sampler" in of_knobs:
-        check_valid(knobs.sampler, state.noise)
-        if "memory" not in of_state and knobs.sampler != old.sampler:
-            fresh = knobs.sampler.start(state)
-            keeps = type(knobs.sampler) is type(old.sampler) and _alike(fresh, state.memory)
-            state = state if keeps else replace(state, memory=fresh)
-    if "stop" in of_knobs and "stop_memory" not in of_state and knobs.stop != old.stop:
-        fresh = None if knobs.stop is None else knobs.stop.start(state)
-        keeps = type(knobs.stop) is type(old.stop) and _alike(fresh, state.stop_memory)
-        state = state if keeps else replace(state, stop_memory=fresh)
+    check_valid(knobs.sampler, state.noise)
+    for name, memory in (("sampler", "memory"), ("stop", "stop_memory")):
+        before, now = getattr(old, name), getattr(knobs, name)
+        if memory not in of_state and now != before:
+            fresh = None if now is None else now.start(state)
+            keeps = type(now) is type(before) and _alike(fresh, getattr(state, memory))
+            state = state if keeps else replace(state, **{memory: fresh})
     return state, knobs
 
 
@@ -144,6 +134,7 @@ def knob_changes(listed: Mapping[str, Any], knobs: Knobs) -> dict[str, Any]:
 
 
 def _check(name: str, value: Any, state: DenoiseState, *, is_knob: bool) -> None:
+    """Check a new value of a field. A field that a state must have keeps its shape and dtype."""
     owner, vocab_size = f"{type(state).__name__}.{name}", state.noise.vocab_size
     dense = all(has_values(part) or state.canvas.is_meta for part in tree_leaves(value) if isinstance(part, Tensor))
     require(dense, owner, f"be dense and on {state.device}", value)

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -81,9 +81,10 @@ def read_constraint(
     factors = _Factors(automaton, span, noise, may_end, batch_size)
     accepts = torch.from_numpy(np.append(tokens.is_final, True)).expand(batch_size, -1)
     reach = factors.reach(accepts, num_positions)
-    met = reach[0][rows, start]
-    if not bool(met.all()):
-        _refuse(int((~met).nonzero()[0, 0]), tokens, start, factors, accepts, num_positions)
+    for row in (~reach[0][rows, start]).nonzero()[:, 0].tolist():
+        rule, fix = "fit into max_new_tokens and agree with frozen and allowed", "Raise max_new_tokens or allow more."
+        shortest = f"texts of at least {tokens.shortest()[int(start[row])]} tokens for {num_positions} in row {row}"
+        require(False, "generate constraint", rule, shortest, fix)
     ends = torch.stack([reach[(block + 1) * canvas_len] for block in range(num_blocks)])
     on_device = _on_device(automaton, device)
     return RunLanguage(on_device, start.to(device), ends.to(device), None if may_end is None else may_end.to(device))
@@ -261,29 +262,3 @@ def _padded(automaton: TokenAutomaton | None, vocab_size: int) -> TokenAutomaton
         return TokenAutomaton(np.ones(vocab_size, np.int32), np.array([[-1, 0]], np.int32), np.ones(1, bool))
     missing = max(vocab_size - len(automaton.token_class), 0)
     return automaton._replace(token_class=np.pad(automaton.token_class, (0, missing))[:vocab_size])
-
-
-def _refuse(
-    row: int, tokens: TokenAutomaton, start: Tensor, factors: _Factors, accepts: Tensor, num_positions: int
-) -> NoReturn:
-    """Raise for a row whose constraint cannot be met, and name the cause."""
-    shortest = int(tokens.shortest()[int(start[row])])
-    if shortest > num_positions:
-        raise ValueError(
-            f"generate constraint must fit into max_new_tokens, got a constraint whose shortest text has {shortest} "
-            f"tokens for {num_positions} positions in row {row}. Raise max_new_tokens."
-        )
-    # Follow all texts that fit, from the start, to the first position where none fits.
-    without_pins = _Factors(factors.automaton, Span(), factors.noise, factors.may_end, factors.batch_size)
-    free = without_pins.reach(accepts, num_positions)
-    states = torch.nn.functional.one_hot(start, accepts.shape[1]).bool()
-    automaton = factors.automaton
-    for position in range(num_positions):
-        taken = factors.arcs(position) & states[:, automaton.arc_source]
-        states = any_by(taken, automaton.arc_target, automaton.num_states) & free[position + 1]
-        if not bool(states[row].any()):
-            break
-    raise ValueError(
-        f"generate constraint must agree with frozen and allowed, but in row {row} no accepted text fits at position "
-        f"{position}. Unfreeze it, allow other tokens there, or raise max_new_tokens."
-    )
