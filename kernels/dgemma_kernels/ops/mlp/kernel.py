@@ -136,63 +136,40 @@ def _geglu_kernel(
 
 
 @triton.jit
-def _gate_up_tile(
+def _multiply_tile(
     x: tl.tensor,
-    gate_up_weight: tl.tensor,
-    hidden: tl.tensor,
-    rows: tl.tensor,
-    row_inside: tl.tensor,
-    cols: tl.tensor,
-    WIDTH: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    DEPTH: tl.constexpr,
-) -> None:
-    depth = tl.arange(0, DEPTH)
-    col_inside = inside(cols, HIDDEN, HIDDEN % COLS == 0)
-    gates = gate_up_weight + cols[:, None].to(tl.int64) * WIDTH + depth[None, :]
-    inputs = x + rows[:, None].to(tl.int64) * WIDTH + depth[None, :]
-    gate = tl.zeros([COLS, ROWS], tl.float32)
-    up = tl.zeros([COLS, ROWS], tl.float32)
-    for start in range(0, WIDTH, DEPTH):
-        left = inside(depth, WIDTH - start, WIDTH % DEPTH == 0)[None, :]
-        gate_w = tl.load(gates + start, mask=col_inside[:, None] & left, other=0.0)
-        up_w = tl.load(gates + HIDDEN * WIDTH + start, mask=col_inside[:, None] & left, other=0.0)
-        tokens = tl.load(inputs + start, mask=row_inside[:, None] & left, other=0.0).T
-        gate = tl.dot(gate_w, tokens, gate, input_precision="ieee")
-        up = tl.dot(up_w, tokens, up, input_precision="ieee")
-    at = rows[:, None].to(tl.int64) * HIDDEN + cols[None, :]
-    values = gelu_tanh_times(gate, up, hidden.dtype.element_ty).T
-    tl.store(hidden + at, values, mask=row_inside[:, None] & col_inside[None, :])
-
-
-@triton.jit
-def _down_tile(
-    hidden: tl.tensor,
-    down_weight: tl.tensor,
+    weight: tl.tensor,
     out: tl.tensor,
     rows: tl.tensor,
     row_inside: tl.tensor,
     cols: tl.tensor,
-    WIDTH: tl.constexpr,
-    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,  # of x
+    OUT: tl.constexpr,  # columns of the result
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
+    GATED: tl.constexpr,
 ) -> None:
+    """Compute a tile of x @ weight.T. If GATED, the weight has the rows of gate, then those of up; apply GeGLU."""
     depth = tl.arange(0, DEPTH)
-    col_inside = inside(cols, WIDTH, WIDTH % COLS == 0)
-    kernels = down_weight + cols[:, None].to(tl.int64) * HIDDEN + depth[None, :]
-    inputs = hidden + rows[:, None].to(tl.int64) * HIDDEN + depth[None, :]
+    col_inside = inside(cols, OUT, OUT % COLS == 0)
+    weights = weight + cols[:, None].to(tl.int64) * WIDTH + depth[None, :]
+    inputs = x + rows[:, None].to(tl.int64) * WIDTH + depth[None, :]
     sums = tl.zeros([COLS, ROWS], tl.float32)
-    for start in range(0, HIDDEN, DEPTH):
-        left = inside(depth, HIDDEN - start, HIDDEN % DEPTH == 0)[None, :]
-        w = tl.load(kernels + start, mask=col_inside[:, None] & left, other=0.0)
-        h = tl.load(inputs + start, mask=row_inside[:, None] & left, other=0.0)
-        sums = tl.dot(w, h.T, sums, input_precision="ieee")
-    at = rows[:, None].to(tl.int64) * WIDTH + cols[None, :]
-    tl.store(out + at, sums.to(out.dtype.element_ty).T, mask=row_inside[:, None] & col_inside[None, :])
+    up_sums = tl.zeros([COLS, ROWS], tl.float32)
+    for start in range(0, WIDTH, DEPTH):
+        left = inside(depth, WIDTH - start, WIDTH % DEPTH == 0)[None, :]
+        w = tl.load(weights + start, mask=col_inside[:, None] & left, other=0.0)
+        if GATED:
+            up_w = tl.load(weights + OUT * WIDTH + start, mask=col_inside[:, None] & left, other=0.0)
+        tokens = tl.load(inputs + start, mask=row_inside[:, None] & left, other=0.0).T
+        sums = tl.dot(w, tokens, sums, input_precision="ieee")
+        if GATED:
+            up_sums = tl.dot(up_w, tokens, up_sums, input_precision="ieee")
+    dtype: tl.constexpr = out.dtype.element_ty
+    at = rows[:, None].to(tl.int64) * OUT + cols[None, :]
+    values = gelu_tanh_times(sums, up_sums, dtype) if GATED else sums.to(dtype)
+    tl.store(out + at, values.T, mask=row_inside[:, None] & col_inside[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -221,7 +198,9 @@ def _dense_mlp_kernel(
         rows = tile % row_blocks * ROWS + tl.arange(0, ROWS)
         cols = tile // row_blocks * GATE_UP_COLS + tl.arange(0, GATE_UP_COLS)
         row_inside = inside(rows, num_rows, EXACT_ROWS)
-        _gate_up_tile(x, gate_up_weight, hidden, rows, row_inside, cols, WIDTH, HIDDEN, ROWS, GATE_UP_COLS, DEPTH)
+        _multiply_tile(
+            x, gate_up_weight, hidden, rows, row_inside, cols, WIDTH, HIDDEN, ROWS, GATE_UP_COLS, DEPTH, True
+        )
         tl.debug_barrier()  # all threads store before one thread counts the tile
         tl.atomic_add(stored, 1, sem="release")
         tile = tl.atomic_add(taken, 1)
@@ -235,7 +214,7 @@ def _dense_mlp_kernel(
         rows = at % row_blocks * ROWS + tl.arange(0, ROWS)
         cols = at // row_blocks * DOWN_COLS + tl.arange(0, DOWN_COLS)
         row_inside = inside(rows, num_rows, EXACT_ROWS)
-        _down_tile(hidden, down_weight, out, rows, row_inside, cols, WIDTH, HIDDEN, ROWS, DOWN_COLS, DEPTH)
+        _multiply_tile(hidden, down_weight, out, rows, row_inside, cols, HIDDEN, WIDTH, ROWS, DOWN_COLS, DEPTH, False)
         tile = tl.atomic_add(taken, 1)
     # Every program ends by taking a number beyond the last tile. The last program to do so resets the counters.
     if tile == all_tiles + tl.num_programs(0) - 1:

@@ -88,24 +88,25 @@ def vocabulary_statistics(logits: Tensor, shaping: Shaping) -> VocabularyStatist
     operands = shape_logits(logits, shaping)
     num_rows, vocab_size = logits.shape
     num_chunks = triton.cdiv(vocab_size, CHUNK)
-    chunks = torch.empty((3, num_rows, num_chunks), dtype=torch.float32, device=logits.device)
-    rows = torch.empty((5, num_rows), dtype=torch.float32, device=logits.device)
+    chunk_best, chunk_sum, chunk_slope = torch.empty((3, num_rows, num_chunks), device=logits.device)
     argmax = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    _sweep_kernel[(num_chunks, num_rows)](logits, operands, *chunks, vocab_size, CHUNK=CHUNK, num_warps=2)
+    entropy, confidence, margin, log_normalizer, best = torch.empty((5, num_rows), device=logits.device)
+    statistics = VocabularyStatistics(entropy, argmax, confidence, margin, log_normalizer, best, chunk_best, chunk_sum)
+    _sweep_kernel[(num_chunks, num_rows)](
+        logits, operands, chunk_best, chunk_sum, chunk_slope, vocab_size, CHUNK=CHUNK, num_warps=2
+    )
     _merge_kernel[(num_rows,)](
         logits,
         operands,
-        *chunks,
-        *rows,
-        argmax,
+        statistics,
+        chunk_slope,
         vocab_size,
         num_chunks,
         CHUNK=CHUNK,
         CHUNKS=triton.next_power_of_2(num_chunks),
         num_warps=4,
     )
-    entropy, confidence, margin, log_normalizer, best = rows
-    return VocabularyStatistics(entropy, argmax, confidence, margin, log_normalizer, best, chunks[0], chunks[1])
+    return statistics
 
 
 def sample(logits: Tensor, statistics: VocabularyStatistics, u: Tensor, shaping: Shaping) -> Tensor:
@@ -123,8 +124,7 @@ def sample(logits: Tensor, statistics: VocabularyStatistics, u: Tensor, shaping:
     _sample_kernel[(num_rows,)](
         logits,
         shape_logits(logits, shaping),
-        statistics.chunk_best,
-        statistics.chunk_sum,
+        statistics,
         u,
         tokens,
         vocab_size,
@@ -286,15 +286,8 @@ def _sweep_kernel(
 def _merge_kernel(
     logits_ptr: tl.tensor,
     shaping: LogitShaping,
-    chunk_best_ptr: tl.tensor,
-    chunk_sum_ptr: tl.tensor,
+    statistics: VocabularyStatistics,
     chunk_slope_ptr: tl.tensor,
-    entropy_ptr: tl.tensor,
-    confidence_ptr: tl.tensor,
-    margin_ptr: tl.tensor,
-    log_normalizer_ptr: tl.tensor,
-    best_ptr: tl.tensor,
-    argmax_ptr: tl.tensor,
     vocab_size: tl.tensor,
     num_chunks: tl.tensor,
     CHUNK: tl.constexpr,
@@ -304,8 +297,8 @@ def _merge_kernel(
     chunk = tl.arange(0, CHUNKS)
     valid = chunk < num_chunks
     at = row * num_chunks + chunk
-    chunk_best = tl.load(chunk_best_ptr + at, mask=valid, other=float("-inf"))
-    chunk_sum = tl.load(chunk_sum_ptr + at, mask=valid, other=0.0)
+    chunk_best = tl.load(statistics.chunk_best + at, mask=valid, other=float("-inf"))
+    chunk_sum = tl.load(statistics.chunk_sum + at, mask=valid, other=0.0)
     chunk_slope = tl.load(chunk_slope_ptr + at, mask=valid, other=0.0)
 
     best = tl.max(chunk_best, 0)
@@ -322,20 +315,19 @@ def _merge_kernel(
         tl.max(tl.where(token == argmax, float("-inf"), x), 0),
         tl.max(tl.where(chunk == winner, float("-inf"), chunk_best), 0),
     )
-    tl.store(entropy_ptr + row, tl.log(normalizer) - slope / normalizer)
-    tl.store(confidence_ptr + row, 1.0 / normalizer)
-    tl.store(margin_ptr + row, (1.0 - tl.exp(second - best)) / normalizer)
-    tl.store(log_normalizer_ptr + row, best + tl.log(normalizer))
-    tl.store(best_ptr + row, best)
-    tl.store(argmax_ptr + row, argmax.to(tl.int64))
+    tl.store(statistics.entropy + row, tl.log(normalizer) - slope / normalizer)
+    tl.store(statistics.confidence + row, 1.0 / normalizer)
+    tl.store(statistics.margin + row, (1.0 - tl.exp(second - best)) / normalizer)
+    tl.store(statistics.log_normalizer + row, best + tl.log(normalizer))
+    tl.store(statistics.best + row, best)
+    tl.store(statistics.argmax + row, argmax.to(tl.int64))
 
 
 @triton.jit
 def _sample_kernel(
     logits_ptr: tl.tensor,
     shaping: LogitShaping,
-    chunk_best_ptr: tl.tensor,
-    chunk_sum_ptr: tl.tensor,
+    statistics: VocabularyStatistics,
     u_ptr: tl.tensor,
     token_ptr: tl.tensor,
     vocab_size: tl.tensor,
@@ -346,8 +338,8 @@ def _sample_kernel(
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
     at = row * num_chunks + chunk
-    chunk_best = tl.load(chunk_best_ptr + at, mask=chunk < num_chunks, other=float("-inf"))
-    chunk_sum = tl.load(chunk_sum_ptr + at, mask=chunk < num_chunks, other=0.0)
+    chunk_best = tl.load(statistics.chunk_best + at, mask=chunk < num_chunks, other=float("-inf"))
+    chunk_sum = tl.load(statistics.chunk_sum + at, mask=chunk < num_chunks, other=0.0)
     best = tl.max(chunk_best, 0)
     width = chunk_sum.to(tl.float64) * tl.exp(chunk_best - best).to(tl.float64)
     target = tl.load(u_ptr + row) * tl.sum(width, 0)
