@@ -15,7 +15,10 @@ from dgemma.diffusion.state import DenoiseState
 
 
 class Law(NamedTuple):
-    """The law of a decision of B rows. One part of the decision was drawn, the other follows from the prediction."""
+    """The law of a decision of B rows. One part of the decision was drawn, the other follows from the prediction.
+
+    Example: `record.knobs.sampler.law(record.prediction, record.before, decision).log_prob`.
+    """
 
     drawn: Tensor  # (B,) float64: the log-probability of the drawn part
     agrees: Tensor  # (B,) bool: the other part is what this prediction implies
