@@ -49,6 +49,7 @@ from dgemma.diffusion.state import DenoiseState
 from dgemma.run.knobs import Knobs
 from dgemma.run.step import settle
 from dgemma.sampling.base import Sampler
+from dgemma.sampling.gibbs import LeaveOneOutGibbs
 from dgemma.sampling.temperature import ConstantTemperature
 
 LENGTH, NUM_TOKENS, MASK = 3, 3, 3
@@ -142,6 +143,34 @@ def route_cells(prediction: Prediction, state: DenoiseState) -> Tensor:
     levels = state.noise_level, state.next_noise_level
     clean, stay = state.noise.routes(x0, state.canvas, *levels, allowed=state.allowed)
     return torch.stack([clean, clean + stay], dim=-1)
+
+
+def gibbs_cells(sampler: LeaveOneOutGibbs, choice: Callable[[DenoiseState], Any] = permutations) -> dict[str, Cells]:
+    """The uniforms at which `LeaveOneOutGibbs` changes its decision, from its definition. `choice`: of positions."""
+
+    def is_ancestral(state: DenoiseState) -> bool:
+        return bool(sampler.clock(state)[0][0])
+
+    def tokens_from(prediction: Prediction, state: DenoiseState) -> Prediction:
+        """What tokens are drawn from: the mean in an ancestral step, leave-one-out in a correction."""
+        if is_ancestral(state) == (sampler.parametrisation == "mean"):
+            return prediction
+        convert = state.noise.to_mean if is_ancestral(state) else state.noise.to_loo
+        return Prediction(convert(prediction.logits, state.canvas, state.memory))
+
+    def token(prediction: Prediction, state: DenoiseState) -> Tensor:
+        return _token_cells(tokens_from(prediction, state), state)
+
+    def event(prediction: Prediction, state: DenoiseState) -> Tensor:
+        if not is_ancestral(state):
+            return (1 - state.memory)[:, None, None].expand(-1, LENGTH, 1)
+        levels = {"noise_level": state.memory, "next_noise_level": sampler.clock(state)[1]}
+        return route_cells(tokens_from(prediction, state), replace(state, **levels))
+
+    def position(prediction: Prediction, state: DenoiseState) -> Any:
+        return torch.zeros(state.batch_size, LENGTH, 0).double() if is_ancestral(state) else choice(state)
+
+    return {"token": token, "event": event, "position": position}
 
 
 class Result(NamedTuple):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dgemma import GenerationDefaults, presets
 from dgemma.diffusion.decision import transition
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, UniformNoise
-from dgemma.diffusion.schedule import Loop, PlainCosine
+from dgemma.diffusion.schedule import Loop
 from dgemma.run.knobs import learnt_noise
 from dgemma.sampling.named import describe_noise
 from toy import MASK, NUM_TOKENS, SEQUENCES, Denoiser, fresh_state, hybrid_noise, likelihood, mask_noise, uniform_noise
@@ -255,11 +255,6 @@ def test_a_gamma_above_two_would_need_negative_probabilities():
         kind, gamma, uniform_share, vocab_size = "hybrid", 3.0, 0.2, NUM_TOKENS + 1
 
     assert forward_between(Fading, 0.99, 0.9).min() < -1e-4
-
-
-def test_noises_are_values_that_carry_their_schedule():
-    assert MaskNoise(32, schedule=Loop()) == MaskNoise(32, 4, schedule=Loop())
-    assert UniformNoise(32) != UniformNoise(32, schedule=PlainCosine())
 
 
 def saying(noise, vocab_size=NUM_TOKENS + 1):

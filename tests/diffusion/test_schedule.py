@@ -1,4 +1,3 @@
-import dataclasses
 import math
 
 import pytest
@@ -111,10 +110,3 @@ def test_loop_stays_at_its_plateau_and_time_returns_its_start():
 def test_impossible_curves_are_refused(build, field):
     with pytest.raises(ValueError, match=field):
         build()
-
-
-def test_schedules_are_values():
-    assert Loop() == Loop()
-    assert hash(Geometric()) == hash(Geometric())
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Linear().x = 1

@@ -17,10 +17,10 @@ from toy import (
     Law,
     advance,
     fresh_state,
+    gibbs_cells,
     hybrid_noise,
     initial,
     likelihood,
-    permutations,
     propagate,
     route_cells,
     total_variation,
@@ -57,33 +57,6 @@ def law_of(canvas, weight):
     return torch.zeros(27, dtype=torch.float64).index_add(0, canvas @ CODE, weight)
 
 
-def gibbs_cells(sampler, noise):
-    """Return the uniforms at which a sampler with leave-one-out logits changes its decision, from its definition."""
-
-    def is_ancestral(state):
-        return bool(sampler.clock(state)[0][0])
-
-    def tokens_from(prediction, state):
-        if not is_ancestral(state):
-            return prediction
-        return Prediction(noise.to_mean(prediction.logits, state.canvas, state.memory))
-
-    def token(prediction, state):
-        return tokens_from(prediction, state).logits.softmax(-1).cumsum(-1)[..., :-1]
-
-    def event(prediction, state):
-        if not is_ancestral(state):
-            return (1 - state.memory)[:, None, None].expand(-1, 3, 1)
-        x0 = tokens_from(prediction, state).sample(state.uniform("token"))
-        clean, stay = noise.routes(x0, state.canvas, state.memory, sampler.clock(state)[1])
-        return torch.stack([clean, clean + stay], dim=-1)
-
-    def position(prediction, state):
-        return torch.zeros(state.batch_size, 3, 0).double() if is_ancestral(state) else permutations(state)
-
-    return {"token": token, "event": event, "position": position}
-
-
 @pytest.mark.parametrize("level", [0.2, 0.8])
 def test_a_correction_keeps_the_law_of_its_level_whatever_the_loops_clock_says(level):
     """Canvases have the law of the level, but the clock says 0.93. The network gets the level that `step` passes."""
@@ -99,20 +72,8 @@ def test_a_correction_keeps_the_law_of_its_level_whatever_the_loops_clock_says(l
         memory=torch.full((27,), level, dtype=torch.float64),
     )
     network = Network(joint, noise, 3, "loo").at(level_told(sampler)(state))
-    after = advance(Law(state, noisy), sampler, network, gibbs_cells(sampler, noise))
+    after = advance(Law(state, noisy), sampler, network, gibbs_cells(sampler))
     assert total_variation(law_of(after.state.canvas, after.weight), noisy) < 1e-13
-
-
-@pytest.mark.slow
-def test_a_run_with_corrections_has_the_law_of_the_levels_it_promises():
-    """Four steps: 1 → .5, two corrections at .5, .5 → 0."""
-    noise, sampler = uniform_noise(), dgemma.LeaveOneOutGibbs(corrections=2, parametrisation="loo")
-    network, cells = Network(random_joint(6), noise, 3, "loo"), gibbs_cells(sampler, noise)
-    promised, found = (
-        propagate(sampler, noise, steps=4, denoiser=network, cells=cells, level=level, check=False).law
-        for level in (lambda state: state.memory, level_told(sampler))
-    )
-    assert total_variation(found, promised) < 1e-12
 
 
 def test_first_hitting_tells_the_time_of_its_own_clock():
@@ -279,7 +240,7 @@ def test_corrections_near_clean_text_repair_holes_of_a_network_that_takes_one_le
         noise,
         steps=steps,
         denoiser=Network(joint, noise, 3, "loo"),
-        cells=gibbs_cells(sampler, noise),
+        cells=gibbs_cells(sampler),
         check=False,
         start=infilling(sampler, noise, first, steps),
         level=level_told(sampler),
@@ -298,7 +259,7 @@ def test_pure_noise_is_refused_under_a_schedule_that_begins_with_less(kind):
     }[kind]
     prompt = torch.tensor([[2, 7]])
     options = {"noise": noise, "sampler": dgemma.Ancestral(), "steps": 2, "progress": False}
-    refusal = re.escape("generate noise must have a schedule that starts from pure noise, got level 0.5 at t = 1 from")
+    refusal = re.escape("generate noise must have a schedule that starts from pure noise, got")
     for canvas in (None, torch.full((1, length), -1), torch.full((1, length - 1), 7)):
         with pytest.raises(ValueError, match=refusal):
             dgemma.generate(model, prompt, max_new_tokens=length, canvas=canvas, **options)

@@ -123,8 +123,3 @@ def test_under_masks_every_token_on_the_canvas_is_committed():
     state = fresh_state(torch.tensor([[0, MASK, 2]]), mask_noise(), 4)  # in the middle of its steps
     prediction = Prediction(torch.eye(4)[torch.tensor([[1, 1, 1]])])
     assert Ancestral().final(prediction, state).tolist() == [[0, 1, 2]]
-
-
-def test_unknown_parametrisation_is_refused():
-    with pytest.raises(ValueError, match=r"Ancestral.parametrisation must be .mean. or .loo., got .score."):
-        Ancestral(parametrisation="score")

@@ -125,20 +125,6 @@ def test_a_frozen_sub_block_is_skipped():
     assert sub_block.end_step.tolist() == [4]
 
 
-@pytest.mark.parametrize(("order", "scale"), [("confidence", lambda p: p), ("log_confidence", torch.log)])
-def test_order_noise_chooses_from_the_softmax_of_the_scores(order, scale):
-    # Dream's alg_temp: position 0 leads with probability softmax(score / τ)₀. The law by a 256 × 256 grid of midpoints.
-    tau, grid = 0.3, (torch.arange(256, dtype=torch.float64) + 0.5) / 256
-    u = torch.cartesian_prod(grid, grid)  # (65536, 2)
-    confidence = torch.tensor([0.8, 0.6], dtype=torch.float64)
-    p = torch.stack([confidence, 1 - confidence], dim=-1).log().expand(len(u), -1, -1)
-    state = fresh_state(torch.zeros(len(u), 2, dtype=torch.int64), MaskNoise(6), 2)
-    state = replace(state, injected={"order": u, "token": u})
-    write = Confidence(order=order, order_temperature=tau)(Prediction(p), state).write
-    expected = (scale(confidence) / tau).softmax(0)[0].item()
-    assert write[:, 0].double().mean().item() == pytest.approx(expected, abs=2e-3)  # the grid resolves 1/256
-
-
 def test_annealed_order_noise_fades_with_the_steps_left():
     # MaskGIT's noise at step n of N has strength 4.5 (1 - (n+1)/N). Position 0 draws a Gumbel of 6.907, and position 1
     # draws -1.933, which is 8.84 less. The log-confidence of position 0 is 0.645 less than that of position 1. Noise
@@ -161,46 +147,9 @@ def test_a_uniform_of_zero_cannot_lose_an_open_position():
     assert write.tolist() == [[False, False, True]]
 
 
-def test_equally_certain_positions_are_taken_from_the_left():
-    assert counts_on_flat(Confidence()) == [[0, 1], [2, 3]]
-
-
-def counts_on_flat(sampler):
-    state = fresh_state(torch.full((1, 4), MASK_ID), MaskNoise(6, mask_token_id=MASK_ID), 2)
-    chosen = []
-    for _ in range(2):
-        prediction = Prediction(torch.zeros(1, 4, 4))
-        decision = sampler(prediction, state)
-        chosen.append(decision.write[0].nonzero()[:, 0].tolist())
-        state = update(prediction, decision, sampler, state, None)
-    return chosen
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("order", "sampled"),
-        ("quota", "linear"),
-        ("block_len", 0),
-        ("block_len", 1.5),
-        ("order_temperature", -1.0),
-        ("order_temperature", math.nan),
-        ("order_temperature", math.inf),
-        ("anneal", True),
-    ],
-)
-def test_impossible_settings_are_refused(field, value):
-    with pytest.raises(ValueError, match=f"Confidence.{field} must"):
-        Confidence(**{field: value})
-
-
-def test_a_temperature_for_an_order_without_a_score_is_refused():
-    with pytest.raises(ValueError, match=r"Confidence\.order_temperature must be 0 for order 'random', got 3"):
-        Confidence(order="random", order_temperature=3.0)
-
-
 def test_best_returns_all_candidates_if_count_is_larger():
     among = torch.tensor([[True, False, True]])
     assert best(torch.tensor([[0.1, 0.9, 0.5]]), among, 7).tolist() == among.tolist()
     assert best(torch.tensor([[0.1, 0.9, 0.5]]), among, torch.tensor([-2])).tolist() == [[False] * 3]
+    assert best(torch.zeros(1, 3), among, 1).tolist() == [[True, False, False]]  # leftmost on ties
     assert best(torch.tensor([[-math.inf, 0.0, -math.inf]]), among, 1).tolist() == [[True, False, False]]

@@ -5,7 +5,7 @@ import torch
 
 from dgemma.diffusion.prediction import Prediction
 from dgemma.sampling.first_hitting import FirstHitting
-from toy import MASK, SEQUENCES, fresh_state, mask_noise, propagate, total_variation, update
+from toy import MASK, SEQUENCES, fresh_state, mask_noise, propagate, total_variation
 
 
 def any_open(prediction, state):
@@ -55,26 +55,3 @@ def test_the_clock_does_not_change_if_nothing_is_masked():
     decision = FirstHitting()(Prediction(torch.zeros(1, 3, 4)), state)
     assert not decision.write.any()
     assert decision.memory.item() == 0.2
-
-
-def test_every_open_position_is_chosen_equally_often_and_no_other():
-    n = 300
-    canvas = torch.full((n, 4), MASK)
-    state = replace(fresh_state(canvas, mask_noise(), 4), open=torch.tensor([True, False, True, True]).expand(n, 4))
-    state = replace(state, memory=torch.ones(n).double(), injected={"position": (torch.arange(n).double() + 0.5) / n})
-    write = FirstHitting()(Prediction(torch.zeros(n, 4, 4)), state).write
-    assert write.sum(0).tolist() == [100, 0, 100, 100]
-    assert (write.sum(-1) == 1).all()
-
-
-def test_a_run_from_the_counter_reveals_one_position_per_step():
-    state = fresh_state(torch.full((2, 5), MASK), mask_noise(), 5)
-    sampler = FirstHitting()
-    state = replace(state, seeds=torch.tensor([3, 4]), memory=sampler.start(state))
-    prediction = Prediction(torch.tensor([0.0, 0.0, 0.0, -torch.inf]).expand(2, 5, 4))
-    levels = [state.memory]
-    for left in (4, 3, 2, 1, 0):
-        state = update(prediction, sampler(prediction, state), sampler, state)
-        levels.append(state.memory)
-        assert state.open.sum(-1).tolist() == [left, left]
-    assert (torch.stack(levels).diff(dim=0) < 0).all()

@@ -15,6 +15,7 @@ from toy import (
     Points,
     advance,
     fresh_state,
+    gibbs_cells,
     likelihood,
     permutations,
     propagate,
@@ -32,42 +33,13 @@ def noisy_text():
     return torch.einsum("abc,ax,by,cz->xyz", JOINT.reshape(3, 3, 3), table, table, table).flatten()
 
 
-def as_sampled(sampler, prediction, state):
-    """The distribution tokens are drawn from: the mean in an ancestral step, leave-one-out in a correction."""
-    ancestral = bool(sampler.clock(state)[0][0])
-    if ancestral == (sampler.parametrisation == "mean"):
-        return prediction
-    convert = NOISE.to_mean if ancestral else NOISE.to_loo
-    return Prediction(convert(prediction.logits, state.canvas, state.memory))
-
-
-def cells(sampler, choice=permutations):
-    def token(prediction, state):
-        return as_sampled(sampler, prediction, state).logits.softmax(-1).cumsum(-1)[..., :-1]
-
-    def event(prediction, state):
-        ancestral, next_level = sampler.clock(state)
-        if not ancestral[0]:
-            return (1 - state.memory)[:, None, None].expand(-1, 3, 1)
-        x0 = as_sampled(sampler, prediction, state).sample(state.uniform("token"))
-        clean, stay = NOISE.routes(x0, state.canvas, state.memory, next_level)
-        return torch.stack([clean, clean + stay], dim=-1)
-
-    def position(prediction, state):
-        if sampler.clock(state)[0][0]:
-            return torch.zeros(state.batch_size, 3, 0).double()
-        return choice(state)
-
-    return {"token": token, "event": event, "position": position}
-
-
 def corrected(sampler, choice=permutations):
     """The law of a noisy text after one correction at its level."""
     state = fresh_state(SEQUENCES, NOISE, 99)
     state = replace(state, step=torch.full((27,), 1), memory=torch.full((27,), LEVEL, dtype=torch.float64))
     assert not sampler.clock(state)[0].any()
     network = Denoiser(NOISE, sampler.parametrisation).at(LEVEL)
-    law = advance(Law(state, noisy_text()), sampler, network, cells(sampler, choice))
+    law = advance(Law(state, noisy_text()), sampler, network, gibbs_cells(sampler, choice))
     return torch.zeros(27).double().index_add(0, law.state.canvas @ torch.tensor([9, 3, 1]), law.weight)
 
 
@@ -114,7 +86,7 @@ def test_positions_picked_by_their_content_bias_the_distribution():
 def test_a_correction_brings_two_ancestral_steps_closer_to_the_text():
     """Two ancestral steps without a correction have a distance of .3063."""
     sampler = LeaveOneOutGibbs(corrections=1)
-    result = propagate(sampler, NOISE, steps=3, cells=cells(sampler), level=lambda state: state.memory)
+    result = propagate(sampler, NOISE, steps=3, cells=gibbs_cells(sampler), level=lambda state: state.memory)
     assert result.law.sum().item() == pytest.approx(1, abs=1e-12)
     assert total_variation(result.law) < 0.29
 
@@ -150,12 +122,3 @@ def test_only_positions_that_may_change_are_picked(num_positions):
     state = replace(state, seeds=torch.arange(27), frozen=torch.tensor([True, False, True]).expand(27, 3))
     decision = LeaveOneOutGibbs(num_positions=num_positions)(Prediction(torch.zeros(27, 3, 3)), state)
     assert (decision.write | decision.renoise).sum(0).tolist() == [0, 27, 0]
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("corrections", 0), ("num_positions", 0), ("choice_temperature", -1.0), ("parametrisation", "score")],
-)
-def test_invalid_options_are_refused(field, value):
-    with pytest.raises(ValueError, match=f"LeaveOneOutGibbs.{field} must be"):
-        LeaveOneOutGibbs(**{field: value})

@@ -1,5 +1,6 @@
 """No sampler changes a frozen token, leaves an allowed set or commits noise, under any process."""
 
+import math
 from dataclasses import dataclass
 from itertools import product
 
@@ -11,9 +12,26 @@ from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.prediction import Prediction
 from dgemma.run.knobs import Knobs
 from dgemma.run.step import start_state, step
-from dgemma.sampling.base import Sampler
-from dgemma.sampling.entropy_bound import EntropyBound
-from dgemma.sampling.stopping import EndOfText, StableAndConfident
+from dgemma.sampling import (
+    KLASS,
+    P2,
+    Ancestral,
+    BlockRefinement,
+    Confidence,
+    ConfidenceGap,
+    EndOfText,
+    EntropyBound,
+    FactorThreshold,
+    Fork,
+    LeaveOneOutGibbs,
+    ReMDM,
+    Sampler,
+    SoftEntropyBound,
+    SoftThreshold,
+    StableAndConfident,
+    StepCap,
+    TokenEditing,
+)
 from dgemma.sampling.temperature import LinearTemperature
 from every_sampler import SAMPLERS, noises
 
@@ -83,6 +101,57 @@ def check_run(sampler, noise, seed):
 @pytest.mark.parametrize(("sampler", "noise"), CASES, ids=[f"{s}-{n.kind}" for s, n in CASES])
 def test_frozen_tokens_stay_and_allowed_sets_hold(sampler, noise):
     check_run(sampler, noise, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("cls", "field", "value", "rule"),
+    [
+        (Ancestral, "parametrisation", "score", "be 'mean' or 'loo'"),
+        (BlockRefinement, "tau", 1.5, "be a probability"),
+        (BlockRefinement, "tau_edit", 2.0, "be a probability"),
+        (Confidence, "order", "sampled", "be 'confidence' or"),
+        (Confidence, "quota", "linear", "be 'fixed' or"),
+        (Confidence, "block_len", 1.5, ""),
+        (Confidence, "order_temperature", math.inf, ""),
+        (Confidence, "anneal", True, "be False without an order_temperature"),
+        (EntropyBound, "bound", -0.1, ""),
+        (EntropyBound, "bound", math.nan, ""),
+        (EntropyBound, "bound", "0.1", ""),
+        (EntropyBound, "order", "random", "be 'entropy' or"),
+        (FactorThreshold, "factor", 0.0, ""),
+        (FactorThreshold, "block_len", -1, ""),
+        (Fork, "tau", 1.5, "be a probability"),
+        (KLASS, "kl_bound", 0.0, ""),
+        (KLASS, "history", 0, ""),
+        (LeaveOneOutGibbs, "corrections", 0, ""),
+        (LeaveOneOutGibbs, "num_positions", 0, ""),
+        (LeaveOneOutGibbs, "choice_temperature", -1.0, ""),
+        (P2, "eta", -1.0, ""),
+        (ReMDM, "strategy", "plain", "be 'cap' or"),
+        (ReMDM, "eta", 1.5, "be a probability"),
+        (SoftEntropyBound, "softness", 0.0, ""),
+        (SoftThreshold, "softness", -1.0, ""),
+        (TokenEditing, "tau_edit", -0.1, "be a probability"),
+        (TokenEditing, "max_edit_steps", -1, ""),
+        (StableAndConfident, "stability", 1.0, ""),
+        (StableAndConfident, "confidence", 0.0, ""),
+        (EndOfText, "token_ids", (1.5,), "hold at least one token id"),
+        (ConfidenceGap, "thresholds", (1.0, 2.0), "be three gaps"),
+        (ConfidenceGap, "span", (3, 3), ""),
+        (StepCap, "steps", 0, ""),
+    ],
+    ids=str,
+)
+def test_impossible_settings_are_refused(cls, field, value, rule):
+    with pytest.raises(ValueError, match=f"{cls.__name__}.{field} must {rule}"):
+        cls(**{field: value})
+
+
+def test_settings_that_exclude_each_other_are_refused():
+    with pytest.raises(ValueError, match=r"Confidence\.order_temperature must be 0 for order 'random', got 3"):
+        Confidence(order="random", order_temperature=3.0)
+    with pytest.raises(ValueError, match=r'ReMDM\.eta must be None for strategy "conf", got 0.1'):
+        ReMDM(strategy="conf", eta=0.1)
 
 
 @dataclass(frozen=True)

@@ -143,8 +143,3 @@ def test_a_sampler_that_makes_a_tensor_on_the_host_fails_this_test():
 
 def test_the_control_passes_when_it_does_not_read():
     run_sampler(Syncing("not at all"), MaskNoise(VOCAB))
-
-
-def test_every_sampler_and_stop_rule_is_found():
-    found = {type(x).__name__ for x in [*SAMPLERS, *STOP_RULES]}
-    assert {"EntropyBound", "Ancestral", "KLASS", "TokenEditing", "StableAndConfident", "EndOfText"} <= found

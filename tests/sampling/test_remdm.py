@@ -132,22 +132,3 @@ def test_conf_remembers_the_probability_of_what_it_reveals():
     decision = ReMDM(strategy="conf")(Prediction(probabilities.log().expand(1, 3, 4)), state)
     assert decision.tokens[0, :2].tolist() == [0, 2]
     assert decision.memory[0].tolist() == pytest.approx([0.25, 0.75, 0.3])
-
-
-def test_conf_ends_without_masks():
-    result = run(ReMDM(strategy="conf"), 3, independent=False)
-    assert result.law.sum().item() == pytest.approx(1, abs=1e-12)
-    assert not result.states.state.open.any()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"strategy": "plain"}, "ReMDM.strategy must be 'cap' or 'rescale' or"),
-        ({"eta": 1.5}, r"ReMDM.eta must be a probability, got 1.5"),
-        ({"strategy": "conf", "eta": 0.1}, 'ReMDM.eta must be None for strategy "conf", got 0.1'),
-    ],
-)
-def test_invalid_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        ReMDM(**options)
