@@ -138,13 +138,6 @@ def test_launches_work_normally_after_a_failed_compilation(kernels):
     assert _async_compile.active_mode.get() is None
 
 
-def test_a_compilation_that_fails_is_left_to_the_launch(kernels):
-    kernels[0].compile_it = lambda: 1 / 0
-    compile_together(lambda: kernels[0][(1,)]())
-    assert kernels[0].compiled == 0
-    assert _async_compile.active_mode.get() is None
-
-
 @pytest.mark.compile
 def test_real_kernels_are_compiled_and_a_wrong_one_raises_at_its_launch(tmp_path):
     switches = ("TRITON_INTERPRET", "TRITON_OVERRIDE_ARCH")

@@ -51,4 +51,5 @@ def multiply(
     """
     from dgemma_kernels.ops.grouped import hopper  # Gluon changes with every version of Triton
 
+    assert all(each is None or each.is_contiguous() for each in (x, narrow, order))
     return hopper.multiply(x, weights, narrow, b, tiles, order, gated=gated)
