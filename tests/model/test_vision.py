@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.published import pair
+from published import pair
 
 from dgemma import DiffusionGemma, presets
 from dgemma.model.quantize import Quantization

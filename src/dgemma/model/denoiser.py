@@ -15,6 +15,7 @@ from dgemma.diffusion.prediction import Prediction
 from dgemma.model.cache import Cache
 from dgemma.model.causal import CausalRule, CausalState
 from dgemma.model.config import DenoiserConfig, GenerationDefaults
+from dgemma.model.vision.images import Images
 
 CacheT = TypeVar("CacheT", bound=Cache)
 
@@ -41,6 +42,7 @@ class Denoiser(Generic[CacheT]):
 
     takes_noise_level: bool = False  # if True, `denoise` also takes `noise_level` (B,)
     takes_position_levels: bool = False  # if True, that `noise_level` may be (B, C)
+    takes_images: bool = False  # if True, `encode` also takes `images`
     num_forwards: int = 1  # calls of the network in one `denoise`
     has_causal_mode: bool = False  # if True, `new_cache` and `causal_logits` are defined
     source: Path | None = None  # the checkpoint folder that it was loaded from
@@ -55,6 +57,21 @@ class Denoiser(Generic[CacheT]):
         Example: `cache = model.encode(prompt_tokens)`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define encode(self, tokens, cache, attention_mask).")
+
+    def encode_with(
+        self, images: Images | None, tokens: Tensor, cache: CacheT | None = None, attention_mask: Tensor | None = None
+    ) -> CacheT:
+        """Call `encode`, with the images of the prompt if there are any.
+
+        Example: `cache = model.encode_with(processor(["photo.jpg"]), prompt_tokens)`.
+        """
+        if images is None:
+            return self.encode(tokens, cache, attention_mask)
+        if not self.takes_images:
+            raise ValueError(
+                f"images must be None for a {type(self).__name__} without a vision tower. Load another model."
+            )
+        return self.encode(tokens, cache, attention_mask, images=images)  # type: ignore[call-arg]
 
     def denoise(
         self,

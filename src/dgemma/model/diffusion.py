@@ -28,6 +28,8 @@ from dgemma.model.noise_level import NoiseLevelEmbedding
 from dgemma.model.quantize import Quantization
 from dgemma.model.quantized import QuantizedWeight, quantized_weights
 from dgemma.model.rotary import rotary_table
+from dgemma.model.vision.images import Images
+from dgemma.model.vision.places import find_blocks, insert_features, split_tokens
 from dgemma.model.vision.tower import PatchEmbedder, VisionTower
 
 _MOST_ROWS = 1 << 20  # in a cache
@@ -93,6 +95,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         self.dequantized: dict[str, str] = {}  # names of decoded weights, and their formats in the files
         self.conventions = conventions or Conventions()
         self.takes_noise_level = self.takes_position_levels = config.noise_conditioning
+        self.takes_images = config.vision is not None
         self.recompute_activations = False  # activation checkpointing: less memory, one more forward
         device = read_device("DiffusionGemma", device) if device is not None else torch.get_default_device()
         with torch.device("meta"):
@@ -200,22 +203,31 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         return PrefixCache(self.config, batch_size, device=self.device, dtype=self.dtype, conventions=self.conventions)
 
     def encode(
-        self, tokens: Tensor, cache: PrefixCache | None = None, attention_mask: Tensor | None = None
+        self,
+        tokens: Tensor,
+        cache: PrefixCache | None = None,
+        attention_mask: Tensor | None = None,
+        images: Images | None = None,
     ) -> PrefixCache:
         """Read tokens (B, P) causally into a prefix cache; a given cache is extended in place and returned.
 
         attention_mask (B, cached + P), or (B, P) for the new tokens alone, is 1 for real tokens and 0 for padding.
-        Padding may be on either side.
+        Padding may be on either side. images: those of the image tokens, row after row. The tokens of an image see
+        each other, in both directions.
 
         Example: `cache = model.encode(prompt_tokens)`.
         """
         cache = self._cache_for(tokens, cache)
         real = check_prefix(self, tokens, cache, attention_mask)
-        self._read(tokens, cache, real)
+        self._read(tokens, cache, real, images)
         return cache
 
     def causal_logits(
-        self, tokens: Tensor, cache: PrefixCache | None = None, attention_mask: Tensor | None = None
+        self,
+        tokens: Tensor,
+        cache: PrefixCache | None = None,
+        attention_mask: Tensor | None = None,
+        images: Images | None = None,
     ) -> Tensor:
         """Return next-token logits, autoregressively: tokens (B, T) → (B, T, V) float32.
 
@@ -225,7 +237,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         """
         cache = self._cache_for(tokens, cache)
         real = check_prefix(self, tokens, cache, attention_mask)
-        return self._head(self._read(tokens, cache, real)).logits
+        return self._head(self._read(tokens, cache, real, images)).logits
 
     def denoise(
         self,
@@ -259,18 +271,18 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         x, _ = self.run(x, positions, self._pasts(cache), masks, causal=False)
         return self._head(x)
 
-    def _read(self, tokens: Tensor, cache: PrefixCache, real: Tensor | None) -> Tensor:
+    def _read(self, tokens: Tensor, cache: PrefixCache, real: Tensor | None, images: Images | None) -> Tensor:
         """Run tokens (B, T) causally in chunks, append keys and values, return the last hidden state (B, T, D)."""
         cache.reserve(cache.num_slots + tokens.shape[1])
-        hidden = [self.embed(tokens[:, :0])]
-        for start in range(0, tokens.shape[1], _ENCODE_CHUNK):
-            chunk = tokens[:, start : start + _ENCODE_CHUNK]
-            chunk_real = None if real is None else real[:, start : start + _ENCODE_CHUNK]
-            hidden.append(self._read_chunk(chunk, cache, chunk_real))
+        embedded, blocks = self.embed_prompt(tokens, images)
+        hidden = [embedded[:, :0]]
+        for chunk in split_tokens(tokens.shape[1], _ENCODE_CHUNK, blocks):
+            parts = (None if part is None else part[:, chunk] for part in (real, blocks))
+            hidden.append(self._read_chunk(embedded[:, chunk], cache, *parts))
         return torch.cat(hidden, dim=1)
 
-    def _read_chunk(self, tokens: Tensor, cache: PrefixCache, real: Tensor | None) -> Tensor:
-        counted = torch.ones_like(tokens) if real is None else real.long()
+    def _read_chunk(self, x: Tensor, cache: PrefixCache, real: Tensor | None, blocks: Tensor | None) -> Tensor:
+        counted = torch.ones(x.shape[:2], dtype=torch.int64, device=x.device) if real is None else real.long()
         positions = (cache.lengths[:, None] + counted.cumsum(1) - 1).clamp(min=0)
         masks = self._shared_masks(
             cache,
@@ -281,9 +293,10 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
                 layer.filled(cache.lengths),
                 layer.num_filled(cache.num_slots),
                 layer.window,
+                blocks,
             ),
         )
-        x, new = self.run(self.embed(tokens), positions, self._pasts(cache), masks, causal=True)
+        x, new = self.run(x, positions, self._pasts(cache), masks, causal=True)
         cache.append(new, real)
         return x
 
@@ -331,6 +344,16 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
     def embed(self, tokens: Tensor) -> Tensor:
         """Return scaled embeddings: tokens (B, T) → (B, T, D)."""
         return self.embed_tokens(tokens) * self.embed_scale()
+
+    def embed_prompt(self, tokens: Tensor, images: Images | None) -> tuple[Tensor, Tensor | None]:
+        """Return embeddings (B, T, D) with the features of images, and the image of each token (see `find_blocks`)."""
+        embedded = self.embed(tokens)
+        if images is None:
+            return embedded, None
+        if self.vision is None:
+            raise ValueError("DiffusionGemma images must be None for a model without a vision tower. Load another one.")
+        blocks = find_blocks(tokens, images, self.config.image_token_id)
+        return insert_features(embedded, self.vision(images.to(self.device)), blocks), blocks
 
     def embed_canvas(self, canvas: Tensor, signal: Tensor | None = None, noise_level: Tensor | None = None) -> Tensor:
         """Return the layers' input for a canvas (B, C), a self-conditioning signal (B, C, D) and a level → (B, C, D).

@@ -8,12 +8,19 @@ from torch import Tensor
 
 
 def causal_mask(
-    positions: Tensor, real: Tensor | None, lengths: Tensor, filled: Tensor, num_slots: int, window: int | None
+    positions: Tensor,
+    real: Tensor | None,
+    lengths: Tensor,
+    filled: Tensor,
+    num_slots: int,
+    window: int | None,
+    blocks: Tensor | None = None,
 ) -> Tensor:
     """Return the mask under which new tokens see the prefix, earlier real tokens and themselves, within `window`.
 
     positions: (B, T) of the new tokens. real: (B, T), False for padding. lengths: (B,) of the prefix. filled: (B,)
-    cached slots. Returns (B, 1, T, num_slots + T).
+    cached slots. blocks: (B, T), the image of each token, -1 for text; a token also sees its whole image. Returns
+    (B, 1, T, num_slots + T).
     """
     slot = torch.arange(num_slots, device=positions.device)[None, :]
     slot_position = lengths[:, None] - filled[:, None] + slot  # (B, S)
@@ -27,6 +34,8 @@ def causal_mask(
     # Padding sees itself, because a softmax over nothing is NaN. The result is not used.
     num_new = positions.shape[1]
     visible[:, :, num_slots:] |= torch.eye(num_new, dtype=torch.bool, device=positions.device)
+    if blocks is not None:
+        visible[:, :, num_slots:] |= (blocks[:, :, None] == blocks[:, None, :]) & (blocks >= 0)[:, :, None]
     return visible[:, None]
 
 

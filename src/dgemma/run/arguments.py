@@ -16,7 +16,10 @@ from dgemma.checks import as_int, as_lists, has_values, require, require_tensor
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.schedule import LEAST_NOISE
 from dgemma.model.cache import Cache, require_cache
-from dgemma.model.config import DenoiserConfig
+from dgemma.model.config import DenoiserConfig, ModelConfig
+from dgemma.model.denoiser import Denoiser
+from dgemma.model.vision.images import Images
+from dgemma.model.vision.places import split_images
 from dgemma.sampling.base import Sampler
 
 MOST_STEPS = 1_000_000  # per canvas; a larger number is certainly a mistake
@@ -228,6 +231,24 @@ def check_prompt(
             f"generate must stay within max_position_embeddings {most}, got {total} tokens with the prompt and "
             f"{num_blocks} canvas{'es' if num_blocks > 1 else ''}. Shorten the prompt or lower max_new_tokens."
         )
+
+
+def read_images(model: Denoiser, tokens: Tensor, images: Any) -> tuple[Images | None, ...] | None:
+    """Return the images of each row, from one value for all rows or a list with one per row."""
+    if not isinstance(model.config, ModelConfig) or not model.takes_images:
+        fix = "Load a model with a vision tower."
+        require(images is None, "generate images", f"be None for this {type(model).__name__}", images, fix)
+        return None
+    image_token = model.config.image_token_id
+    if images is None:
+        has_places = bool((tokens == image_token).any())
+        require(not has_places, "generate images", "be given for a prompt with image tokens", None)
+        return None
+    if isinstance(images, Images):
+        return split_images(images, tokens, image_token)
+    require(len(images) == len(tokens), "generate images", f"have one entry per row, {len(tokens)}", len(images))
+    rows = zip(images, tokens.split(1), strict=True)
+    return tuple(None if row is None else split_images(row, text, image_token)[0] for row, text in rows)
 
 
 def read_allowed(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dgemma.model.cache import Cache
 from dgemma.model.denoiser import Denoiser
+from dgemma.model.vision.places import join_images
 from dgemma.run.denoising import Denoising
 from dgemma.run.rows import Rows
 
@@ -115,7 +116,9 @@ class Batch:
         model = self._model
         tokens, mask = _pad_left([row.unread[0] for row in rows])
         if cache is None or tokens.shape[1]:  # the next canvas of an infilling may begin at the same place
-            cache = model.encode(tokens.to(model.device), cache, None if mask is None else mask.to(model.device))
+            mask = None if mask is None else mask.to(model.device)
+            images = join_images([image for row in rows for image in row.unread_images or ()])
+            cache = model.encode_with(images, tokens.to(model.device), cache, mask)
         states = [row.start(model, row.plan.knobs) for row in rows]
         first = torch.zeros(1, dtype=torch.int64, device=model.device)
         state = states[0].select(first.expand(len(rows)))

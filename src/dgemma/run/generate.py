@@ -48,6 +48,7 @@ def generate(
     - `cache`: a prefix that is already encoded; prompt_tokens are then only the new tokens. The cache is extended in
       place until a row stops; from then on the run extends a copy. So continue with the `cache` of the result.
     - `attention_mask` (B, P): 1 for real tokens, 0 for padding.
+    - `images`: those of the prompt, in the order of their tokens; for a batch, also a list with the images of each row.
     - `canvas` (B, N): tokens to start from. Positions with -1 and positions after N start as noise.
     - `frozen` (B, N) bool: positions of `canvas` that never change.
     - `noise_level`: how noisy `canvas` is, in (0, 1]; the run starts at the nearest step.

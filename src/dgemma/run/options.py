@@ -9,6 +9,7 @@ from torch import Tensor
 from dgemma.checks import typed
 from dgemma.constraints.languages import Regex
 from dgemma.diffusion.noise import Noise
+from dgemma.model.vision.images import Images
 from dgemma.run.arguments import Allowed
 from dgemma.run.records import OnStep
 from dgemma.sampling.base import Sampler
@@ -17,6 +18,7 @@ from dgemma.sampling.temperature import Temperature
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Options = TypeVar("Options")
+ImagesOption = Images | Sequence[Images | None] | None
 
 
 class Default(NamedTuple):
@@ -53,6 +55,7 @@ class RunOptions(TextOptions, total=False):
     canvas: Tensor | None
     frozen: Tensor | None
     attention_mask: Tensor | None
+    images: ImagesOption
     noise_level: Annotated[float, Default(1.0)]
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from dgemma.diffusion.noise import Noise
 from dgemma.model.cache import Cache
 from dgemma.model.denoiser import Denoiser, check_denoiser
+from dgemma.model.vision.images import Images
 from dgemma.run import arguments
 from dgemma.run.arguments import MOST_STEPS, Span
 from dgemma.run.constrain import RunLanguage, read_constraint
@@ -39,6 +40,7 @@ class Plan:
     first_block: int = 0  # the block number that the first block uses in random draws
     # (B,) in a plan of one canvas: the length of each text that ends inside it; the rest of the canvas is dropped.
     text_len: Tensor | None = None
+    images: tuple[Images | None, ...] | None = None  # of the prompt, for each row
 
     @property
     def batch_size(self) -> int:
@@ -109,6 +111,7 @@ def read_plan(
     arguments.check_memory("generate", len(prompt_tokens), config, model.device)
     mask = settings["attention_mask"]
     arguments.check_prompt(prompt_tokens, mask, cache, config, num_positions, model.device)
+    images = arguments.read_images(model, prompt_tokens, settings["images"])
     span = arguments.read_span(
         settings["canvas"], settings["frozen"], settings["allowed"], prompt_tokens, noise, max_new_tokens
     )
@@ -142,4 +145,5 @@ def read_plan(
         span=span,
         noise_level=noise_level,
         language=language,
+        images=images,
     )

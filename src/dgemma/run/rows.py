@@ -13,6 +13,7 @@ from torch import Tensor
 from dgemma.diffusion.state import DenoiseState
 from dgemma.model.cache import Cache
 from dgemma.model.denoiser import Denoiser
+from dgemma.model.vision.places import join_images
 from dgemma.run.knobs import Knobs
 from dgemma.run.plan import Plan
 from dgemma.run.records import BlockCommit, Output
@@ -36,6 +37,7 @@ class Rows:
         self.ended = False
         self.unread: Tensor = plan.prompt_tokens  # (R, n) tokens that are not in the cache
         self.unread_mask: Tensor | None = plan.attention_mask
+        self.unread_images = plan.images
         self._states = None if plan.language is None else plan.language.start  # (R,) of the constraint
         self._leaving: list[bool] = []
         self._retired: list[tuple[Tensor, Cache]] = []
@@ -43,7 +45,7 @@ class Rows:
 
     def read(self, model: Denoiser, cache: Cache | None = None) -> Cache:
         """Encode the unread tokens, and return the cache of the rows that go on. Rows that ended keep their cache."""
-        cache = model.encode(self.unread, cache, self.unread_mask)
+        cache = model.encode_with(join_images(self.unread_images), self.unread, cache, self.unread_mask)
         if any(self._leaving):
             ends, goes_on = (_where(flags, self.left.device) for flags in (self._leaving, _not(self._leaving)))
             self._retired.append((self.left[ends], cache.select(ends)))
@@ -75,6 +77,7 @@ class Rows:
         if plan.language is not None and self._states is not None:
             self._states = plan.language.advance(self._states, drafts.to(self._states.device))
         self.unread, self.unread_mask, self._leaving = plan.end_rows(drafts, block, left)
+        self.unread_images = None
         self.blocks.append(_spread(self.unread, left, plan.batch_size, plan.pad_token_id))
         self.steps.append(_spread(steps, left, plan.batch_size, 0))
         self.forwards.append(_spread(forwards, left, plan.batch_size, 0))

@@ -11,7 +11,9 @@ from torch import Tensor
 from dgemma.diffusion.prediction import refuse_nan
 from dgemma.model.causal import CausalRule, CausalState
 from dgemma.model.denoiser import Denoiser
-from dgemma.run.options import Default, fill_in, takes_options
+from dgemma.model.vision.images import Images
+from dgemma.model.vision.places import join_images
+from dgemma.run.options import Default, ImagesOption, fill_in, takes_options
 from dgemma.run.plan import read_plan
 from dgemma.sampling.temperature import ConstantTemperature, Temperature
 
@@ -25,6 +27,7 @@ class CausalOptions(TypedDict, total=False):
     top_p: float | None
     seed: Annotated[int | Sequence[int] | Tensor, Default(0)]
     attention_mask: Tensor | None
+    images: ImagesOption
     eos_token_ids: int | Iterable[int] | None
 
 
@@ -66,7 +69,7 @@ def stream_causal(model: Denoiser, prompt_tokens: Tensor, **options: Unpack[Caus
         pad_token_id=plan.pad_token_id,
     )
     num_tokens = model.generation.max_new_tokens if max_new_tokens is None else max_new_tokens
-    cache, last = _read_prompt(model, prompt_tokens, settings["attention_mask"])
+    cache, last = _read_prompt(model, prompt_tokens, settings["attention_mask"], join_images(plan.images))
     seeds = plan.seeds[0]
     none = torch.zeros_like(seeds, dtype=torch.bool)
     state = CausalState(token=last, number=torch.zeros_like(seeds), done=none, broken=none, seeds=seeds)
@@ -86,16 +89,18 @@ def stream_causal(model: Denoiser, prompt_tokens: Tensor, **options: Unpack[Caus
             break
 
 
-def _read_prompt(model: Denoiser, tokens: Tensor, attention_mask: Tensor | None) -> tuple[Any, Tensor]:
+def _read_prompt(
+    model: Denoiser, tokens: Tensor, attention_mask: Tensor | None, images: Images | None
+) -> tuple[Any, Tensor]:
     """Read all but the last real token of each row, and return the cache and those last tokens (B, 1)."""
     cache = model.new_cache(len(tokens))
     if attention_mask is None:
         before, last = tokens[:, :-1], tokens[:, -1:].long()
-        return (model.encode(before, cache) if before.shape[1] else cache), last
+        return (model.encode_with(images, before, cache) if before.shape[1] else cache), last
     # Padding may be on either side.
     at = (attention_mask * torch.arange(1, tokens.shape[1] + 1, device=tokens.device)).argmax(1, keepdim=True)
     before = attention_mask.scatter(1, at, 0)
-    return model.encode(tokens, cache, before), tokens.gather(1, at).long()
+    return model.encode_with(images, tokens, cache, before), tokens.gather(1, at).long()
 
 
 def _compute_ahead(items: Iterator[Any], count: int) -> Iterator[Any]:

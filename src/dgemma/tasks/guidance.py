@@ -13,6 +13,7 @@ from dgemma.diffusion.prediction import Prediction
 from dgemma.model.cache import Cache
 from dgemma.model.config import DenoiserConfig, GenerationDefaults
 from dgemma.model.denoiser import Denoiser, check_denoiser
+from dgemma.model.vision.images import Images
 
 
 def mix(conditional: Tensor, unconditional: Tensor, strength: float) -> Tensor:
@@ -108,7 +109,7 @@ class Guided(Denoiser[GuidedCache]):
 
     def __post_init__(self) -> None:
         check_denoiser("Guided", self.denoiser)
-        for name in ("takes_noise_level", "takes_position_levels"):
+        for name in ("takes_noise_level", "takes_position_levels", "takes_images"):
             object.__setattr__(self, name, getattr(self.denoiser, name))
         check_types(self)
         if not (math.isfinite(self.strength) and self.strength >= -1):
@@ -138,20 +139,24 @@ class Guided(Denoiser[GuidedCache]):
         return self.denoiser.device
 
     def encode(
-        self, tokens: Tensor, cache: GuidedCache | None = None, attention_mask: Tensor | None = None
+        self,
+        tokens: Tensor,
+        cache: GuidedCache | None = None,
+        attention_mask: Tensor | None = None,
+        images: Images | None = None,
     ) -> GuidedCache:
-        """Read tokens (B, P) into both prefixes. Without a cache, the second prefix gets `unconditional`."""
+        """Read tokens (B, P) into both prefixes. Without a cache, the second prefix gets `unconditional`, no images."""
         if cache is None:
             prompt, prompt_mask = self._stand_in(tokens, attention_mask)
             return GuidedCache(
-                self.denoiser.encode(tokens, attention_mask=attention_mask),
+                self.denoiser.encode_with(images, tokens, attention_mask=attention_mask),
                 self.denoiser.encode(prompt, attention_mask=prompt_mask),
             )
         # The prefixes may differ in length, so each gets only the mask of the new tokens.
         new = None if attention_mask is None else attention_mask[:, -tokens.shape[1] :]
         return GuidedCache(
-            self.denoiser.encode(tokens, cache.conditional, new),
-            self.denoiser.encode(tokens, cache.unconditional, new),
+            self.denoiser.encode_with(images, tokens, cache.conditional, new),
+            self.denoiser.encode_with(images, tokens, cache.unconditional, new),
         )
 
     def denoise(

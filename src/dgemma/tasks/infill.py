@@ -18,14 +18,16 @@ from dgemma.checks import as_int, require, require_tensor, short_repr
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.state import DenoiseState
 from dgemma.model.cache import Cache
+from dgemma.model.config import ModelConfig
 from dgemma.model.denoiser import Denoiser, check_denoiser
+from dgemma.model.vision.places import join_images
 from dgemma.printing import progress_bar
 from dgemma.run import arguments
 from dgemma.run.arguments import Span
 from dgemma.run.constrain import Constraint, HoleLanguage
 from dgemma.run.knobs import Knobs
 from dgemma.run.loop import denoise_canvas, run_events
-from dgemma.run.options import CanvasOptions, WatchOptions, fill_in, select, takes_options
+from dgemma.run.options import CanvasOptions, ImagesOption, WatchOptions, fill_in, select, takes_options
 from dgemma.run.plan import Plan, read_plan
 from dgemma.run.records import BlockCommit, OnStep, shows_progress
 from dgemma.run.rows import Rows
@@ -60,13 +62,13 @@ class Placement(NamedTuple):
     keep_until: int
 
 
-def place_canvas(todo: Tensor, canvas_len: int) -> Placement:
+def place_canvas(todo: Tensor, canvas_len: int, least: int = 1) -> Placement:
     """Place the next canvas: todo (N,) bool marks the tokens to write, never the first.
 
-    The canvas starts at the first hole, or earlier if it would reach past the end of the text. The tokens written into
-    a hole are kept if the canvas also covers enough text to the right of the hole: a quarter of a canvas, or all that
-    remains. A hole too long for this is written in several canvases. Only the last one covers enough text after the
-    hole.
+    The canvas starts at the first hole, or earlier if it would reach past the end of the text, but never before
+    `least`. The tokens written into a hole are kept if the canvas also covers enough text to the right of the hole: a
+    quarter of a canvas, or all that remains. A hole too long for this is written in several canvases. Only the last one
+    covers enough text after the hole.
 
     Example: with holes at 5..7 and 18..19 of 100 tokens, a canvas of 16 gives `Placement(start=5, keep_until=8)`.
     """
@@ -74,7 +76,7 @@ def place_canvas(todo: Tensor, canvas_len: int) -> Placement:
     edges = torch.diff(F.pad(todo.int(), (1, 1))).nonzero()[:, 0].tolist()
     holes = list(zip(edges[::2], edges[1::2], strict=True))
     first, first_stop = holes[0]
-    start = max(1, min(first, text_len - canvas_len))
+    start = max(least, min(first, text_len - canvas_len))
     end = min(start + canvas_len, text_len)
     keep_until = first
     for _, stop in holes:
@@ -91,6 +93,7 @@ class InfillOptions(CanvasOptions, WatchOptions, total=False):
     """Options of `infill`, which describes them, and of `edit`."""
 
     attention_mask: Tensor | None
+    images: ImagesOption
     tail_token_id: int | None
 
 
@@ -115,7 +118,7 @@ def infill(model: Denoiser, tokens: Tensor, holes: Holes, **options: Unpack[Infi
 
     holes: booleans (B, N), spans [(start, stop), ...] for all rows, or a token id that marks a hole. They may be longer
     than a canvas. attention_mask (B, N) is 0 for padding, on either side. A canvas ends when all tokens that it will
-    keep are decided.
+    keep are decided. Images must stand before the first hole of their row.
 
     If a text ends inside a canvas, `tail_token_id` fills the positions after it. Pass the stop token for models that
     were tuned on canvases padded with it. By default, under mask noise, these positions stay masked, and nothing is
@@ -183,6 +186,7 @@ class _TextRow:
     todo: Tensor  # (n,) bool
     num_read: int  # tokens already in the prefix
     place: Placement
+    first_start: int = 1  # the first position that a canvas may cover, after the images
 
     def under(self, values: Tensor, canvas_len: int, beyond: int) -> Tensor:
         """Return the part of values (n,) that the canvas covers, (C,). Positions after the text get `beyond`."""
@@ -221,6 +225,8 @@ class _Writer:
         out, log_probs = tokens.clone(), torch.zeros(tokens.shape, device=device)
         steps, forwards = torch.zeros(2, tokens.shape[0], dtype=torch.int64, device=device)
         rows = _text_rows(tokens, real, todo)
+        for row in rows:
+            row.first_start = self._first_start(row)
         language = None if self.constraint is None else self._language(rows)
         cache: Cache | None = None
         knobs, trajectories = self.plan.knobs, []
@@ -228,7 +234,7 @@ class _Writer:
         with progress_bar(desc="denoising", unit="step", show=show) as bar:
             for number in itertools.count():
                 for row in rows:
-                    row.place = place_canvas(row.todo, self.plan.canvas_len)
+                    row.place = place_canvas(row.todo, self.plan.canvas_len, row.first_start)
                 plan = self.plan_canvas(rows, number, knobs, language, device)
                 trajectory = None if self.record_top is None else Trajectory(plan, top=self.record_top)
                 cache = self._read_prefix(cache, rows, plan)
@@ -259,6 +265,15 @@ class _Writer:
             tokens_per_forward=todo.sum(1) / forwards,
             trajectories=None if self.record_top is None else tuple(trajectories),
         )
+
+    def _first_start(self, row: _TextRow) -> int:
+        """Return the first position of a row that a canvas may cover: after the first token and after the images."""
+        if self.plan.images is None:
+            return 1
+        assert isinstance(self.model.config, ModelConfig)
+        start = max((row.text == self.model.config.image_token_id).nonzero().flatten().tolist(), default=0) + 1
+        require(not bool(row.todo[:start].any()), f"{self.name} images", "stand before the first hole", start)
+        return start
 
     def _language(self, rows: list[_TextRow]) -> HoleLanguage:
         """The constraint over the texts of all rows without padding."""
@@ -291,6 +306,7 @@ class _Writer:
             first_block=number,
             text_len=torch.tensor(text_len, device=device) if min(text_len) < canvas_len else None,
             language=None if language is None else language.canvases(rows, canvas_len).to(device),
+            images=None if self.plan.images is None else tuple(self.plan.images[row.index] for row in rows),
         )
         if self.from_text:
             # The level is that of the first step, which is rarely exactly the requested one.
@@ -309,8 +325,10 @@ class _Writer:
 
     def _read_prefix(self, cache: Cache | None, rows: list[_TextRow], plan: Plan) -> Cache:
         """Encode the text left of each row's canvas: its new part, or all of it for a recorded run."""
-        if self.record_top is not None:
-            return self.model.encode(plan.prompt_tokens, None, plan.attention_mask)
+        if self.record_top is not None or cache is None:
+            for row in rows:
+                row.num_read = row.place.start
+            return self.model.encode_with(join_images(plan.images), plan.prompt_tokens, None, plan.attention_mask)
         tokens, is_new = _pad_rows(
             [row.text[row.num_read : row.place.start] for row in rows], plan.prompt_tokens.device
         )
@@ -425,7 +443,7 @@ def _read_options(name: str, model: Denoiser, tokens: Any, options: InfillOption
     writer = _Writer(
         name=name,
         model=model,
-        plan=replace(plan, span=Span(allowed=allowed)),
+        plan=replace(plan, span=Span(allowed=allowed), images=arguments.read_images(model, tokens, settings["images"])),
         tail_token_id=settings["tail_token_id"],
         on_step=settings["on_step"],
         record_top=settings["record_top"] if settings["record"] else None,

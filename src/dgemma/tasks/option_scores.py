@@ -18,6 +18,7 @@ from dgemma.diffusion import draws
 from dgemma.diffusion.noise import Noise
 from dgemma.model.cache import Cache
 from dgemma.model.denoiser import Denoiser
+from dgemma.model.vision.images import Images
 
 _OPEN = -1  # in a canvas: a position whose token is not shown
 
@@ -109,18 +110,18 @@ class Reader:
         self.model, self.noise, self.batch_size = model, noise, batch_size
         self.num_draws = num_draws if noise.mask_token is None else 1  # masks are not random
 
-    def read(self, texts: Sequence[Sequence[int]], cache: Cache | None) -> Cache:
-        """Extend the cache of B rows by their texts, which may differ in length."""
+    def read(self, texts: Sequence[Sequence[int]], cache: Cache | None, images: Images | None = None) -> Cache:
+        """Extend the cache of B rows by their texts, which may differ in length, and by the images in them."""
         longest = max(map(len, texts))
         if cache is not None and longest == 0:
             return cache
         padded = [[*text, *[0] * (longest - len(text))] for text in texts]
         tokens = torch.tensor(padded, dtype=torch.int64, device=self.model.device)
         if all(len(text) == longest for text in texts):
-            return self.model.encode(tokens, cache)
+            return self.model.encode_with(images, tokens, cache)
         lengths = torch.tensor([len(text) for text in texts], device=tokens.device)
         is_real = torch.arange(longest, device=tokens.device) < lengths[:, None]
-        return self.model.encode(tokens, cache, attention_mask=is_real)
+        return self.model.encode_with(images, tokens, cache, is_real)
 
     def score(
         self, cache: Cache, layouts: Sequence[Sequence[Layout]], seeds: Sequence[int], block: int

@@ -22,6 +22,8 @@ from dgemma.diffusion import draws
 from dgemma.diffusion.noise import Noise
 from dgemma.model.cache import Cache
 from dgemma.model.denoiser import Denoiser, check_denoiser
+from dgemma.model.vision.images import Images
+from dgemma.model.vision.places import join_images
 from dgemma.printing import progress_bar
 from dgemma.run.arguments import check_vocabulary
 from dgemma.run.knobs import learnt_noise
@@ -53,7 +55,7 @@ class Slot:
         require(fits, "Slot.options", "have at least one option and no duplicates", options)
 
 
-Template = Sequence[Slot | Sequence[int] | str]
+Template = Sequence[Slot | Sequence[int] | str | Images]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +141,8 @@ def decide_many(
     """Fill the slots of any number of templates, and yield a `FilledTemplate` for each, in order.
 
     templates: any iterable, read `batch_size` at a time. A template has fixed pieces and `Slot`s in order, fixed text
-    first. Pieces are token ids, or texts with a `tokenizer` (each tokenized separately, the first after bos).
+    first. Pieces are token ids, or texts with a `tokenizer` (each tokenized separately, the first after bos). Before
+    the first slot a piece may also be images, from an `ImageProcessor`.
 
     - `mode`: "sequential" fills slots from left to right, each given the answers before it. "independent" gives the
       distribution of each slot while the others are open. "joint" gives the distribution over all combinations of
@@ -228,6 +231,7 @@ class _TemplateRow:
     # places, and the slots of a group are decided jointly.
     rounds: list[list[list[int]]]
     seed: int
+    images: Images | None  # before the first slot
     chosen: dict[int, int] = field(default_factory=dict)  # the index of the option, by place
     laws: list[Tensor] = field(default_factory=list)  # of each group
     num_read: int = 0  # tokens in the cache
@@ -278,9 +282,16 @@ class _Filler:
         is_list = isinstance(template, Sequence) and not isinstance(template, str)
         require(is_list, owner, "be a list of texts and Slots", template)
         pieces: list[Piece] = []
+        images: list[Images] = []
         for place, piece in enumerate(template):
             if isinstance(piece, Slot):
                 pieces.append(Blank([self._tokens(owner, option, bos=False) for option in piece.options]))
+            elif isinstance(piece, Images):
+                is_first = not any(isinstance(before, Blank) for before in pieces)
+                require(is_first, f"{owner} images", "stand before the first slot", place)
+                marks = self._tokens(owner, "<|image|>" * len(piece), bos=place == 0)
+                pieces.append(self.tokenizer.place_images(marks, piece))
+                images.append(piece)
             else:
                 pieces.append(self._tokens(owner, piece, bos=place == 0))
         found = {place: piece for place, piece in enumerate(template) if isinstance(piece, Slot)}
@@ -296,7 +307,7 @@ class _Filler:
         else:
             rounds = [[places]] if self.mode == "joint" else [[[place] for place in places]]
         require(self.seed + number < 2**63, owner, "have a seed below 2**63 (it is seed + i)", self.seed + number)
-        row = _TemplateRow(found, pieces, rounds, self.seed + number)
+        row = _TemplateRow(found, pieces, rounds, self.seed + number, join_images(images))
         self._check_sizes(owner, row)
         return row
 
@@ -324,7 +335,8 @@ class _Filler:
             if cache is not None and len(kept) < len(active):
                 cache = cache.select(torch.tensor(kept, device=self.model.device))
             active = [active[at] for at in kept]
-            cache = self.reader.read([row.read_up_to(row.rounds[number][0][0]) for row in active], cache)
+            images = join_images([row.images for row in active]) if number == 0 else None
+            cache = self.reader.read([row.read_up_to(row.rounds[number][0][0]) for row in active], cache, images)
             layouts = [self._layouts(row, row.rounds[number]) for row in active]
             joined = [list(itertools.chain(*groups)) for groups in layouts]
             scores = self.reader.score(cache, joined, [row.seed for row in active], block=number)
