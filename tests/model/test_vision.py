@@ -2,26 +2,13 @@
 
 import pytest
 import torch
-from published import pair
 
 from dgemma import DiffusionGemma, presets
 from dgemma.model.quantize import Quantization
 from dgemma.model.vision.images import Images
 from dgemma.train.lora import LoRA, add_lora
-
-GRIDS = ((3, 3), (6, 9), (30, 3), (3, 21))  # columns and rows of patches, among them single tokens and long strips
-
-
-def random_images(grids=GRIDS, patch_dim=48, seed=0):
-    size = (sum(columns * rows for columns, rows in grids), patch_dim)
-    return Images(torch.randint(256, size, generator=torch.Generator().manual_seed(seed)).byte(), tuple(grids))
-
-
-def padded(images):
-    """The arguments of transformers' tower: pixels (I, L, patch_dim), and places, -1 for padding."""
-    pad = torch.nn.utils.rnn.pad_sequence
-    pixels = pad(images.patches.float().div(255).split(images.num_patches), batch_first=True)
-    return pixels, pad(images.positions.split(images.num_patches), batch_first=True, padding_value=-1)
+from image_prompts import GRIDS, padded, random_images
+from published import pair
 
 
 @torch.no_grad()

@@ -7,11 +7,10 @@ import dgemma
 from dgemma import presets
 from dgemma.model import diffusion
 from dgemma.model.vision.places import split_images, split_tokens
-from tests.model.test_vision import padded, random_images
+from image_prompts import IMAGE, padded, prompts, random_images
 from parity.test_generate import compare, published_generate
 from published import pair
 
-START, IMAGE, END = 53, 54, 55
 CONFIG = presets.tiny(vision=True)  # a window of 24 tokens
 # Rows of a batch: numbers of text tokens, and grids (columns, rows) of patches. A token covers 3 × 3 patches.
 ROWS = {
@@ -22,25 +21,6 @@ ROWS = {
     "edge-of-the-window": [[1, (9, 9), 13], [1, (9, 9), 14], [1, (9, 9), 15], [2, (9, 9), 20]],
     "batch": [[2, (6, 6), 3, (3, 9), 1], [9], [4, (12, 3)], [(3, 3), (3, 3), (3, 3), 6]],
 }
-
-
-def prompts(rows, seed=0):
-    """Return tokens and mask (B, P), padded on the left, and the images of all rows."""
-    generator = torch.Generator().manual_seed(seed)
-    texts, grids = [], []
-    for row in rows:
-        text = [2]
-        for piece in row:
-            if isinstance(piece, int):
-                text += torch.randint(128, 384, (piece,), generator=generator).tolist()
-            else:
-                text += [START, *[IMAGE] * (piece[0] * piece[1] // 9), END]
-                grids.append(piece)
-        texts.append(text)
-    longest = max(map(len, texts))
-    tokens = torch.tensor([[0] * (longest - len(text)) + text for text in texts])
-    mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts])
-    return tokens, mask, random_images(grids, seed=seed)
 
 
 def of_images(tokens, images):
@@ -124,7 +104,7 @@ def test_images_in_a_second_turn_equal_the_published_ones(monkeypatch):
 
 
 def test_no_chunk_cuts_an_image_and_only_images_are_longer_than_a_chunk():
-    tokens, _, images = prompts(ROWS["batch"])
+    tokens, _, _ = prompts(ROWS["batch"])
     blocks = torch.where(tokens == IMAGE, 0, -1)
     for size in (1, 3, 8, 100):
         chunks = list(split_tokens(tokens.shape[1], size, blocks))

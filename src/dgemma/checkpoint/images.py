@@ -5,6 +5,7 @@ It needs Pillow (`pip install -e ".[images]"`). The reference is transformers' G
 
 import base64
 import binascii
+import hashlib
 import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,8 +19,11 @@ import torch
 from einops import rearrange
 
 from dgemma.checkpoint.location import resolve, stored_folder
+from dgemma.checkpoint.tokenizer import IMAGE_MARKER, Tokenizer
 from dgemma.checks import check_count, check_types, require, show
 from dgemma.files import read_bytes, read_json
+from dgemma.model.config import ModelConfig
+from dgemma.model.denoiser import Denoiser
 from dgemma.model.vision.images import Images
 
 if TYPE_CHECKING:
@@ -142,6 +146,41 @@ def open_image(source: "ImageSource") -> "Image":
             image = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
         return image.convert("RGB")
+
+
+def image_digest(source: "ImageSource") -> str:
+    """Return a digest of a picture's pixels, by which a result is known to belong to it.
+
+    Example: `image_digest("photo.jpg") == image_digest(open_image("photo.jpg"))`.
+    """
+    image = open_image(source)
+    return hashlib.blake2b(repr(image.size).encode() + image.tobytes(), digest_size=16).hexdigest()
+
+
+def processor_of(model: Denoiser) -> ImageProcessor:
+    """Return the image processor of a model's checkpoint, or one for the sizes of its vision tower.
+
+    Example: `images = processor_of(model)(["photo.jpg"])`.
+    """
+    vision = model.config.vision if isinstance(model.config, ModelConfig) else None
+    if vision is None:
+        raise ValueError(
+            f"images must be None for a {type(model).__name__} without a vision tower. Load another model."
+        )
+    if model.source is not None:
+        return ImageProcessor.from_pretrained(model.source)
+    return ImageProcessor(patch_size=vision.patch_size, pooling_kernel_size=vision.pooling_kernel_size)
+
+
+def encode_text(tokenizer: Tokenizer, text: str, images: Images | None) -> list[int]:
+    """Return the tokens of a text with images. A text without the marker `<|image|>` begins with its images.
+
+    Example: `encode_text(tokenizer, "What is this?", processor(["photo.jpg"]))`.
+    """
+    if images is None:
+        return tokenizer.encode(text)
+    marked = text if IMAGE_MARKER in text else IMAGE_MARKER * len(images) + text
+    return tokenizer.place_images(tokenizer.encode(marked), images)
 
 
 def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:

@@ -41,7 +41,8 @@ _TURN_TOKENS = ("<|turn>", "<turn|>")
 _THOUGHT = re.compile(r"<\|channel>thought\n?(.*?)(?:<channel\|>|\Z)", re.DOTALL)
 _TOOL_CALL = re.compile(r"<\|tool_call>(.*?)(?:<tool_call\|>|\Z)", re.DOTALL)
 _TOOL_QUOTE = '<|"|>'
-_IMAGE_TOKENS = ("<|image>", "<|image|>", "<image|>")  # the start of an image, each of its vectors, its end
+IMAGE_MARKER = "<|image|>"  # stands for a whole image before `place_images`, and then for each of its vectors
+_IMAGE_TOKENS = ("<|image>", IMAGE_MARKER, "<image|>")
 
 
 class TokenBatch(NamedTuple):
@@ -230,7 +231,7 @@ class Tokenizer(ABC):
         if start is None or image is None or end is None:
             raise ValueError(f"Tokenizer.place_images needs the tokens {' '.join(_IMAGE_TOKENS)}, which are missing.")
         num_places = sum(token == image for token in ids)
-        rule = f"be as many as the {_IMAGE_TOKENS[1]} in the prompt, {num_places}"
+        rule = f"be as many as the {IMAGE_MARKER} in the prompt, {num_places}"
         require(num_places == len(images), "Tokenizer.place_images images", rule, len(images))
         sizes = iter(images.num_tokens)
         placed = ([start, *[image] * next(sizes), end] if token == image else [token] for token in ids)
@@ -554,9 +555,7 @@ def _without_thought(message: Message) -> dict[str, Any]:
 def _plain_text(content: Any) -> str:
     """Return a message's content as text. A list of parts is joined, with a marker for every image."""
     if isinstance(content, list | tuple) and all(isinstance(part, Mapping) for part in content):
-        content = "".join(
-            _IMAGE_TOKENS[1] if part.get("type") == "image" else str(part.get("text")) for part in content
-        )
+        content = "".join(IMAGE_MARKER if part.get("type") == "image" else str(part.get("text")) for part in content)
     require(isinstance(content, str), "ByteTokenizer.chat content", "be a text, or a list of parts", content)
     return content
 

@@ -13,11 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dgemma.checkpoint.images import encode_text, image_digest, processor_of, take_images
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import as_int, as_lists, check_types, require, short_repr, show
 from dgemma.files import open_file
 from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.model.identity import fingerprint
+from dgemma.model.vision.images import Images
 from dgemma.printing import progress_bar
 from dgemma.run.batch import Batch
 from dgemma.run.options import Default, TextOptions, fill_in, select, takes_options
@@ -27,7 +29,7 @@ from dgemma.run.run_file import RunFile
 from dgemma.values import identify
 
 _PROMPT_KEYS = ("prompt", "messages", "tokens")
-_OWN_KEYS = ("id", "seed", "max_new_tokens")
+_OWN_KEYS = ("id", "seed", "max_new_tokens", "images")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +66,8 @@ def generate_many(model: Denoiser, prompts: Iterable[Any], **options: Unpack[Man
 
     - `prompts`: any iterable. It is read as rows become free. A prompt is a text, a chat (a list of messages), token
       ids (N,), or a dictionary with "prompt", "messages" or "tokens". A dictionary may also have "id", which is copied
-      into the result, and its own "seed" and "max_new_tokens".
+      into the result, its own "seed" and "max_new_tokens", and "images", a list of files. A text begins with its
+      images, unless it has a `<|image|>` for each. Those of a chat are parts of its messages.
     - `seed`: prompt i has seed + i.
     - `out`: a file of JSON lines. Each result is appended when it is finished. A second call with the same arguments
       continues after a kill, and also yields the results that are already in the file.
@@ -146,6 +149,15 @@ def _as_entry(prompt: Any, owner: str) -> Mapping[str, Any]:
     raise ValueError(f"{owner} must be a text, a chat or token ids (N,), got {show(prompt)}.")
 
 
+def _take_images(entry: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Return the messages of an entry without their pictures, and the pictures of the entry."""
+    messages, sources = take_images(entry.get("messages", ()))
+    listed = entry.get("images") or ()
+    fits = isinstance(listed, list | tuple) and not (listed and messages)
+    require(fits, "images", "be a list of pictures of a text; those of a chat are parts of its messages", listed)
+    return messages, [*sources, *listed]
+
+
 class Worker:
     """One model with its batch, which takes prompts and returns the results of those that are finished.
 
@@ -220,10 +232,12 @@ class Worker:
         options = {**self._options, "seed": [seed]}
         if entry.get("max_new_tokens") is not None:
             options["max_new_tokens"] = entry["max_new_tokens"]
-        tokens = torch.tensor([self._tokens(entry)], dtype=torch.int64, device=self._model.device)
-        return read_plan(self._model, tokens, **options)
+        messages, sources = _take_images(entry)
+        images = processor_of(self._model)(sources) if sources else None
+        tokens = torch.tensor([self._tokens(entry, messages, images)], dtype=torch.int64, device=self._model.device)
+        return read_plan(self._model, tokens, images=images, **options)
 
-    def _tokens(self, entry: Mapping[str, Any]) -> list[int]:
+    def _tokens(self, entry: Mapping[str, Any], messages: list[dict[str, Any]], images: Images | None) -> list[int]:
         if "tokens" in entry:
             tokens, vocab_size = list(entry["tokens"]), self._model.config.vocab_size
             require(all(0 <= token < vocab_size for token in tokens), "tokens", f"be ids in [0, {vocab_size})", tokens)
@@ -233,7 +247,9 @@ class Worker:
                 "generate_many tokenizer must be set for texts and chats, got None. Pass "
                 "tokenizer=Tokenizer.from_pretrained(path), or prompts of token ids."
             )
-        return self._tokenizer.encode(entry["prompt"]) if "prompt" in entry else self._tokenizer.chat(entry["messages"])
+        if "prompt" in entry:
+            return encode_text(self._tokenizer, entry["prompt"], images)
+        return self._tokenizer.chat(messages, images=images)
 
 
 def run_prompts(workers: Any, prompts: Iterable[Any], many: ManyOptions) -> Iterator[Completion]:
@@ -321,7 +337,11 @@ def _show(completed: Iterator[Completion], *, total: int | None, progress: bool)
 
 def _prompt_digest(index: int, prompt: Any) -> str:
     entry = _as_entry(prompt, f"generate_many prompt {index}")
-    content = {name: value for name, value in entry.items() if name != "id"}
+    content = {name: value for name, value in entry.items() if name not in ("id", "images")}
+    messages, sources = _take_images(entry)
+    if sources:  # by their pixels, because a file may have changed
+        content |= {"images": [image_digest(source) for source in sources]}
+        content |= {"messages": messages} if messages else {}
     return _digest(json.dumps(content, sort_keys=True, default=str).encode())
 
 

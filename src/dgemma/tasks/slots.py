@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.checkpoint.tokenizer import IMAGE_MARKER, Tokenizer
 from dgemma.checks import as_int, as_lists, require, short_repr, show, typed
 from dgemma.diffusion import draws
 from dgemma.diffusion.noise import Noise
@@ -289,7 +289,7 @@ class _Filler:
             elif isinstance(piece, Images):
                 is_first = not any(isinstance(before, Blank) for before in pieces)
                 require(is_first, f"{owner} images", "stand before the first slot", place)
-                marks = self._tokens(owner, "<|image|>" * len(piece), bos=place == 0)
+                marks = self._tokens(owner, IMAGE_MARKER * len(piece), bos=place == 0)
                 pieces.append(self.tokenizer.place_images(marks, piece))
                 images.append(piece)
             else:
