@@ -114,7 +114,7 @@ class Batch:
     def _start(self, rows: Sequence[Rows], cache: Cache | None) -> _Group:
         """Encode what the rows have not read, and start their next canvases."""
         model = self._model
-        tokens, mask = _pad_left([row.unread[0] for row in rows])
+        tokens, mask = pad_left([row.unread[0] for row in rows])
         if cache is None or tokens.shape[1]:  # the next canvas of an infilling may begin at the same place
             mask = None if mask is None else mask.to(model.device)
             images = join_images([image for row in rows for image in row.unread_images or ()])
@@ -186,7 +186,7 @@ def _parts(items: list[_Element]) -> Iterator[list[_Element]]:
         items = items[size:]
 
 
-def _pad_left(texts: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+def pad_left(texts: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
     """Texts of different lengths as tokens (B, P), and a mask of the real ones, None if all lengths are equal."""
     longest = max(map(len, texts))
     tokens = torch.stack([F.pad(text, (longest - len(text), 0)) for text in texts])

@@ -85,11 +85,31 @@ class Trajectory(Recording):
 
         Example: `(advantage * generate(model, prompt, record=True).trajectory.log_prob(model)).sum().backward()`.
         """
+        settings: Any = {"cache": cache, "strict": strict, "through_self_cond": through_self_cond}
+        return self.step_log_probs(model, **settings).sum(0)
+
+    @typed
+    def step_log_probs(
+        self,
+        model: Denoiser,
+        *,
+        cache: Cache | None = None,
+        strict: bool = True,
+        through_self_cond: bool = True,
+        with_grad: Sequence[bool] | None = None,
+    ) -> Tensor:
+        """Return the parts of `log_prob` that come from each step, (steps, B); 0 where a row took no part.
+
+        with_grad: a flag per step. Steps without it are computed without gradients, and take less memory.
+
+        Example: `trajectory.step_log_probs(model)[:4].sum(0)` is the log-probability of the first four steps.
+        """
         self._check_model(model, cache)
         plan, device = self.plan.to(model.device), model.device
         rows, knobs = Rows(plan), plan.knobs
         cache = rows.read(model, None if cache is None else cache.clone())
-        total = torch.zeros(self.batch_size, dtype=torch.float64, device=device)
+        zeros = torch.zeros(self.batch_size, dtype=torch.float64, device=device)
+        of_steps: list[Tensor] = []
         for block in range(self.steps[-1].block + 1 if self.steps else 0):
             if block > 0:
                 rows.repeat(self.commits[block - 1])
@@ -101,13 +121,15 @@ class Trajectory(Recording):
                 state, knobs = apply_changes(changes, state, knobs)
                 left = torch.isin(state.rows, taken.rows.to(device)).nonzero()[:, 0]
                 state, here = state.select(left), here.select(left)
-                prediction = predict(model, state, cache=here, knobs=knobs)
                 ends = ~torch.isin(state.rows, (taken.rows[:0] if following is None else following.rows).to(device))
-                law, state = _repeat_step(taken, prediction, state, knobs, ends)
-                total = total.index_add(0, state.rows, law.log_prob if strict else law.drawn)
+                has_grad = torch.is_grad_enabled() and (with_grad is None or with_grad[len(of_steps)])
+                with torch.set_grad_enabled(has_grad):
+                    prediction = predict(model, state, cache=here, knobs=knobs)
+                    law, state = _repeat_step(taken, prediction, state, knobs, ends)
+                    of_steps.append(zeros.index_add(0, state.rows, law.log_prob if strict else law.drawn))
                 if not through_self_cond:
                     state = replace(state, self_cond=Prediction(prediction.logits.detach()))
-        return total
+        return torch.stack(of_steps) if of_steps else zeros[None][:0]
 
     @typed
     def moment(self, model: Denoiser, *, block: int = 0, step: int = 0, cache: Cache | None = None) -> Moment:

@@ -11,6 +11,7 @@
 | `recipes.py` | the objectives of public recipes and papers; models prepared for training, balanced routers |
 | `likelihood.py`, `estimates.py` | `evaluate`: the bound on text, with intervals and curves |
 | `lora` | low-rank adapters: settings, adapted modules, files |
+| `learning` | learning from runs: rewards, reinforcement learning, distillation |
 | `optimizer.py` | AdamW, Muon, the learning rate, averaged weights |
 | `config.py` | `TrainConfig` |
 | `loop.py` | `train`; Ctrl-C, and runs limited by minutes |

@@ -55,7 +55,8 @@ def make_lines(records: Sequence[TrainStep], parallel: Parallel) -> list[dict[st
     lines = []
     for record, (loss, *values, grad_norm) in zip(records, values_of_steps, strict=True):
         sums, counts = values[: len(names)], values[len(names) :]
-        means = {f"loss/{n}": s / c if c else s for n, s, c in zip(names, sums, counts, strict=True)}
+        columns = [name if "/" in name else f"loss/{name}" for name in names]  # "run/reward" is no loss
+        means = {n: s / c if c else s for n, s, c in zip(columns, sums, counts, strict=True)}
         lines.append({"step": record.step, "loss": loss, **means, "grad_norm": grad_norm, "lr": record.lr})
     return lines
 

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dgemma.checks import check_count, check_probability, check_size, check_types, require_field
 from dgemma.diffusion.noise import MaskNoise, Noise
@@ -48,6 +48,18 @@ class Measure(Protocol):
     def __call__(self, model: DiffusionGemma, batch: TrainBatch, *, seeds: Tensor) -> Terms: ...
     def total_counts(self, batch: TrainBatch, seeds: Tensor) -> Mapping[str, Tensor]: ...
     def reduce(self, terms: Terms, totals: Mapping[str, Tensor] | None = None) -> Tensor: ...
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """The interface of objectives that also depend on earlier weights, such as `PolicyGradient`.
+
+    `train` calls `begin` with the number of updates so far, before the first checkpoint and before each update. It
+    saves the tensors of `state` in every checkpoint, and writes into them when it resumes.
+    """
+
+    def begin(self, step: int, weights: Mapping[str, nn.Parameter]) -> None: ...
+    def state(self) -> dict[str, Tensor]: ...
 
 
 @dataclass(frozen=True)

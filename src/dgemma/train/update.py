@@ -22,7 +22,7 @@ from dgemma.train.checkpoints import Checkpoints
 from dgemma.train.config import TrainConfig
 from dgemma.train.log import TrainStep
 from dgemma.train.lora import is_adapted
-from dgemma.train.objective import Measure
+from dgemma.train.objective import Measure, Stateful
 from dgemma.train.optimizer import (
     OptimizerFactory,
     WeightAverage,
@@ -66,12 +66,16 @@ class Updater:
         _check_optimizer(self.optimizer, self.parameters)
         self.peaks = [group["lr"] for group in self.optimizer.param_groups]
         self.average = None if config.ema_decay is None else WeightAverage(self.parameters, config.ema_decay)
+        if isinstance(objective, Stateful):
+            objective.begin(0, self.parameters)
 
     def update(self, step_input: StepInput, *, step: int, steps: int | None, warmup: int) -> TrainStep:
         """Update the weights, which had `step` updates before, without waiting for the device.
 
         The learning rate rises for `warmup` updates, and falls until update `steps`, if that is known.
         """
+        if isinstance(self.objective, Stateful):
+            self.objective.begin(step, self.parameters)
         totals = self._totals(step_input.parts, step)
         measured = [self.measure(part, totals) for part in step_input.parts]
         grad_norm = self.parallel.clip_grad_norm(self.parameters.values(), self.config.clip)
@@ -134,6 +138,8 @@ class Updater:
         frozen = frozen_tensors(self.model)
         state = {f"model.{name}": t for name, t in self.model.state_dict().items() if name not in frozen}
         state |= optimizer_state(self.optimizer, self.parameters)
+        if isinstance(self.objective, Stateful):
+            state |= self.objective.state()
         return state | (self.average.state if self.average is not None else {})
 
     def restore(self, checkpoints: Checkpoints, path: Path, *, may_differ: bool) -> None:

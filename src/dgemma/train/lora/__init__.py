@@ -14,6 +14,7 @@ from dgemma.train.lora.adapters import (
     load_lora,
     merge_lora,
     save_lora,
+    without_adapters,
 )
 from dgemma.train.lora.experts import AdaptedExperts
 from dgemma.train.lora.linear import AdaptedLinear, LoRA
@@ -29,4 +30,5 @@ __all__ = [
     "load_lora",
     "merge_lora",
     "save_lora",
+    "without_adapters",
 ]

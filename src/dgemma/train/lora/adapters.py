@@ -6,6 +6,7 @@ The metadata of a file has the settings of the adapters and the noise of the tra
 import json
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Literal
@@ -110,6 +111,22 @@ def drop_lora(model: DiffusionGemma) -> None:
     for name, module in adapted_modules(model):
         _set_module(model, name, module.base())
     model.requires_grad_(True)
+
+
+@contextmanager
+def without_adapters(model: DiffusionGemma) -> Iterator[None]:
+    """Use the base weights alone within the context.
+
+    Example: `with without_adapters(model), torch.no_grad(): start = trajectory.log_prob(model)`.
+    """
+    adapted = list(adapted_modules(model))
+    try:
+        for name, module in adapted:
+            _set_module(model, name, module.base())
+        yield
+    finally:
+        for name, module in adapted:
+            _set_module(model, name, module)
 
 
 def is_adapted(model: nn.Module) -> bool:

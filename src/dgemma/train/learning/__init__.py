@@ -1,0 +1,16 @@
+"""Learning from runs: rewards, reinforcement learning and distillation, as objectives of `train`.
+
+| file | subject |
+|---|---|
+| `rewards.py` | rewards: functions of texts and answers |
+| `problems.py` | prompts with answers, as a source of batches |
+| `runs.py` | groups of recorded runs, and their log-probabilities |
+| `policy.py` | `PolicyGradient`: reward and few forwards in one gradient |
+"""
+
+from dgemma.train.learning import rewards
+from dgemma.train.learning.policy import PolicyGradient
+from dgemma.train.learning.problems import Problems
+from dgemma.train.learning.rewards import REWARDS, Reward
+
+__all__ = ["REWARDS", "PolicyGradient", "Problems", "Reward", "rewards"]

@@ -1,0 +1,102 @@
+"""Prompts with answers, for learning from runs: a source of batches in which each row is one prompt."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.checks import check_count, require, require_field, typed
+from dgemma.diffusion import draws
+from dgemma.files import open_file
+from dgemma.train.batch import TrainBatch
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Problems:
+    """Prompts and their answers: a `BatchSource` whose rows are prompts, in a new order every epoch.
+
+    With `updates` above 1, so many steps in a row get the same prompts: the runs of the first step serve them all. Row
+    r of the global batch is prompt number n = batch_size · (step // updates) + r of the endless sequence, and
+    `TrainBatch.text` holds n.
+
+    Example: `Problems(prompts=[tokenizer.encode("2+3=")], answers=[5], batch_size=1)(0, range(1)).tokens`.
+    """
+
+    prompts: Sequence[Sequence[int]]  # token ids
+    answers: Sequence[Any]
+    batch_size: int
+    updates: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "updates"):
+            check_count(self, name)
+        require_field(len(self.prompts) > 0, self, "prompts", "hold at least one prompt")
+        has_answers = len(self.answers) == len(self.prompts)
+        require_field(has_answers, self, "answers", f"have one entry for each of the {len(self.prompts)} prompts")
+
+    @classmethod
+    @typed
+    def read(
+        cls, path: str | Path, tokenizer: Tokenizer, *, batch_size: int, updates: int = 1, seed: int = 0
+    ) -> "Problems":
+        """Read a file of JSON lines, each with "prompt" (a text) or "messages" (a chat), and "answer".
+
+        Example: `Problems.read("sums.jsonl", tokenizer, batch_size=16)`.
+        """
+        prompts, answers = [], []
+        with open_file(Path(path)) as lines:
+            for number, text in enumerate(lines, start=1):
+                if text.strip():
+                    line = _read_line(text, f"{path}, line {number},")
+                    is_text = "prompt" in line
+                    prompts.append(tokenizer.encode(line["prompt"]) if is_text else tokenizer.chat(line["messages"]))
+                    answers.append(line["answer"])
+        require(bool(prompts), str(path), "hold prompts and answers", "no line")
+        return cls(prompts=prompts, answers=answers, batch_size=batch_size, updates=updates, seed=seed)
+
+    def __call__(self, step: int, rows: range) -> TrainBatch:
+        rule = f"equal TrainConfig.batch_size, with row {rows.stop - 1} requested"
+        require_field(rows.stop <= self.batch_size, self, "batch_size", rule)
+        numbers = self.batch_size * (step // self.updates) + torch.arange(rows.start, rows.stop)
+        prompts = [self.prompts[place] for place in self.places(numbers)]
+        length = torch.tensor([len(prompt) for prompt in prompts])
+        tokens = torch.zeros(len(prompts), int(length.max()), dtype=torch.int64)
+        for row, prompt in zip(tokens, prompts, strict=True):
+            row[: len(prompt)] = torch.as_tensor(prompt)
+        return TrainBatch(tokens=tokens, prompt_len=length, length=length, text=numbers)
+
+    def places(self, numbers: Tensor) -> list[int]:
+        """Return the places in `prompts` of numbers (B,) of the endless sequence."""
+        count = len(self.prompts)
+        return [_order(self.seed, count, number // count)[number % count] for number in numbers.tolist()]
+
+    def run_seeds(self, numbers: Tensor, group: int) -> Tensor:
+        """Return the seeds (B, group) of the runs of prompts with these numbers (B,)."""
+        word = torch.tensor(draws.purpose_word("run"))
+        words = draws.philox(torch.tensor(self.seed), torch.arange(group), numbers[:, None], torch.tensor(0), word)
+        return (words[0] >> 1 << 32) | words[1]
+
+
+@lru_cache(maxsize=8)
+def _order(seed: int, count: int, epoch: int) -> list[int]:
+    key, block, step = (torch.tensor([number]) for number in (seed, 0, epoch))
+    draw = draws.uniform(key, block, step, count, "order")
+    return draw[0].argsort(stable=True).tolist()
+
+
+def _read_line(text: bytes, place: str) -> Mapping[str, Any]:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        line = None
+    is_problem = isinstance(line, dict) and "answer" in line and ("prompt" in line) != ("messages" in line)
+    is_problem = is_problem and isinstance(line.get("prompt", ""), str) and isinstance(line.get("messages", []), list)
+    require(is_problem, place, 'be an object with "answer" and either "prompt" or "messages"', text[:80])
+    return line

@@ -1,0 +1,127 @@
+"""Rewards: plain functions of the texts of some runs and the answers of their problems; one number per text.
+
+Yours is any function with the same two arguments. Those here return 1.0 for a right text and 0.0 for any other.
+"""
+
+import ast
+import json
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+Reward = Callable[[Sequence[str], Sequence[Any]], Sequence[float]]
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+_MOST_CHARACTERS = 200  # of an expression; `ast` would recurse deeply into a long one
+
+
+def exact(texts: Sequence[str], answers: Sequence[Any]) -> list[float]:
+    """Reward a text that equals the answer, apart from white space at its ends.
+
+    Example: `exact([" 42\\n"], ["42"])` is `[1.0]`.
+    """
+    return [float(text.strip() == str(answer).strip()) for text, answer in zip(texts, answers, strict=True)]
+
+
+def numeric(texts: Sequence[str], answers: Sequence[Any]) -> list[float]:
+    """Reward a text whose last number is the answer.
+
+    Example: `numeric(["3 and 4 make 7.0"], [7])` is `[1.0]`.
+    """
+
+    def last_number(text: str) -> Fraction | None:
+        found = _NUMBER.findall(text)
+        return Fraction(found[-1].replace(",", "")) if found else None
+
+    pairs = [(last_number(text), last_number(str(answer))) for text, answer in zip(texts, answers, strict=True)]
+    return [float(number is not None and number == right) for number, right in pairs]
+
+
+def regex(texts: Sequence[str], answers: Sequence[Any]) -> list[float]:
+    """Reward a text that the answer, a regular expression, matches as a whole.
+
+    Example: `regex(["17 May"], [r"\\d+ [A-Z][a-z]+"])` is `[1.0]`.
+    """
+    pairs = zip(texts, answers, strict=True)
+    return [float(re.fullmatch(answer, text.strip()) is not None) for text, answer in pairs]
+
+
+def json_equal(texts: Sequence[str], answers: Sequence[Any]) -> list[float]:
+    """Reward a text that is JSON with the value of the answer, which may be a value or its JSON text.
+
+    Example: `json_equal(['{"b": 2, "a": 1}'], [{"a": 1, "b": 2}])` is `[1.0]`.
+    """
+    missing = object()  # equals no value
+
+    def read(text: str) -> Any:
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            return missing
+
+    values = [read(answer) if isinstance(answer, str) else answer for answer in answers]
+    return [float(read(text) == value) for text, value in zip(texts, values, strict=True)]
+
+
+def sudoku(texts: Sequence[str], answers: Sequence[Any]) -> list[float]:
+    """Reward a valid grid that keeps the clues. The answer is the puzzle or its solution, 0 or "." for a blank.
+
+    Example: `sudoku([solution], [puzzle])` is `[1.0]`.
+    """
+
+    def is_right(text: str, answer: Any) -> bool:
+        digits, clues = re.sub(r"\s", "", text), re.sub(r"\s", "", str(answer)).replace(".", "0")
+        if not re.fullmatch("[1-9]{81}", digits) or len(clues) != 81:
+            return False
+        rows = [digits[9 * row : 9 * row + 9] for row in range(9)]
+        boxes = ["".join(row[3 * b : 3 * b + 3] for row in rows[3 * a : 3 * a + 3]) for a in range(3) for b in range(3)]
+        units = [*rows, *map("".join, zip(*rows, strict=True)), *boxes]
+        keeps_clues = all(clue in ("0", digit) for clue, digit in zip(clues, digits, strict=True))
+        return keeps_clues and all(len(set(unit)) == 9 for unit in units)
+
+    return [float(is_right(text, answer)) for text, answer in zip(texts, answers, strict=True)]
+
+
+def countdown(texts: Sequence[str], answers: Sequence[Any]) -> list[float]:
+    """Reward an expression that makes the target from the numbers, each used at most once; "= target" may follow.
+
+    An answer is a dictionary with "numbers" and "target".
+
+    Example: `countdown(["(6 - 2) * 5 = 20"], [{"numbers": [2, 5, 6], "target": 20}])` is `[1.0]`.
+    """
+
+    def is_right(text: str, answer: Mapping[str, Any]) -> bool:
+        expression = text.partition("=")[0].strip()
+        if not re.fullmatch(rf"[\d+\-*/() ]{{1,{_MOST_CHARACTERS}}}", expression):
+            return False
+        used = Counter(int(number) for number in re.findall(r"\d+", expression))
+        try:
+            value = _calculate(ast.parse(expression, mode="eval").body)
+        except (SyntaxError, ZeroDivisionError):
+            return False
+        return used <= Counter(answer["numbers"]) and value == answer["target"]
+
+    return [float(is_right(text, answer)) for text, answer in zip(texts, answers, strict=True)]
+
+
+def _calculate(node: ast.expr) -> Fraction:
+    """Return the exact value of +, -, * and / on whole numbers."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return Fraction(node.value)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        return _OPERATIONS[type(node.op)](_calculate(node.left), _calculate(node.right))
+    raise SyntaxError("not an expression of numbers")
+
+
+REWARDS: Mapping[str, Reward] = {
+    "exact": exact,
+    "numeric": numeric,
+    "regex": regex,
+    "json": json_equal,
+    "sudoku": sudoku,
+    "countdown": countdown,
+}
