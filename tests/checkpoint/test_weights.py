@@ -155,12 +155,6 @@ def test_shards_stay_under_the_limit_and_the_index_accounts_for_every_byte(shard
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in random_model().state_dict().values())
 
 
-@pytest.mark.parametrize("size", ["5 parsecs", "GB", 0, "-1GB", ""])
-def test_a_meaningless_shard_size_is_refused(tmp_path, size):
-    with pytest.raises(ValueError, match="max_shard_size must be a number of bytes, or a text such as '5GB'"):
-        random_model().save_pretrained(tmp_path, max_shard_size=size)
-
-
 def test_the_dtype_is_that_of_the_files_by_default(folder):
     assert DiffusionGemma.from_pretrained(folder).dtype == torch.float32
     half = DiffusionGemma.from_pretrained(folder, dtype=torch.bfloat16)
@@ -352,13 +346,6 @@ def test_an_index_may_only_name_safetensors_of_its_own_folder(sharded, file):
     weight_map = json.loads(index.read_text())["weight_map"]
     edit_json(index, weight_map=weight_map | {HEAD: file})
     with pytest.raises(ValueError, match="must name safetensors files of its own folder"):
-        DiffusionGemma.from_pretrained(sharded)
-
-
-@pytest.mark.parametrize("weight_map", [None, [], {}, "x"])
-def test_an_index_without_a_map_is_refused(sharded, weight_map):
-    edit_json(sharded / "model.safetensors.index.json", weight_map=weight_map)
-    with pytest.raises(ValueError, match="must map tensors to files"):
         DiffusionGemma.from_pretrained(sharded)
 
 
@@ -607,13 +594,3 @@ def test_ctrl_c_while_weights_are_read_is_a_keyboard_interrupt(tmp_path):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
-
-
-@pytest.mark.parametrize("depth", [100, 900, 5000])
-@pytest.mark.parametrize("field", ["vision_config", "unknown", "quantization_config", "noise"])
-def test_deeply_nested_configs_are_refused(tmp_path, depth, field):
-    DiffusionGemma(TINY, device="cpu").save_pretrained(tmp_path)
-    text = json.dumps({**json.loads((tmp_path / "config.json").read_text()), field: "HERE"})
-    (tmp_path / "config.json").write_text(text.replace('"HERE"', '{"a":' * depth + "1" + "}" * depth))
-    with pytest.raises(ValueError, match=r"must nest at most 64 levels|is not valid JSON"):
-        DiffusionGemma.from_pretrained(tmp_path)

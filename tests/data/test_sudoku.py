@@ -115,10 +115,6 @@ def test_generated_puzzles_have_one_solution_by_brute_force(some):
     assert ((some.puzzles == 0) | (some.puzzles == some.solutions)).all()
 
 
-def test_givens_are_uniform_over_the_requested_range(some):
-    assert sorted(some.givens.tolist()) == list(range(26, 38))
-
-
 def test_digging_without_a_limit_leaves_no_removable_clue():
     rng = np.random.default_rng(3)
     minimal = dig(rng, full_grids(rng, 2), 0)
@@ -159,17 +155,6 @@ def test_puzzles_are_cached_separately_per_arguments(tmp_path, monkeypatch):
     assert (again.solutions == made.solutions).all()
     assert (again.solutions != other.solutions).any()
     assert len(list((tmp_path / "kept").iterdir())) == 2
-
-
-def test_bands_depend_on_the_number_of_givens():
-    givens = np.array([29, 30, 39, 40])
-    solution = sudoku.parse([SOLUTION] * 4)
-    puzzles = sudoku.Puzzles(puzzles=np.where(np.arange(81) < givens[:, None], solution, 0), solutions=solution)
-    assert {name: puzzles.band(name).givens.tolist() for name in sudoku.BANDS} == {
-        "easy": [40],
-        "medium": [30, 39],
-        "hard": [29],
-    }
 
 
 def test_files_keep_puzzles_and_solutions(some, tmp_path):
@@ -321,31 +306,6 @@ def test_a_puzzle_may_be_given_as_text(some):
         assert done.scores(solutions)["exact"] == 1.0
     with pytest.raises(ValueError, match="parse must get 81 characters per puzzle"):
         sudoku.complete(Oracle(some.solutions[:1]), "530")
-
-
-@pytest.mark.parametrize("strange", [10, -1, 0.5])
-def test_characters_that_are_not_digits_are_refused(some, strange):
-    puzzles = np.where(np.arange(81) == 7, strange, some.puzzles[:2])
-    solver = Oracle(some.solutions[:2])
-    with pytest.raises(ValueError, match=r"complete puzzles must be digits of shape \(..., 81\)"):
-        sudoku.complete(solver, puzzles, steps=1)
-    if strange != 0.5:
-        with pytest.raises(ValueError, match=r"solve puzzles must be \(N, 81\) digits"):
-            sudoku.solve(puzzles)
-
-
-def test_models_and_solutions_of_wrong_sizes_are_refused(some):
-    with pytest.raises(ValueError, match=r"must be a Sudoku solver, with 824 tokens and canvas 81, got \(512, 32\)"):
-        sudoku.complete(dgemma.DiffusionGemma(dgemma.presets.tiny()), some.puzzles[:2], steps=1)
-    done = sudoku.complete(Oracle(some.solutions[:2]), some.puzzles[:2], steps=1)
-    with pytest.raises(ValueError, match=r"scores solutions must have shape \(2, 81\), got .* \(1, 81\)"):
-        done.scores(some.solutions[:1])
-
-
-@pytest.mark.parametrize("puzzles", [[], (), torch.zeros(0, 81, dtype=torch.int64)], ids=["list", "tuple", "tensor"])
-def test_completing_no_puzzle_is_refused(some, puzzles):
-    with pytest.raises(ValueError, match=r"complete puzzles must be .*digits"):
-        sudoku.complete(Oracle(some.solutions[:1]), puzzles)
 
 
 def test_a_checkpoint_that_learnt_uniform_noise_completes_under_it(some):

@@ -10,7 +10,6 @@ import torch
 
 from dgemma import DiffusionGemma, UniformNoise, presets
 from dgemma.checkpoint.tokenizer import ByteTokenizer, Tokenizer
-from dgemma.data import documents
 from dgemma.data.text import Document, PromptSource, TextSource, TokenFile, permute, read_documents, scan
 from dgemma.data.vocabulary import train_tokenizer
 from dgemma.train.objective import Objective
@@ -48,12 +47,6 @@ def test_a_byte_order_mark_is_dropped(tmp_path):
     assert [d.text for d in read_documents(tmp_path)] == ["one\r\ntwo", "three"]  # line ends are kept
 
 
-def test_a_separator_across_two_reads_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr("dgemma.data.documents._CHUNK", 4)
-    (tmp_path / "a.txt").write_text("abc<end>défg<end>h", encoding="utf-8")
-    assert [d.text for d in read_documents(tmp_path / "a.txt", separator="<end>")] == ["abc", "défg", "h"]
-
-
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5, 100])
 @pytest.mark.parametrize("separator", ["a", "aa", "aab", "abab"])
 def test_documents_equal_those_of_str_split(tmp_path, monkeypatch, separator, chunk):
@@ -62,17 +55,6 @@ def test_documents_equal_those_of_str_split(tmp_path, monkeypatch, separator, ch
     (tmp_path / "a.txt").write_text(text + "b")
     expected = [piece for piece in (text + "b").split(separator) if piece]
     assert [d.text for d in read_documents(tmp_path / "a.txt", separator=separator)] == expected
-
-
-def test_the_parts_of_a_long_document_are_joined_once(tmp_path, monkeypatch):
-    """Joining them after every chunk would take quadratic time."""
-    monkeypatch.setattr("dgemma.data.documents._CHUNK", 64)
-    joined, join = [], documents._document
-    monkeypatch.setattr(documents, "_document", lambda pieces: joined.append(list(pieces)) or join(pieces))
-    (tmp_path / "a.txt").write_text("x" * 20_000 + "<end>y")
-    assert [len(document.text) for document in read_documents(tmp_path / "a.txt", separator="<end>")] == [20_000, 1]
-    assert [sum(map(len, pieces)) for pieces in joined] == [20_000, 1]
-    assert max(map(len, joined[0])) < 64 + len("<end>")
 
 
 @pytest.mark.parametrize(
@@ -332,15 +314,6 @@ def test_prompts_are_not_running_text_and_a_scan_of_no_documents_is_empty(tmp_pa
         source_of(file)
     with pytest.raises(ValueError, match="scan documents must name at least one"):
         scan(file, row_len=8, context=8, documents=[])
-
-
-def test_a_text_shorter_than_a_row_makes_one_row(tmp_path):
-    file = TokenFile.write([Document("short")], ByteTokenizer(), tmp_path)
-    source = source_of(file)
-    assert source.num_rows == 1
-    batch = source(0, range(1))
-    assert ByteTokenizer().decode(batch.tokens[0, 1:7]) == "short"
-    assert (int(batch.prompt_len), int(batch.length)) == (1, 9)
 
 
 STORY = ["The cat sat on the mat, and the dog sat by the cat. " * 20, "In 1984 there were 1984 cats."]

@@ -7,7 +7,7 @@ import time
 import pytest
 
 import next_token
-from dgemma.train import RowMean, TrainConfig, loop, train
+from dgemma.train import RowMean, TrainConfig, train
 from next_token import counting
 
 MINUTES = 2
@@ -128,35 +128,6 @@ def test_a_stall_ends_the_run(tmp_path, clock):
     assert result.final is not None
 
 
-def test_a_stop_is_reported_and_a_new_plan_is_not(tmp_path, clock, caplog):
-    caplog.set_level(logging.WARNING, "dgemma")
-    run(tmp_path / "whole", clock, lambda step: 2.0)
-    assert caplog.messages == []
-    result, _ = run(tmp_path / "stopped", clock, lambda step: 2.0, stop_at=7)
-    assert result.interrupted
-    assert [message[:30] for message in caplog.messages] == ["Training stopped after step 7."]
-
-
-def test_the_number_of_steps_is_shown_once_the_pace_is_known(tmp_path, clock, caplog, monkeypatch):
-    caplog.set_level(logging.INFO, "dgemma")
-    bars, totals, make_bar = [], [], loop.progress_bar
-
-    def spy(**options):
-        bars.append(make_bar(**options))
-        return bars[-1]
-
-    def pace(step):
-        totals.append(bars[0].total)
-        return 2.0
-
-    monkeypatch.setattr(loop, "progress_bar", spy)
-    result, _ = run(tmp_path, clock, pace)
-    assert totals[:10] == [None] * 10
-    assert totals[10] == pytest.approx(result.step, abs=1)
-    assert totals[-1] == result.step
-    assert caplog.messages[0].startswith("Training for 2 minutes; the number of steps is planned after ")
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_the_plan_is_renewed_stops_the_run(tmp_path, clock, caplog, number):
     caplog.set_level(logging.WARNING, "dgemma")
@@ -232,17 +203,6 @@ def test_changes_to_an_unfinished_run_keep_its_learning_rate(tmp_path, clock):
     rates = result.log.column("lr")[1]
     assert rates[2:] == sorted(rates[2:], reverse=True)
     assert result.final is not None
-
-
-def test_another_configuration_is_refused_unless_allowed(tmp_path, clock):
-    run(tmp_path, clock, lambda step: 2.0, stop_at=20)
-    with pytest.raises(ValueError, match=r"train config lr must stay 0\.01"):
-        run(tmp_path, clock, lambda step: 2.0, lr=0.1)
-
-
-def test_without_minutes_the_run_takes_the_steps_of_its_configuration(tmp_path, clock):
-    result, _ = run(tmp_path, clock, lambda step: 1000.0, minutes=None, steps=5)
-    assert result.step == 5
 
 
 def test_the_shortest_run_takes_one_step(tmp_path, clock):

@@ -290,12 +290,6 @@ def test_a_board_needs_81_cells(recorded, tmp_path):
         to_html(recorded[0].trajectory, tokenizer=Board())
 
 
-def test_a_folder_that_cannot_be_written_is_named(recorded, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=re.escape(str(tmp_path / "file" / "run.html"))):
-        to_html(recorded[0].trajectory, tmp_path / "file" / "run.html")
-
-
 @pytest.mark.slow
 def test_a_run_recorded_without_candidates_has_a_page(browser, tmp_path):
     out, tokenizer = record(
@@ -312,21 +306,6 @@ def test_a_run_recorded_without_candidates_has_a_page(browser, tmp_path):
     browser.press("ArrowRight")
     assert browser.run("document.querySelectorAll('#tip li').length") == 0
     assert "confidence" in browser.run("document.getElementById('tip').innerText")
-
-
-@pytest.mark.slow
-def test_an_address_that_names_no_frame_opens_the_nearest_one(recorded, browser, tmp_path):
-    out, tokenizer = recorded
-    to_html(out.trajectory, tmp_path / "run.html", tokenizer=tokenizer)
-    last, complaints = int(out.steps[0].sum()) + 2, len(browser.complaints)
-    expected = {"2.5": 2, "abc": 0, "-3": 0, "": 0, "NaN": 0, "1e9": last, "Infinity": last, "%ff": 0, "1&row=x": 1}
-    for step, frame in expected.items():
-        browser.open(tmp_path / "run.html", f"#step={step}")
-        assert browser.run("document.getElementById('scrub').value") == str(frame), step
-        assert browser.run("document.getElementById('place').textContent"), step
-    browser.run("location.hash = '#step=2.5'")
-    browser.wait("document.getElementById('scrub').value === '2'")
-    assert browser.complaints[complaints:] == []
 
 
 WORDS = "document.querySelectorAll('#canvas .t.{}').length"
