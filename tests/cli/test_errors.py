@@ -76,7 +76,7 @@ NO_CHECKPOINT_READ = [
     (("generate", "--sampler", "threshold:greedy=1", "Hi"), "whose greedy is True or False"),
     (
         ("generate", "--sampler", "threshold", "Hi"),
-        "got uniform noise for dgemma/text. Use -m dgemma/text-mask, or --sampler with one of: ancestral, ",
+        "got uniform noise for dgemma/text. Use --sampler with one of: ancestral, ",
     ),
     (("generate", "--noise", "hybrid", "Hi"), "sampler entropy-bound must run under mask or uniform noise, got hybrid"),
     (("generate", "--regex", "a[", "Hi"), "got 'a[': unterminated character set at position 1"),

@@ -15,7 +15,6 @@ from dgemma.checkpoint.location import resolve
 from dgemma.checkpoint.reading import read_checkpoint
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.cli import output
-from dgemma.cli.cores import idle_cores
 from dgemma.constraints.languages import Choice, JsonSchema, Regex
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
 from dgemma.files import read_json
@@ -92,7 +91,8 @@ def load_denoiser(arguments: argparse.Namespace) -> Denoiser:
             lay_out_by_column(model)
             if model.num_parameters() < _SMALL_MODEL and "OMP_NUM_THREADS" not in os.environ:
                 # A second thread on a busy core would delay every operation. More than two threads would only wait.
-                wanted = 2 if idle_cores(arguments.start) > _MOSTLY_IDLE else 1
+                load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 1.0  # not on Windows
+                wanted = 2 if (os.cpu_count() or 1) - max(load, 1.0) > _MOSTLY_IDLE else 1
                 torch.set_num_threads(min(wanted, torch.get_num_threads()))
         return model
     if pick_device(arguments).type != "cuda":
@@ -137,23 +137,11 @@ def check_chosen_sampler(arguments: argparse.Namespace, noise: Noise, denoiser: 
         name = next(name for name, kind in SAMPLERS.items() if isinstance(chosen, kind))
         owner = "--sampler" if sampler else "The checkpoint's sampler"
         runnable = ", ".join(name for name, kind in SAMPLERS.items() if noise.kind in kind.valid_for)
-        model = _shipped_for(chosen, denoiser.config.vocab_size)
-        other = f"-m dgemma/{model}, or " if model else ""
-        if arguments.noise is not None:
-            other = f"--noise {min(chosen.valid_for)}, or "
+        other = "" if arguments.noise is None else f"--noise {min(chosen.valid_for)}, or "
         raise ValueError(
             f"{owner} {name} must run under {' or '.join(sorted(chosen.valid_for))} noise, got {noise.kind} noise for "
             f"{arguments.model}. Use {other}--sampler with one of: {runnable}."
         )
-
-
-def _shipped_for(sampler: Sampler, vocab_size: int) -> str | None:
-    """Return the name of a shipped checkpoint that has this vocabulary size and a noise for the sampler."""
-    for folder in output.shipped():
-        config = read_json(folder / "config.json")
-        if config["noise"]["kind"] in sampler.valid_for and config["text_config"]["vocab_size"] == vocab_size:
-            return folder.name
-    return None
 
 
 def make_noise(arguments: argparse.Namespace, model: Denoiser, tokenizer: Tokenizer) -> Noise:

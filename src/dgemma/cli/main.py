@@ -1,6 +1,5 @@
 """The entry point of the `dgemma` command: its parser, its exit codes, and one line per error."""
 
-import argparse
 import errno
 import io
 import logging
@@ -14,7 +13,6 @@ from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
-from dgemma.cli.cores import read_idle_time
 from dgemma.cli.parser import Parser, add_commands, import_quickly
 from dgemma.printing import one_line, printable
 
@@ -76,7 +74,7 @@ def _run(argv: Sequence[str] | None) -> int:
     name = "dgemma"
     try:
         parser = build_parser()
-        arguments = parser.parse_args(argv, argparse.Namespace(start=read_idle_time()))
+        arguments = parser.parse_args(argv)
         if arguments.command is None:
             parser.print_help()
             return 0

@@ -197,7 +197,10 @@ class PromptSource:
         row = step * self.batch_size + torch.arange(rows.start, rows.stop)
         count = self.file.num_documents
         numbers = permute(row % count, count, seed=self.seed, epoch=row // count).tolist()
-        return _pad([self.file.document(number) for number in numbers], self.file, numbers, self.max_len)
+        documents = [self.file.document(number) for number in numbers]
+        prompt_len = [int(self.file.prompt_len[number]) for number in numbers]
+        cut = [len(document) > self.max_len for document in documents]
+        return _stack([document[: self.max_len] for document in documents], prompt_len, cut, self.file.eos_token_id)
 
 
 def _check_rows(source: TextSource | PromptSource, step: int, rows: range) -> None:
@@ -232,12 +235,6 @@ def scan(file: TokenFile, *, row_len: int, context: int, documents: Sequence[int
             text.append(number)
     require(bool(pieces), "scan documents", "name at least one", documents, "Omit the argument for all.")
     return replace(_stack(pieces, prompt_len, cut, file.eos_token_id), text=torch.tensor(text))
-
-
-def _pad(pieces: list[np.ndarray], file: TokenFile, numbers: list[int], max_len: int) -> TrainBatch:
-    short_pieces = [piece[:max_len] for piece in pieces]
-    cut = [len(piece) > max_len for piece in pieces]
-    return _stack(short_pieces, [int(file.prompt_len[number]) for number in numbers], cut, file.eos_token_id)
 
 
 def _stack(pieces: list[np.ndarray], prompt_len: list[int], cut: list[bool], fill: int) -> TrainBatch:

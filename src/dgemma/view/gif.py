@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.checks import require
 from dgemma.files import new_file
 from dgemma.printing import install_command
 from dgemma.run.trajectory import Trajectory
@@ -26,7 +27,6 @@ _MAX_FRAMES = 240
 _RUN_MS = 5000  # length of the animation, if a frame then lasts 110 to 600 ms
 _HOLD_MS = 2500  # the finished text stays this long
 _LINE_HEIGHT = 1.55  # in font sizes
-_LIMITS = {"columns": (16, 200), "max_lines": (1, 100), "font_size": (8, 48), "frame_ms": (20, 5000)}
 
 
 def to_gif(
@@ -37,25 +37,18 @@ def to_gif(
     row: int = 0,
     columns: int | None = None,
     max_lines: int = 36,
-    font_size: int | None = None,
-    font: str | Path | None = None,
-    frame_ms: int | None = None,
 ) -> None:
     """Write a row's run to `path` as a looping animation. A text of more than `max_lines` lines scrolls.
 
-    tokenizer: None shows token ids, `Board()` a Sudoku. columns: characters per line. font_size: in pixels. frame_ms:
-    duration of a frame. For these three, None chooses a value that suits the run. font: a monospaced TrueType file;
-    None means DejaVu Sans Mono. Runs of more than 240 frames are thinned evenly.
+    tokenizer: None shows token ids, `Board()` a Sudoku. columns: characters per line; None chooses a number that suits
+    the text. Runs of more than 240 frames are thinned evenly.
 
     Example: `to_gif(out.trajectory, "run.gif", tokenizer=tokenizer)`.
     """
     check_row(trajectory, row, owner="to_gif")
     check_canvas(trajectory, tokenizer, owner="to_gif")
-    sizes = {"columns": columns, "max_lines": max_lines, "font_size": font_size, "frame_ms": frame_ms}
-    for name, (low, high) in _LIMITS.items():
-        value = sizes[name]
-        if value is not None and not low <= value <= high:
-            raise ValueError(f"to_gif {name} must be in [{low}, {high}], got {value}.")
+    for name, value, low, high in (("columns", columns, 16, 200), ("max_lines", max_lines, 1, 100)):
+        require(value is None or low <= value <= high, f"to_gif {name}", f"be in [{low}, {high}]", value)
     pieces = Pieces(tokenizer, mask_token=trajectory.plan.noise.mask_token)
     frames = read_frames(trajectory, row)
     texts = [text for line in frames.final.tolist() for text in pieces(line)]
@@ -72,7 +65,7 @@ def to_gif(
         columns = columns or int(min(100, max(48, (3 * sum(map(width, prompt + texts))) ** 0.5)))
         places = lay_out(prompt + texts, columns, spaced=tokenizer is None)
         num_lines = min(places[-1].line + 1, max_lines)
-    pen = _Pen(font, font_size or (18 if num_lines <= 20 else 13))
+    pen = _Pen(18 if num_lines <= 20 else 13)
     prompt_looks = [_Look(text, _SOFT) for text in prompt]
     indices = np.linspace(0, len(frames) - 1, min(len(frames), _MAX_FRAMES)).round().astype(int).tolist()
     images = []
@@ -85,7 +78,7 @@ def to_gif(
             if look is not None and place.cells and 0 <= place.line - top < num_lines:
                 pen.put(image, place.line - top, place, look)
         images.append(image)
-    frame_ms = frame_ms or min(600, max(110, _RUN_MS // len(images)))
+    frame_ms = min(600, max(110, _RUN_MS // len(images)))
     pen.save(images, path, [frame_ms] * (len(images) - 1) + [_HOLD_MS])
 
 
@@ -181,7 +174,7 @@ def _footer(frames: Frames, index: int) -> str:
 class _Pen:
     """Draws monospaced text with Pillow."""
 
-    def __init__(self, font: str | Path | None, size: int) -> None:
+    def __init__(self, size: int) -> None:
         try:
             import matplotlib
             from PIL import Image, ImageDraw, ImageFont
@@ -190,10 +183,7 @@ class _Pen:
                 f"to_gif needs Pillow and matplotlib. Install them with: {install_command('plots')}."
             ) from error
         shipped = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSansMono.ttf"
-        try:
-            self._font = ImageFont.truetype(str(font or shipped), size)
-        except OSError as error:
-            raise ValueError(f"to_gif font must be a TrueType file, got {font}: {error}.") from error
+        self._font = ImageFont.truetype(str(shipped), size)
         self._image, self._draw = Image, ImageDraw
         self._size, self._margin = size, 2 * size
         self._cell, self._line = round(self._font.getlength("m")), round(size * _LINE_HEIGHT)

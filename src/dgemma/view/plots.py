@@ -22,14 +22,7 @@ from dgemma.view.pieces import Pieces
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.text import Annotation
 
-# Offsets of a label from its point, in 1/72 inch: upper right, lower right, upper left, lower left, then further away.
-_PLACES = [
-    (across * far, up * far, "left" if across > 0 else "right")
-    for far in (1, 2, 3, 4, 6)
-    for across, up in ((5, 4), (5, -12), (-5, 4), (-5, -12))
-]
 _LABELLED = 60  # maximum number of positions whose tokens are written below the axis
 
 
@@ -87,52 +80,26 @@ def plot_order(
 def plot_frontier(sweep: Sweep, *, ax: "Axes | None" = None) -> "Figure":
     """Plot quality over tokens per forward. A family of samplers is a line, a sampler a labelled point with its error.
 
-    The frontier is a grey line. Labels move so that they do not cover each other.
+    The frontier is a grey line.
 
     Example: `plot_frontier(sweep(task, samplers)).savefig("sweep.png")`.
     """
     figure, ax = _axes(ax, "plot_frontier")
     best = sweep.frontier
     ax.plot([row.tokens_per_forward for row in best], [row.quality for row in best], color="0.7", zorder=0)
-    labels, has_lines = [], len(sweep.families) < len(sweep.rows)
-    bars: list[tuple[float, float, float]] = []  # x, bottom and top of each point with its error
+    has_lines = len(sweep.families) < len(sweep.rows)
     for name, rows in sweep.families.items():
         speeds, qualities = [row.tokens_per_forward for row in rows], [row.quality for row in rows]
         heights = [0.0 if row.error != row.error else row.error for row in rows]
         ax.errorbar(speeds, qualities, yerr=heights, fmt="o-" if len(rows) > 1 else "o", capsize=3, label=name)
-        for row, speed, quality, height in zip(rows, speeds, qualities, heights, strict=True):
-            text, near = row.setting if has_lines else row.label, (speed, quality)
-            line = {"arrowstyle": "-", "color": "0.5", "linewidth": 0.6, "relpos": (0, 0.5), "shrinkB": 4}
-            labels.append(
-                ax.annotate(text, near, xytext=(0, 0), textcoords="offset points", fontsize="small", arrowprops=line)
-            )
-            bars.append((speed, quality - height, quality + height))
+        for row in rows:
+            text, point = row.setting if has_lines else row.label, (row.tokens_per_forward, row.quality)
+            ax.annotate(text, point, xytext=(5, 4), textcoords="offset points", fontsize="small")
     ax.set(xlabel="new tokens / forward", ylabel="quality")
     ax.margins(x=0.15)
     if has_lines:
         ax.legend(fontsize="small")  # labels of points then omit the family
-    _spread_labels(figure, ax, labels, bars)
     return figure
-
-
-def _spread_labels(
-    figure: "Figure", ax: "Axes", labels: "Sequence[Annotation]", bars: Sequence[tuple[float, float, float]]
-) -> None:
-    """Move each label to the first place around its point where it covers no bar and no label before it."""
-    from matplotlib.text import Text
-    from matplotlib.transforms import Bbox
-
-    figure.draw_without_rendering()  # the layout decides where points are
-    ends = [ax.transData.transform([(x, low), (x, high)]) for x, low, high in bars]
-    taken = [Bbox([low - 3, high + 3]) for low, high in ends]  # the size of a point
-    for text in labels:
-        for across, up, side in (*_PLACES, _PLACES[0]):  # the first place again if none is free
-            text.set(position=(across, up), horizontalalignment=side)
-            box = Text.get_window_extent(text)  # without the line to its point
-            inside = ax.bbox.x0 <= box.x0 and box.x1 <= ax.bbox.x1
-            if inside and not any(box.overlaps(other) for other in taken):
-                break
-        taken.append(box)
 
 
 def plot_losses(

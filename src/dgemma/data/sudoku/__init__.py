@@ -11,12 +11,11 @@ from dgemma.data.sudoku.encoding import (
     canvas_tokens,
     prompt_tokens,
 )
-from dgemma.data.sudoku.puzzles import BANDS, Puzzles, generate_puzzles, parse, split_of, to_text
+from dgemma.data.sudoku.puzzles import Puzzles, generate_puzzles, parse, split_of, to_text
 from dgemma.data.sudoku.solver import solve
 from dgemma.data.sudoku.symmetry import class_keys, equivalents, originals
 
 __all__ = [
-    "BANDS",
     "DIGIT_TOKENS",
     "MASK_TOKEN",
     "NUM_CELLS",

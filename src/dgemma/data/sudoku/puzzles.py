@@ -1,4 +1,4 @@
-"""Generation of Sudoku puzzles with one solution, sorted by difficulty and divided into splits.
+"""Generation of Sudoku puzzles with one solution, divided into splits.
 
 All grids equivalent to a base grid are in the same split. So no seed and no symmetry puts a test grid into the training
 data.
@@ -20,7 +20,6 @@ from dgemma.files import read_text, write_text
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
-BANDS = {"easy": (40, 81), "medium": (30, 39), "hard": (17, 29)}  # number of clues, inclusive
 
 _MOST_BYTES = 1 << 32  # limit for a file; a puzzle with its solution has 164 bytes
 _CHUNK = 512  # puzzles per stream of random numbers, for any number of workers
@@ -43,12 +42,6 @@ class Puzzles:
     def givens(self) -> NDArray[np.int64]:
         """The number of clues of each puzzle, (N,)."""
         return (self.puzzles > 0).sum(1)
-
-    def band(self, name: str) -> "Puzzles":
-        """Return the puzzles of one difficulty: "easy" (40 clues or more), "medium" (30 to 39), "hard" (below 30)."""
-        require(name in BANDS, "Puzzles.band", f"be one of {', '.join(BANDS)}", name)
-        low, high = BANDS[name]
-        return self[(self.givens >= low) & (self.givens <= high)]
 
     def save(self, path: str | Path) -> None:
         """Write one line per puzzle: its 81 digits, a space, its solution. The file is complete or absent.
