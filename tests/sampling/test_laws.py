@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from dgemma import DenoiseState, MaskNoise, Noise, Prediction, UniformNoise
-from dgemma.constraints.tables import with_stops
+from dgemma.constraints.tables import with_gaps, with_stops
 from dgemma.constraints.token_automaton import TokenAutomaton
 from dgemma.diffusion.decision import Decision
+from dgemma.diffusion.joint import condition
 from dgemma.diffusion.language import Language
+from dgemma.diffusion.law import log_written
 from dgemma.run.knobs import Knobs
 from dgemma.run.step import predict, settle, start_state, step
 from dgemma.sampling import (
@@ -81,7 +83,7 @@ class Setting:
 
     @property
     def knobs(self) -> Knobs:
-        return Knobs(sampler=self.sampler, temperature=ConstantTemperature(value=1.5))
+        return Knobs(sampler=self.sampler, temperature=ConstantTemperature(value=0.7))
 
     def start(self, batch_size: int, canvas_len: int, num_steps: int, **more) -> DenoiseState:
         language = no_two_zeros(batch_size, self.noise.vocab_size) if self.constrained else None
@@ -253,6 +255,24 @@ def test_fork_writes_what_is_sure_or_the_leftmost_open_position():
     decision = Fork(tau=0.9)(Prediction(logits), state)
     assert decision.write.tolist() == [[True, False, True], [False, True, False]]
     assert decision.renoise.tolist() == [[False, True, False], [False, False, True]]
+
+
+def test_tokens_between_two_holes_are_not_constrained():
+    """Holes of one token, which must be 0 or 1, on both sides of a free position."""
+    automaton = TokenAutomaton(np.array([1, 1, 0]), np.array([[-1, 1], [-1, -1]], np.int32), np.array([False, True]))
+    tensors, (start,) = with_gaps(automaton, [0], NUM_TOKENS)
+    end = torch.tensor([[False, True, False]]).expand(27, -1)
+    gaps = torch.tensor([[False, True, False]]).expand(27, -1)
+    language = Language(tensors, torch.full((27,), start), end, gaps=gaps)
+    texts = torch.cartesian_prod(*[torch.arange(NUM_TOKENS)] * 3)
+    logits = torch.randn(1, 3, NUM_TOKENS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    everywhere = torch.ones_like(texts, dtype=torch.bool)
+    conditioned = condition(Prediction(logits.expand(27, -1, -1)), language, texts, ~everywhere)
+    probs = torch.stack([logits[0, 0, :2].softmax(0), logits[0, 2, :2].softmax(0)])
+    probs = torch.nn.functional.pad(probs, (0, 1))
+    expected = probs[0, texts[:, 0]] * logits[0, 1].softmax(0)[texts[:, 1]] * probs[1, texts[:, 2]]
+    found = log_written(conditioned, texts, everywhere).exp()
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
 
 
 def test_gumbel_choices_have_the_probability_of_plackett_and_luce():
