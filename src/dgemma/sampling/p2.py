@@ -53,20 +53,21 @@ class P2(Sampler):
             return law_of_rule(self(prediction, state), prediction, state, decision, drawn=False)
         kept = decision.write | ~(state.open | decision.renoise | state.frozen)
         mask = ~(kept | state.frozen)
-        score = self._score(prediction.log_prob(torch.where(state.open, decision.tokens, state.canvas)), state.open)
+        tokens = torch.where(state.open, decision.tokens, state.canvas)[..., None]
+        log_probs = prediction.logits - prediction.statistics.log_normalizer[..., None]
+        scores = self._score(log_probs, state.open[..., None])  # (B, C, V)
+        score = scores.gather(-1, tokens)[..., 0]
         # A masked position ranks below the lowest kept one. Of equal scores, the leftmost ranks lowest.
         lowest = score.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
         position = torch.arange(state.canvas_len, device=state.device)
         first = torch.where(kept & (score == lowest), position, state.canvas_len).amin(-1, keepdim=True)
-        wins_ties = position < first
-        ranks_below = (score < lowest) | ((score == lowest) & wins_ties)
-        agrees = is_choice(mask, ~state.frozen, self._num_masked(state)) & (ranks_below | state.open | ~mask).all(-1)
+        lowest, wins_ties = lowest[..., None], (position < first)[..., None]
+        below = (scores < lowest) | ((scores == lowest) & wins_ties)
+        agrees = is_choice(mask, ~state.frozen, self._num_masked(state))
+        agrees &= (below.gather(-1, tokens)[..., 0] | state.open | ~mask).all(-1)
         agrees &= (state.open | ~decision.write).all(-1) & ~(state.open & decision.renoise).any(-1)
-        # The tokens that a position may have drawn, (B, C, V): the written one, or those that rank below.
-        log_probs = prediction.logits - prediction.statistics.log_normalizer[..., None]
-        scores, lowest = self._score(log_probs, state.open[..., None]), lowest[..., None]
-        below = (scores < lowest) | ((scores == lowest) & wins_ties[..., None])
-        is_token = torch.arange(prediction.vocab_size, device=state.device) == decision.tokens[..., None]
+        # The tokens that a position may have drawn: the written one, or those that rank below.
+        is_token = torch.arange(prediction.vocab_size, device=state.device) == tokens
         possible = torch.where(decision.write[..., None], is_token, below | ~(state.open & mask)[..., None])
         return Law(log_mean(prediction, Allow(possible)), agrees)
 
