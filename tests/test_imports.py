@@ -15,7 +15,7 @@ SOURCES = (ROOT / "src", ROOT / "kernels")
 IN_FUNCTIONS = {
     # Showing a text must load neither Sudoku nor training, which Sudoku imports.
     "dgemma.view.board": {"dgemma.data.sudoku.encoding"},
-    "dgemma.view.plots": {"matplotlib.colors", "matplotlib.figure", "dgemma.train.log"},
+    "dgemma.view.plots": {"matplotlib.colors", "matplotlib.figure"},
     "dgemma.view.terminal": {"dgemma.data.sudoku"},
     # The list of checkpoints needs no torch.
     "dgemma.cli.output": {"dgemma.view.gif", "dgemma.view.html"},

@@ -18,7 +18,7 @@ from dgemma.cli.main import build_parser
 from dgemma.model.quantize import FORMATS
 
 COMMANDS = (
-    *("generate", "race", "chat", "infill", "edit", "sudoku"),
+    *("generate", "chat", "infill", "edit", "sudoku"),
     *("info", "bench", "quantize", "evaluate", "train", "serve"),
 )
 CONTRADICTION = "55" + "." * 79

@@ -111,18 +111,6 @@ def test_the_text_and_a_line_of_counts_remain_after_the_live_view(checkpoint, co
     assert left.cursor_shown
 
 
-def test_a_race_shows_both_texts_next_to_each_other_and_leaves_both_results(checkpoint):
-    ended = terminal.run("race", "-m", checkpoint, "-n", "32", "--steps", "3", "Once")
-    left = screen(ended)
-    assert ended.code == 0
-    assert re.search(r"diffusion +\S*│", re.sub(r"\x1b\[[0-9;]*m", "", ended.terminal))
-    assert "│" not in left.screen
-    assert re.search(r"^diffusion +32 tokens +3 forwards", left.screen, re.MULTILINE)
-    assert re.search(r"^autoregressive +\d+ tokens +\d+ forwards", left.screen, re.MULTILINE)
-    assert re.search(r"^A forward of diffusion wrote 10\.7 tokens and took \d+\.\d times", left.screen, re.MULTILINE)
-    assert left.cursor_shown
-
-
 def test_piped_output_is_plain_while_the_view_shows(checkpoint, command):
     words = ("generate", "-m", checkpoint, "-n", "32", "--steps", "3", "Once")
     ended = terminal.run(*words, pipe_out=True)

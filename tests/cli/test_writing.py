@@ -239,15 +239,3 @@ def test_a_gif_without_matplotlib_is_refused_before_generating(command, checkpoi
     assert ran.code == 2
     assert '--gif needs Pillow and matplotlib: pip install -e ".[plots]".' in ran.err
     assert not list(tmp_path.iterdir())
-
-
-def test_a_race_writes_what_each_runner_writes_alone(command, checkpoint, model):
-    found = json.loads(command("race", "-m", checkpoint, *QUICK, "--seed", "7", "--json", "Once").out)
-    tokenizer = dgemma.ByteTokenizer()
-    ids = tokenizer.encode("Once")
-    assert found["diffusion"] == tokenizer.decode(write(model, ids, seed=7))
-    causal = dgemma.generate_causal(model, torch.tensor([ids]), max_new_tokens=32, temperature=0.8, seed=7)[0].tolist()
-    ends = [i for i, token in enumerate(causal) if token in model.generation.eos_token_id]
-    assert found["autoregressive"] == tokenizer.decode(causal[: ends[0] + 1] if ends else causal)
-    assert all(seconds > 0 for seconds in found["seconds"].values())
-    assert found["tokens"]["autoregressive"] == found["forwards"]["autoregressive"] == len(causal)

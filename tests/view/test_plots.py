@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from dgemma.study.sweep import Sweep, SweepRow
-from dgemma.train.log import TrainLog
 from dgemma.view import plots
 from view.converging import record
 
@@ -80,46 +79,9 @@ def test_the_frontier_joins_the_points_that_no_other_point_beats():
     assert figure.axes[0].get_legend() is None
 
 
-@pytest.fixture
-def run_folder(tmp_path):
-    log = TrainLog(tmp_path / "log.jsonl")
-    log.append({"step": i, "loss": float(i), "loss/decoder": 2.0 * i} for i in range(1, 7))
-    log.append([{"step": 6, "evaluation/accuracy": 9.0}])
-    with log.path.open("a") as file:
-        file.write('{"step": 7, "lo')
-    return tmp_path
-
-
-def test_losses_are_averaged_over_the_last_steps_and_an_incomplete_line_is_ignored(run_folder):
-    figure = plots.plot_losses(run_folder, smooth=3)
-    smooth, raw = figure.axes[0].lines
-    assert smooth.get_xdata().tolist() == [1, 2, 3, 4, 5, 6]
-    assert np.allclose(smooth.get_ydata(), [1, 1.5, 2, 3, 4, 5])
-    assert raw.get_ydata().tolist() == [1, 2, 3, 4, 5, 6]
-
-
-def test_terms_and_rare_numbers_are_found_by_name_and_runs_by_label(run_folder):
-    figure = plots.plot_losses({"a": run_folder, "b": run_folder / "log.jsonl"}, name="loss/decoder", smooth=1)
-    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ["a", "b"]
-    assert figure.axes[0].lines[1].get_ydata().tolist() == [2, 4, 6, 8, 10, 12]
-    rare = plots.plot_losses(run_folder, name="evaluation/accuracy")
-    assert rare.axes[0].lines[0].get_xydata().tolist() == [[6, 9]]
-
-
-def test_bad_arguments_are_named(run_folder, tmp_path, recorded):
-    with pytest.raises(ValueError, match=r"plot_losses name must be a key of .*log.jsonl, got 'lose'"):
-        plots.plot_losses(run_folder, name="lose")
-    with pytest.raises(ValueError, match=r"must name log.jsonl or the folder of a run, got .*nowhere"):
-        plots.plot_losses(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="smooth must be >= 1, got 0"):
-        plots.plot_losses(run_folder, smooth=0)
-    with pytest.raises(ValueError, match=r"plot_order row must be in \[0, 2\), got 5"):
-        plots.plot_order(recorded[0].trajectory, row=5)
-
-
-def test_without_matplotlib_one_sentence_says_what_to_install(monkeypatch, recorded, run_folder):
+def test_without_matplotlib_one_sentence_says_what_to_install(monkeypatch, recorded):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(
-        ImportError, match=r"^plot_losses needs matplotlib\. Install it with: pip install -e \"\.\[plots\]\"\.$"
+        ImportError, match=r"^plot_order needs matplotlib\. Install it with: pip install -e \"\.\[plots\]\"\.$"
     ):
-        plots.plot_losses(run_folder)
+        plots.plot_order(recorded[0].trajectory)

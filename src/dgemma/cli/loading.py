@@ -116,7 +116,7 @@ def load_denoiser(arguments: argparse.Namespace) -> Denoiser:
 
 
 def load_writer(arguments: argparse.Namespace) -> Writer:
-    """Load what `generate`, `race`, `chat`, `infill` and `edit` need."""
+    """Load what `generate`, `chat`, `infill` and `edit` need."""
     tokenizer = Tokenizer.from_pretrained(arguments.tokenizer or arguments.model)
     constraint = pick_constraint(arguments, tokenizer)  # first, because it may be refused
     denoiser = load_denoiser(arguments)

@@ -1,4 +1,4 @@
-"""`dgemma generate`, `race`, `chat`, `infill`, `edit` and `sudoku`: text and boards from noise, with a live view."""
+"""`dgemma generate`, `chat`, `infill`, `edit` and `sudoku`: text and boards from noise, with a live view."""
 
 import argparse
 import re
@@ -15,19 +15,16 @@ from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.cli import loading, output
 from dgemma.cli.loading import Writer
 from dgemma.data import sudoku
-from dgemma.run.generate import generate, stream
+from dgemma.run.generate import generate
 from dgemma.run.knobs import warn_of_noise
 from dgemma.run.many import PromptFile, generate_many
 from dgemma.run.trajectory import Generation
 from dgemma.sampling import EntropyBound, StableAndConfident
-from dgemma.tasks.autoregressive import stream_causal
 from dgemma.tasks.infill import Infilling, edit, infill
 from dgemma.view.board import Board
-from dgemma.view.race import RaceView
 from dgemma.view.terminal import BoardView, LiveView
 
 _HOLE = re.compile(r"_{2,}")
-_CAUSAL_TEMPERATURE = 0.8
 _BLANKS = ".0_*"  # of a Sudoku
 _SOLVER = EntropyBound(bound=0.01, greedy=True)
 
@@ -80,36 +77,6 @@ def _generate_many(arguments: argparse.Namespace) -> None:
         pass
     if not arguments.quiet:
         print(f"{arguments.out} holds {output.counted(num_prompts, 'result')}.", file=sys.stderr)
-
-
-def run_race(arguments: argparse.Namespace) -> None:
-    """Continue a prompt by diffusion and autoregressively."""
-    text = loading.join_words(arguments.prompt)
-    writer = loading.load_writer(arguments)
-    _note_length(arguments, writer)
-    canvas_len, prompt = writer.denoiser.config.canvas_length, writer.tokens(writer.tokenizer.encode(text))
-    settings = dict(writer.settings)
-    causal = {name: settings[name] for name in ("top_k", "top_p", "seed") if name in settings}
-    view = RaceView(writer.tokenizer, prefix=text, eos_token_ids=writer.denoiser.generation.eos_token_id)
-    with _without_autograd(writer), view if output.is_watched(arguments) else nullcontext():
-        view.race(
-            stream(writer.denoiser, prompt, max_new_tokens=arguments.max_new_tokens, **settings),
-            stream_causal(
-                writer.denoiser,
-                prompt,
-                max_new_tokens=arguments.max_new_tokens + -arguments.max_new_tokens % canvas_len,
-                temperature=settings.get("temperature", _CAUSAL_TEMPERATURE),
-                **causal,
-            ),
-        )
-    texts = {"diffusion": view.text, "autoregressive": view.causal_text}
-    if arguments.json:
-        counts = {"tokens": view.num_tokens, "forwards": view.forwards, "seconds": view.times}
-        output.print_json({"prompt": text, **texts, **counts, "seed": arguments.seed})
-        return
-    for name, written in texts.items():
-        output.print_text(f"{name}: {text}{written}\n")
-    print(view.result, file=sys.stderr)
 
 
 def run_chat(arguments: argparse.Namespace) -> None:

@@ -1,12 +1,10 @@
-"""Figures for papers and notebooks: entropy over a run, order of decisions, quality over speed, losses.
+"""Figures for papers and notebooks: entropy over a run, order of decisions, quality over speed.
 
 Every function returns a new matplotlib figure, or draws on the axes `ax`. They do not use pyplot, so they work without
 a display; a notebook shows the figure.
 """
 
 import io
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -102,38 +100,6 @@ def plot_frontier(sweep: Sweep, *, ax: "Axes | None" = None) -> "Figure":
     return figure
 
 
-def plot_losses(
-    logs: str | Path | Sequence[str | Path] | Mapping[str, str | Path],
-    *,
-    name: str = "loss",
-    smooth: int = 50,
-    ax: "Axes | None" = None,
-) -> "Figure":
-    """Plot one logged value over the steps, for one run or several, and its mean over `smooth` steps.
-
-    logs: a log file or the folder of a run, a list of them, or a dictionary from legend names to them. `name` is a key
-    in the lines of a log file: "loss", one of its terms such as "loss/decoder", "lr", or a value that an evaluation
-    logged.
-
-    Example: `plot_losses({"uniform": "runs/a", "mask": "runs/b"}, name="loss/decoder")`.
-    """
-    if smooth < 1:
-        raise ValueError(f"plot_losses smooth must be >= 1, got {smooth}. Use 1 for no smoothing.")
-    if not isinstance(logs, Mapping):
-        listed = [logs] if isinstance(logs, str | Path) else logs
-        logs = {str(log): log for log in listed}
-    columns = {label: _read_column(Path(log), name) for label, log in logs.items()}
-    figure, ax = _axes(ax, "plot_losses")
-    for label, (steps, values) in columns.items():
-        (line,) = ax.plot(steps, _running_mean(values, smooth), label=label)
-        if smooth > 1:
-            ax.plot(steps, values, color=line.get_color(), alpha=0.2, linewidth=0.8, zorder=1)
-    ax.set(xlabel="step", ylabel=name)
-    ax.grid(color="0.92")
-    ax.legend(fontsize="small")
-    return figure
-
-
 def _axes(ax: "Axes | None", owner: str, *, size: tuple[float, float] = (7, 4)) -> "tuple[Figure, Axes]":
     try:
         from matplotlib.figure import Figure
@@ -179,23 +145,3 @@ def _write_text(ax: "Axes", final: Array, tokenizer: Tokenizer | None) -> None:
     turned = max(map(len, labels)) > 2
     ax.set_xticks(range(final.size), labels, rotation=90 if turned else 0, fontsize=7, family="monospace")
     ax.set_xlabel("")
-
-
-def _read_column(path: Path, name: str) -> tuple[list[int], list[float]]:
-    from dgemma.train.log import TrainLog
-
-    log = TrainLog(path / "log.jsonl" if path.is_dir() else path)
-    if not log.path.is_file():
-        raise ValueError(f"plot_losses logs must name log.jsonl or the folder of a run, got {path}.")
-    steps, values = log.column(name)
-    if not steps:
-        raise ValueError(f"plot_losses name must be a key of {log.path}, got {name!r}.")
-    return steps, values
-
-
-def _running_mean(values: Sequence[float], smooth: int) -> Array:
-    """Return the mean of each value and up to `smooth - 1` values before it."""
-    total = np.concatenate([[0.0], np.cumsum(values)])
-    end = np.arange(1, len(values) + 1)
-    start = np.maximum(end - smooth, 0)
-    return (total[end] - total[start]) / (end - start)

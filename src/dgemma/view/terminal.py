@@ -182,9 +182,7 @@ class LiveView(View):
             print(printable(self.text) if file.isatty() else self.text, file=file)
 
     def draw(self) -> list[list[Ink]]:
-        return self._lines(self.screen.columns)
-
-    def _lines(self, columns: int) -> list[list[Ink]]:
+        columns = self.screen.columns
         inks = [Ink(printable(self.prefix), BOLD), Ink(printable(self._decode(self._finished)))]
         if self._canvas is None:
             return self._wrap(inks, columns)
