@@ -183,6 +183,15 @@ def test_a_constraint_that_cannot_be_met_is_explained(make, message):
         make()
 
 
+def test_a_constraint_for_another_tokenizer_is_refused():
+    other = dgemma.Regex("[a-z]+", dgemma.Tokenizer.from_pretrained("dgemma/text"))
+    with pytest.raises(ValueError, match=r"must be built with the model's tokenizer.*at most 384 tokens.*got 8192"):
+        generate(other)
+    model = RandomModel(8192, seed=0, scale=3.0)
+    with pytest.raises(ValueError, match=r"must be built with the model's tokenizer.*at most 8192 tokens.*got 384"):
+        dgemma.generate(model, PROMPT, constraint=dgemma.Regex("[a-z]+", TOKENIZER), noise=dgemma.MaskNoise(8192))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -1,5 +1,6 @@
 """`dgemma serve` as a process, driven by the real openai client, by hostile sockets and by a browser."""
 
+import contextlib
 import json
 import os
 import signal
@@ -161,6 +162,69 @@ def test_hostile_requests_get_a_4xx_and_the_server_goes_on(server):
     assert server.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").startswith(
         b"HTTP/1.1 200"
     )
+
+
+def test_connections_are_limited_in_number_and_time(server):
+    get = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+    with contextlib.ExitStack() as stack:
+        idle = []
+        for _ in range(700):  # more than the server keeps
+            idle.append(stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=30)))
+        assert server.send(get + b"Connection: close\r\n\r\n").startswith(b"HTTP/1.1 200")
+        assert idle[0].recv(1) == b""  # the oldest was closed
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as slow:
+        slow.sendall(get + b"\r\n")
+        assert slow.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        start = time.monotonic()
+        slow.settimeout(1)
+        answer = b""
+        for byte in get:  # a byte every second of the second request
+            slow.sendall(bytes([byte]))
+            with contextlib.suppress(TimeoutError):
+                answer = slow.recv(1 << 16)
+                break
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert time.monotonic() - start < 20
+
+
+def test_a_client_that_does_not_read_is_dropped(server):
+    body = json.dumps({"model": NAME, "prompt": "a", "max_tokens": 400, "steps": 1000, "stream": True, "drafts": True})
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        deaf.connect(("127.0.0.1", server.port))
+        deaf.sendall(head + f"Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        while not server.metric("dgemma_running"):
+            time.sleep(0.01)
+        deadline = time.monotonic() + 120
+        while server.metric("dgemma_running"):
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+
+
+def test_sigterm_ends_the_server_within_five_seconds_whatever_it_does(folder):
+    server = Server(folder, free_port(), "--batch-size", "4")
+    post = "POST {} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{}"
+    schema = {"type": "json_schema", "json_schema": {"schema": {"type": "string", "pattern": "^.*a.{30}$"}}}
+    bodies = [
+        ("/v1/infill", {"tokens": [200] * 400, "holes": [[1, 399]]}),
+        ("/v1/completions", {"model": NAME, "prompt": "a", "max_tokens": 400, "steps": 1000, "stream": True}),
+        ("/v1/completions", {"model": NAME, "prompt": "a", "response_format": schema}),
+    ]
+    with contextlib.ExitStack() as stack:
+        for path, body in bodies * 4:
+            text = json.dumps(body)
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=30))
+            connection.sendall(post.format(path, len(text), text).encode())
+        for _ in range(50):
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=30))
+        while server.metric("dgemma_running") < 4:
+            time.sleep(0.05)
+        start = time.monotonic()
+        server.process.terminate()
+        assert server.process.wait(30) in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
+        assert time.monotonic() - start < 5
+    assert b"Traceback" not in server.process.stderr.read()
 
 
 def test_a_killed_server_starts_again_on_the_same_port_and_one_that_is_interrupted_stops_at_once(folder):

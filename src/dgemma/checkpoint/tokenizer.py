@@ -41,6 +41,7 @@ _TURN_TOKENS = ("<|turn>", "<turn|>")
 _THOUGHT = re.compile(r"<\|channel>thought\n?(.*?)(?:<channel\|>|\Z)", re.DOTALL)
 _TOOL_CALL = re.compile(r"<\|tool_call>(.*?)(?:<tool_call\|>|\Z)", re.DOTALL)
 _TOOL_QUOTE = '<|"|>'
+_FIRST_GUARD = 0x100000  # private characters, to which Unicode assigns no text
 IMAGE_MARKER = "<|image|>"  # stands for a whole image before `place_images`, and then for each of its vectors
 _IMAGE_TOKENS = ("<|image>", IMAGE_MARKER, "<image|>")
 
@@ -102,8 +103,10 @@ class Tokenizer(ABC):
         return PretrainedTokenizer(folder)
 
     @abstractmethod
-    def encode(self, text: str, *, bos: bool = True) -> list[int]:
+    def encode(self, text: str, *, bos: bool = True, markers: bool = True) -> list[int]:
         """Return the token ids of a text. Markers in it (`<mask>`, `<|turn>`) become single ids.
+
+        markers=False is for text that you do not trust: its markers become the ids of their characters.
 
         Example: `tokenizer.encode("Paris is <mask>", bos=False)`.
         """
@@ -133,6 +136,35 @@ class Tokenizer(ABC):
     def _frame(self) -> frozenset[int | None]:
         ids = (self.pad_token_id, self.bos_token_id, self.eos_token_id, *map(self.token_id, _TURN_TOKENS))
         return frozenset(ids)
+
+    @cached_property
+    def _markers(self) -> Mapping[str, int]:
+        """The texts of control tokens, with their ids."""
+        return {}
+
+    @cached_property
+    def _marker_pattern(self) -> re.Pattern[str]:
+        longest_first = sorted(self._markers, key=len, reverse=True)
+        return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+
+    def _guard(self, value: Any) -> Any:
+        """Replace the markers in all texts of a message by private characters, which `_encode_guarded` restores."""
+        if isinstance(value, str) and self._markers:
+            numbers = {marker: number for number, marker in enumerate(self._markers)}
+            return self._marker_pattern.sub(lambda found: chr(_FIRST_GUARD + numbers[found[0]]), value)
+        if isinstance(value, Mapping):
+            return {self._guard(key): self._guard(item) for key, item in value.items()}
+        return [self._guard(item) for item in value] if isinstance(value, list | tuple) else value
+
+    def _encode_guarded(self, rendered: str) -> list[int]:
+        """Return the ids of a rendered chat: its markers as single ids, and guarded ones as plain text."""
+        plain, ids = {_FIRST_GUARD + number: marker for number, marker in enumerate(self._markers)}, list[int]()
+        for piece in self._marker_pattern.split(rendered):
+            if piece in self._markers:
+                ids.append(self._markers[piece])
+            elif piece:
+                ids += self.encode(piece.translate(plain), bos=False, markers=False)
+        return ids
 
     @abstractmethod
     def _decode(self, ids: list[int]) -> str:
@@ -202,7 +234,8 @@ class Tokenizer(ABC):
 
         messages: dictionaries with "role" (system, user, assistant, tool) and "content". Thoughts of earlier model
         turns are dropped, as in training. `thinking` requests a thought channel. `images` are those of the parts
-        {"type": "image"}, in order.
+        {"type": "image"}, in order. Only the template writes markers: those in contents and tools, such as `<turn|>`,
+        become the ids of their characters.
 
         Example: `tokenizer.chat([{"role": "user", "content": "2 + 2?"}], thinking=True)`.
         """
@@ -210,10 +243,10 @@ class Tokenizer(ABC):
         for turn in turns:
             fits = isinstance(turn, Mapping) and isinstance(turn.get("role"), str)
             require(fits, "Tokenizer.chat messages", 'be dictionaries with "role" and "content"', turn)
-        history = [_without_thought(message) for message in turns]
+        history = [self._guard(_without_thought(message)) for message in turns]
         if not history:
             raise ValueError("Tokenizer.chat messages must hold at least one turn, got none.")
-        options = {"tools": tools, "add_generation_prompt": generation_prompt}
+        options = {"tools": self._guard(tools), "add_generation_prompt": generation_prompt}
         ids = self._render(history, enable_thinking=thinking, **options)
         if thinking and ids == self._render(history, enable_thinking=False, **options):
             raise ValueError(
@@ -242,18 +275,19 @@ class Tokenizer(ABC):
     ) -> tuple[list[int], list[int]]:
         """Return the prompt of a conversation's last turn, as `chat` gives it, and the tokens that the model writes.
 
-        The answer ends with the token that ends a turn. If it has a thought, the prompt asks for one.
+        The answer ends with the token that ends a turn. If it has a thought, the prompt asks for one. Markers in the
+        answer become single ids.
 
         Example: `prompt, answer = tokenizer.chat_turn([{"role": "user", ...}, {"role": "assistant", ...}])`.
         """
         *before, last = messages
-        history, content = [_without_thought(message) for message in before], last.get("content")
+        history, content = [self._guard(_without_thought(message)) for message in before], last.get("content")
         thinking = isinstance(content, str) and _THOUGHT.search(content) is not None
         prompt = self.chat(before, thinking=thinking, tools=tools)
         end = self.token_id(_TURN_TOKENS[1])
         if thinking:  # templates drop thoughts
             return prompt, self.encode(str(content).strip(), bos=False) + ([] if end is None else [end])
-        options = {"tools": tools, "add_generation_prompt": False, "enable_thinking": False}
+        options = {"tools": self._guard(tools), "add_generation_prompt": False, "enable_thinking": False}
         whole = self._render([*history, dict(last)], **options)
         answer = whole[len(prompt) :]
         if whole[: len(prompt)] != prompt:
@@ -356,12 +390,30 @@ class PretrainedTokenizer(Tokenizer):
             digest.update(read_bytes(file, most=_MOST_BYTES))
         return digest.hexdigest()
 
-    def encode(self, text: str, *, bos: bool = True) -> list[int]:
-        _require_text(text, bos)
+    def encode(self, text: str, *, bos: bool = True, markers: bool = True) -> list[int]:
+        _require_text(text, bos=bos, markers=markers)
         text = text.encode(errors="replace").decode()  # a lone surrogate has no UTF-8 form and becomes "?"
         with _explained(f"the tokenizer in {self._folder} cannot split this text", "Check its tokenizer.json."):
             ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=False).ids
+            if not markers and not self._marker_ids.isdisjoint(ids):
+                ids = self._plain.encode(text, add_special_tokens=False).ids
         return [self.bos_token_id, *ids] if bos else ids
+
+    @cached_property
+    def _markers(self) -> Mapping[str, int]:
+        added = self.backend_tokenizer.get_added_tokens_decoder().items()
+        return {token.content: number for number, token in added if token.special and token.content}
+
+    @cached_property
+    def _marker_ids(self) -> frozenset[int]:
+        return frozenset(self._markers.values())
+
+    @cached_property
+    def _plain(self) -> tokenizers.Tokenizer:
+        """A copy that reads markers as plain text. The switch is not safe between threads."""
+        copy = tokenizers.Tokenizer.from_str(self.backend_tokenizer.to_str())
+        copy.encode_special_tokens = True
+        return copy
 
     def token_id(self, token: str) -> int | None:
         found: int | None = self.backend_tokenizer.token_to_id(token)
@@ -397,7 +449,10 @@ class PretrainedTokenizer(Tokenizer):
                 "Put its chat_template.jinja there, or pass plain text to encode."
             )
         with _explained(f"the chat template of {self._folder} refuses these messages", "Check their roles."):
-            return list(self._hf.apply_chat_template(messages, tokenize=True, return_dict=False, **options))
+            rendered = self._hf.apply_chat_template(messages, tokenize=False, **options)
+            if any(ord(char) >= _FIRST_GUARD for char in rendered):
+                return self._encode_guarded(rendered)
+            return list(self._hf.encode(rendered, add_special_tokens=False))
 
     @cached_property
     def _hf(self) -> Any:
@@ -447,13 +502,15 @@ class ByteTokenizer(Tokenizer):
     bos_token_id = 2
     mask_token_id = 4
 
-    _marker_pattern = re.compile("(" + "|".join(re.escape(marker) for marker in markers) + ")")
+    @cached_property
+    def _markers(self) -> Mapping[str, int]:
+        return self.markers
 
-    def encode(self, text: str, *, bos: bool = True) -> list[int]:
-        _require_text(text, bos)
+    def encode(self, text: str, *, bos: bool = True, markers: bool = True) -> list[int]:
+        _require_text(text, bos=bos, markers=markers)
         ids = [self.bos_token_id] if bos else []
-        for piece in self._marker_pattern.split(text):
-            if piece in self.markers:
+        for piece in self._marker_pattern.split(text) if markers else [text]:
+            if markers and piece in self.markers:
                 ids.append(self.markers[piece])
             else:
                 # A lone surrogate has no UTF-8 form and becomes "?".
@@ -502,7 +559,8 @@ class ByteTokenizer(Tokenizer):
             if role is None:
                 raise ValueError(f"ByteTokenizer.chat role must be user or assistant here, got {message['role']!r}.")
             text += f"<|turn>{role}\n{message['content'].strip()}<turn|>\n"
-        return self.encode(text + ("<|turn>model\n" if options["add_generation_prompt"] else ""))
+        text += "<|turn>model\n" if options["add_generation_prompt"] else ""
+        return [self.bos_token_id, *self._encode_guarded(text)]
 
 
 @contextmanager
@@ -532,8 +590,9 @@ def _read_ids(ids: Any) -> list[int]:
     return [token for token in read if token is not None]
 
 
-def _require_text(text: Any, bos: Any) -> None:
-    require(isinstance(bos, bool), "Tokenizer.encode bos", "be True or False", bos)
+def _require_text(text: Any, **flags: Any) -> None:
+    for name, flag in flags.items():
+        require(isinstance(flag, bool), f"Tokenizer.encode {name}", "be True or False", flag)
     if not isinstance(text, str):
         raise ValueError(
             f"Tokenizer.encode text must be one str, got {type(text).__name__}. Use encode_batch for several."

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 from dgemma.checks import require
 from dgemma.constraints.builder import MOST_STATES, build_tokens, pack_task, read_result
@@ -17,10 +16,8 @@ SECONDS = 5  # of CPU time
 GIBIBYTES = 1
 _TIMEOUT = 60  # seconds of wall-clock time, for a busy machine
 _SCRIPT = """
-import json, sys, types
-sys.path, folder, *limits = json.loads(sys.stdin.buffer.readline())
-package = types.ModuleType("dgemma")  # without its __init__, which imports torch
-package.__path__, sys.modules["dgemma"] = [folder], package
+import json, sys
+sys.path, *limits = json.loads(sys.stdin.buffer.readline())
 from dgemma.constraints.builder import main
 main(*limits)
 """
@@ -62,7 +59,7 @@ def stop_builds() -> None:
 
 def _run(task: bytes) -> bytes:
     """Run `builder.main` in another process; return its output."""
-    head = json.dumps([sys.path, str(Path(__file__).parents[1]), SECONDS, GIBIBYTES]).encode() + b"\n"
+    head = json.dumps([sys.path, SECONDS, GIBIBYTES]).encode() + b"\n"
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # its threads would reserve memory
     command, pipe = [sys.executable, "-I", "-c", _SCRIPT], subprocess.PIPE
     with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe) as process:

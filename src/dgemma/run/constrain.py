@@ -251,6 +251,11 @@ def _unite(owner: str, constraint: Constraint, batch_size: int, vocab_size: int)
     rule = f"be a value such as Regex(pattern, tokenizer), or a list of {batch_size} values or Nones, one per row"
     require(fits, f"{owner} constraint", rule, constraint)
     distinct = list(dict.fromkeys(listed))
+    for num_tokens in {len(one.automaton.token_class) for one in distinct if one is not None}:
+        # A model's vocabulary is often padded, but never to twice its size.
+        rule = f"be built with the model's tokenizer, which has at most {vocab_size} tokens and at least half as many"
+        fits = num_tokens <= vocab_size < 2 * num_tokens
+        require(fits, f"{owner} constraint", rule, num_tokens, "Build it with Tokenizer.from_pretrained(checkpoint).")
     automata = [_padded(None if one is None else one.automaton, vocab_size) for one in distinct]
     united, starts = (automata[0], [0]) if len(automata) == 1 else unite(automata)
     return united, torch.tensor([starts[distinct.index(one)] for one in listed])
@@ -260,5 +265,5 @@ def _padded(automaton: TokenAutomaton | None, vocab_size: int) -> TokenAutomaton
     """The automaton over the model's vocabulary; None means that every text is accepted."""
     if automaton is None:
         return TokenAutomaton(np.ones(vocab_size, np.int32), np.array([[-1, 0]], np.int32), np.ones(1, bool))
-    missing = max(vocab_size - len(automaton.token_class), 0)
-    return automaton._replace(token_class=np.pad(automaton.token_class, (0, missing))[:vocab_size])
+    missing = vocab_size - len(automaton.token_class)
+    return automaton._replace(token_class=np.pad(automaton.token_class, (0, missing)))

@@ -42,8 +42,9 @@ def answer_questions(
         if len(prompts[name]) > limit:
             message = f"questions.{name} must have at most {limit} tokens with the state, got {len(prompts[name])}."
             raise ApiError(400, message, param="questions", code="context_length_exceeded")
-    templates: list[Template] = [[prompts[name], Slot([*allowed])] for name, allowed in options.items()]
-    decided = decide_many(model, templates, tokenizer=tokenizer, progress=False)
+    written = {name: [tokenizer.encode(one, bos=False, markers=False) for one in options[name]] for name in options}
+    templates: list[Template] = [[prompts[name], Slot(written[name])] for name in options]
+    decided = decide_many(model, templates, progress=False)
     return _read_answers(decided, questions, options, prompts)
 
 
@@ -66,7 +67,9 @@ def _read_answers(
 
 def _prompt(tokenizer: Tokenizer, state: Any, question: Question, options: dict[str, Any]) -> list[int]:
     prompt = f"{_as_text(state)}\n\n{_ask(question, options)}\n"
-    return tokenizer.chat(prompt) if tokenizer.has_chat_template else tokenizer.encode(f"{prompt}Answer: ")
+    return (
+        tokenizer.chat(prompt) if tokenizer.has_chat_template else tokenizer.encode(f"{prompt}Answer: ", markers=False)
+    )
 
 
 def _options(name: str, question: Question) -> dict[str, Any]:

@@ -237,14 +237,14 @@ class Service:
         return options
 
     def _read_prompt(self, body: CompletionRequest) -> list[int]:
-        return self.tokenizer.encode(body.prompt) if isinstance(body.prompt, str) else list(body.prompt)
+        return self.tokenizer.encode(body.prompt, markers=False) if isinstance(body.prompt, str) else list(body.prompt)
 
     def _read_chat(self, body: ChatRequest) -> list[int]:
         """Return the tokens of a chat. Without a chat template, these are the texts of all turns."""
         if not self.tokenizer.has_chat_template:
             if body.tools:
                 raise ApiError(400, "tools must be empty: this model has no chat template.", param="tools")
-            return self.tokenizer.encode("\n".join(message.text for message in body.messages))
+            return self.tokenizer.encode("\n".join(message.text for message in body.messages), markers=False)
         messages = []
         for number, message in enumerate(body.messages):
             role = "system" if message.role == "developer" else message.role

@@ -37,7 +37,7 @@ class SudokuTokenizer(Tokenizer):
         """Return True for the sizes of a Sudoku solver."""
         return (config.vocab_size, config.canvas_length) == (VOCAB_SIZE, NUM_CELLS)
 
-    def encode(self, text: str, *, bos: bool = True) -> list[int]:
+    def encode(self, text: str, *, bos: bool = True, markers: bool = True) -> list[int]:
         cells = "".join(text.split()).replace(".", "0")
         if not all(cell in "0123456789" for cell in cells) or "0" in cells[NUM_CELLS:] or len(cells) > 2 * NUM_CELLS:
             raise ValueError(
