@@ -187,21 +187,6 @@ def test_connections_are_limited_in_number_and_time(server):
         assert time.monotonic() - start < 20
 
 
-def test_a_client_that_does_not_read_is_dropped(server):
-    body = json.dumps({"model": NAME, "prompt": "a", "max_tokens": 400, "steps": 1000, "stream": True, "drafts": True})
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with socket.socket() as deaf:
-        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
-        deaf.connect(("127.0.0.1", server.port))
-        deaf.sendall(head + f"Content-Length: {len(body)}\r\n\r\n{body}".encode())
-        while not server.metric("dgemma_running"):
-            time.sleep(0.01)
-        deadline = time.monotonic() + 120
-        while server.metric("dgemma_running"):
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-
-
 def test_sigterm_ends_the_server_within_five_seconds_whatever_it_does(folder):
     server = Server(folder, free_port(), "--batch-size", "4")
     post = "POST {} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{}"

@@ -223,6 +223,8 @@ def run_serve(arguments: argparse.Namespace) -> None:
     host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host  # IPv6
     address = f"http://{host}:{arguments.port}{'' if replay is None else '/replay'}"
     print(f"Serving {arguments.model} at {address}", file=sys.stderr)
+    # The model's thread waits this long for the interpreter after each operation while requests are read.
+    sys.setswitchinterval(1e-4)
     with suppress(KeyboardInterrupt):  # uvicorn raises it again after it has stopped
         QuickServer(app).run(sockets=[listening])
 

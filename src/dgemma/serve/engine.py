@@ -19,6 +19,9 @@ from dgemma.serve.errors import ApiError
 
 Result = TypeVar("Result")
 
+_MOST_DEBT = 10.0  # seconds
+_PATIENCE = 2  # seconds for the last step when the engine stops
+
 
 class Draft(NamedTuple):
     """The canvas of a request after a step: the tokens that it would write if it ended now."""
@@ -72,12 +75,32 @@ class Job:
                 return
 
 
+@dataclass(eq=False)
+class Call:
+    """A function that waits for a thread.
+
+    Example: `Call(function).run()` in the thread; then `call.future.result()`.
+    """
+
+    function: Callable[[], Any]
+    client: str = ""
+    future: Future[Any] = field(default_factory=Future)
+
+    def run(self) -> None:
+        """Run the function, and set the future."""
+        if self.future.set_running_or_notify_cancel():
+            try:
+                self.future.set_result(self.function())
+            except BaseException as error:
+                self.future.set_exception(error)
+
+
 class Engine:
     """Runs at most `batch_size` requests at a time in one thread; up to `max_queue` more wait.
 
-    Requests with the same sampler, temperature and noise share a batch, unless one has a constraint. Batches get equal
-    shares of the time. While other clients wait, a client has at most half of the places. A request that fails, is
-    cancelled or runs out of time frees its place; the others go on.
+    Requests of a client with the same sampler, temperature, noise and constraint share a batch. Clients get equal
+    shares of the time, and so do the batches of a client. While other clients wait, a client has at most half of the
+    places. A request that fails, is cancelled or runs out of time frees its place; the others go on.
 
     Example: `engine = Engine(model, batch_size=8, max_queue=64); job = engine.submit(Rows(plan), seconds=60)`.
     """
@@ -86,10 +109,11 @@ class Engine:
         self.model, self.batch_size, self.max_queue = model, batch_size, max_queue
         self.num_steps = 0  # of all batches
         self._queue: deque[Job] = deque()
-        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._calls: deque[Call] = deque()
         self._running: dict[Rows, Job] = {}
         self._batches: dict[Any, Batch] = {}
-        self._spent: dict[Any, float] = {}  # seconds of each batch, and of calls by the key "calls"
+        self._debt: dict[str, float] = {}  # seconds that a client had more than the one that had the least
+        self._debt_of_batch: dict[Any, float] = {}
         self._changed = threading.Condition()
         self._stopping = False
         self._numbers = itertools.count()
@@ -118,14 +142,20 @@ class Engine:
             self._changed.notify()
         return job
 
-    async def call(self, function: Callable[[], Result]) -> Result:
+    async def call(self, function: Callable[[], Result], client: str = "") -> Result:
         """Run a function of the model in the engine's thread, between two steps."""
-        future: Future[Result] = Future()
+        call = Call(function, client)
         with self._changed:
-            self._check_room("")
-            self._calls.append((function, future))
+            self._check_room(client)
+            self._calls.append(call)
             self._changed.notify()
-        return await asyncio.wrap_future(future)
+        result: Result = await asyncio.wrap_future(call.future)
+        return result
+
+    def charge(self, client: str, seconds: float) -> None:
+        """Count time that a client took, in this thread or another; others go first until they had the same."""
+        with self._changed:
+            self._debt[client] = self._debt.get(client, 0.0) + seconds
 
     def cancel(self, job: Job) -> None:
         """Drop a request whose client has gone or has enough text."""
@@ -134,11 +164,15 @@ class Engine:
             self._changed.notify()
 
     def stop(self) -> None:
-        """End the thread. Requests that are not finished get a 503."""
+        """End the thread after its present step. Requests that are not finished get a 503, even during a long step."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
-        self._thread.join()
+        self._thread.join(timeout=_PATIENCE)
+        for job in (*self._queue, *self._running.values()):
+            job.send(_shut_down())
+        for call in self._calls:
+            call.future.set_exception(_shut_down())
 
     def _check_room(self, client: str) -> None:
         if self._stopping or not self.is_alive:
@@ -161,28 +195,33 @@ class Engine:
                 while not (self._queue or self._calls or self._running or self._stopping):
                     self._changed.wait()
                 if self._stopping:
-                    break
+                    return
                 self._drop()
                 self._admit()
-                ready = [key for key, batch in self._batches.items() if len(batch)] + ["calls"] * bool(self._calls)
-                self._batches = {key: batch for key, batch in self._batches.items() if key in ready}
-                if not ready:
+                self._batches = {key: batch for key, batch in self._batches.items() if len(batch)}
+                calls = {(call.client,): call for call in reversed(self._calls)}  # the first of each client
+                if not self._batches and not calls:
                     continue
-                # A new batch starts with the time of the one that had the least, so that it does not overtake others.
-                least = min((self._spent[key] for key in ready if key in self._spent), default=0.0)
-                self._spent = {key: self._spent.get(key, least) for key in ready}
-                key = min(ready, key=self._spent.__getitem__)
-                call = self._calls.popleft() if key == "calls" else None
+                key = self._choose([*self._batches, *calls])
+                if key in calls:
+                    self._calls.remove(calls[key])
             start = time.monotonic()
-            if call is not None:
-                _run(*call)
+            if key in calls:
+                calls[key].run()
             else:
                 self._step(key, self._batches[key])
-            self._spent[key] += time.monotonic() - start
-        for job in (*self._queue, *self._running.values()):
-            job.send(_shut_down())
-        for _, future in self._calls:
-            future.set_exception(_shut_down())
+            self.charge(key[0], time.monotonic() - start)
+            self._debt_of_batch[key] = self._debt_of_batch.get(key, 0.0) + time.monotonic() - start
+
+    def _choose(self, keys: list[Any]) -> Any:
+        """Return the next batch: the client is the one that had the least time, and so is the batch among its own."""
+        clients, batches = self._debt, self._debt_of_batch
+        least = min(clients.get(key[0], 0.0) for key in keys)
+        # Clients that are not here keep their debt. It shrinks as others get time.
+        self._debt = {name: min(debt - least, _MOST_DEBT) for name, debt in clients.items() if debt > least}
+        least = min(batches.get(key, 0.0) for key in keys)
+        self._debt_of_batch = {key: batches.get(key, 0.0) - least for key in keys}
+        return min(keys, key=lambda key: (self._debt.get(key[0], 0.0), self._debt_of_batch[key]))
 
     def _drop(self) -> None:
         """Remove requests that are cancelled or out of time."""
@@ -193,8 +232,7 @@ class Engine:
                 job.send(ApiError(504, "The request took longer than the server allows.", code="timeout"))
         self._queue = deque(job for job in self._queue if not job.cancelled)
         for row in [row for row, job in self._running.items() if job.cancelled]:
-            self._batches[_key(row)].remove(row)
-            del self._running[row]
+            self._batches[_key(self._running.pop(row))].remove(row)
 
     def _admit(self) -> None:
         while self._queue and len(self._running) < self.batch_size:
@@ -205,7 +243,7 @@ class Engine:
                 break
             self._queue.remove(job)
             self._running[job.row] = job
-            self._batches.setdefault(_key(job.row), Batch(self.model)).add(job.row)
+            self._batches.setdefault(_key(job), Batch(self.model)).add(job.row)
 
     def _step(self, key: Any, batch: Batch) -> None:
         try:
@@ -223,22 +261,15 @@ class Engine:
         except Exception as error:
             # The batch is lost, and the server goes on. Tensors of the failed step are freed with it.
             del self._batches[key]
-            for row in [row for row in self._running if _key(row) == key]:
+            for row in [row for row, job in self._running.items() if _key(job) == key]:
                 self._running.pop(row).send(ApiError(500, f"The model failed: {type(error).__name__}: {error}"))
 
 
-def _key(row: Rows) -> Any:
-    """Return what the rows of a batch share. Constraints make steps slower, so their rows have batches of their own."""
-    return row.plan.knobs, row.plan.noise, row.plan.language is not None
+def _key(job: Job) -> Any:
+    """Return what the rows of a batch share, the client first."""
+    plan = job.row.plan
+    return job.client, plan.knobs, plan.noise, None if plan.language is None else id(plan.language.automaton)
 
 
 def _shut_down() -> ApiError:
     return ApiError(503, "The server is shutting down. Try again later.")
-
-
-def _run(function: Callable[[], Any], future: Future[Any]) -> None:
-    if future.set_running_or_notify_cancel():
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)

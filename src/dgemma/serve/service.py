@@ -4,27 +4,28 @@ import asyncio
 import contextlib
 import json
 import secrets
+import threading
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from anyio import CapacityLimiter, to_thread
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.checks import require
 from dgemma.constraints.languages import JsonSchema, Regex, ToolCalls
 from dgemma.model.denoiser import Denoiser
 from dgemma.run.knobs import default_sampler
 from dgemma.run.plan import Plan, read_plan
 from dgemma.run.rows import Rows
 from dgemma.serve.decisions import answer_questions
-from dgemma.serve.engine import Draft, Engine, Job, Written
+from dgemma.serve.engine import Call, Draft, Engine, Job, Result, Written
 from dgemma.serve.errors import ApiError
 from dgemma.serve.gate import Limits
 from dgemma.serve.metrics import Metrics
@@ -42,6 +43,7 @@ from dgemma.tasks.infill import infill_row
 from dgemma.view.pieces import Pieces
 
 _MOST_BYTES = 1 << 27  # of constraints that are kept for later requests
+_MOST_STATES = 10_000  # of a constraint; a step of the model takes longer with more
 _MOST_BUILDS = 16  # constraints that wait to be built
 _COLDEST = 1e-3  # the temperature that replaces 0 for samplers that always draw
 
@@ -73,6 +75,8 @@ class KeptConstraints:
                 JsonSchema(source["schema"], tokenizer) if "schema" in source else ToolCalls(source["tools"], tokenizer)
             )
             num_bytes += len(built.pattern) + sum(table.nbytes for table in built.automaton)
+            rule = f"have at most {_MOST_STATES} states on this server"
+            require(built.automaton.num_states <= _MOST_STATES, "The schema", rule, built.automaton.num_states)
         except ValueError as error:
             built = error.with_traceback(None)
         self._kept[key] = (built, num_bytes)
@@ -92,7 +96,7 @@ class Service:
     limits: Limits
     metrics: Metrics
     constraints: KeptConstraints = field(default_factory=lambda: KeptConstraints(_MOST_BYTES))
-    builders: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(2))
+    builders: "Builders" = field(default_factory=lambda: Builders())
 
     def check_model(self, name: str) -> None:
         """Raise a 404 for a model that is not served."""
@@ -114,7 +118,7 @@ class Service:
     async def answer(self, body: ChatRequest | CompletionRequest, request: Request) -> Response:
         """Run a request; return its whole answer, or a stream of it."""
         self.check_model(body.model)
-        plan, text = await self._prepare(body)
+        plan, text = await self._prepare(body, _client(request))
         job = self._submit(Rows(plan), request, drafts=body.drafts and bool(body.stream))
         answer = Answer(self, body, plan, text, job)
         if body.stream:
@@ -149,7 +153,7 @@ class Service:
         for _ in body.questions:
             if await request.is_disconnected() or time.monotonic() > end:
                 raise ApiError(504, "The request took longer than the server allows.", code="timeout")
-            name, answers[name], num_read = await self.engine.call(partial(next, found))
+            name, answers[name], num_read = await self.engine.call(partial(next, found), _client(request))
             num_tokens += num_read
         usage = {"input_tokens": num_tokens, "output_tokens": 0}
         return {"model": self.name, "answers": answers, "usage": usage}
@@ -171,27 +175,31 @@ class Service:
             self.engine.cancel(job)
 
     def _submit(self, row: Rows, request: Request, *, drafts: bool = False) -> Job:
-        client = "" if request.client is None else request.client.host
-        return self.engine.submit(row, seconds=self.limits.seconds, client=client, drafts=drafts)
+        return self.engine.submit(row, seconds=self.limits.seconds, client=_client(request), drafts=drafts)
 
-    async def _prepare(self, body: ChatRequest | CompletionRequest) -> tuple[Plan, GrowingText]:
+    async def _prepare(self, body: ChatRequest | CompletionRequest, client: str) -> tuple[Plan, GrowingText]:
         """Plan a request in another thread. Constraints take seconds, so they get two threads and a queue of their own.
 
         A constraint that is known already needs no queue.
         """
         key = _constraint_key(body)
         if key is None or key in self.constraints:
-            return await run_in_threadpool(self._plan, body, key)
-        num_waiting = self.builders.statistics().tasks_waiting
-        if num_waiting >= _MOST_BUILDS:
-            message = f"{num_waiting} constraints are waiting to be built already. Try again later."
-            raise ApiError(429, message, code="queue_full")
+            return await run_in_threadpool(self._plan_timed, body, key, client)
         try:
             async with asyncio.timeout(self.limits.seconds):
-                # A thread that is abandoned at the end of the server is stopped by `stop_builds`.
-                return await to_thread.run_sync(self._plan, body, key, limiter=self.builders, abandon_on_cancel=True)
+                return await self.builders.run(partial(self._plan_timed, body, key, client))
         except TimeoutError:
             raise ApiError(504, "The request took longer than the server allows.", code="timeout") from None
+
+    def _plan_timed(
+        self, body: ChatRequest | CompletionRequest, key: str | None, client: str
+    ) -> tuple[Plan, GrowingText]:
+        """Plan a request, at the expense of its client's time."""
+        start = time.monotonic()
+        try:
+            return self._plan(body, key)
+        finally:
+            self.engine.charge(client, time.monotonic() - start)
 
     def _plan(self, body: ChatRequest | CompletionRequest, key: str | None) -> tuple[Plan, GrowingText]:
         """Check a request, and return its plan and its text."""
@@ -262,6 +270,41 @@ class Service:
             None if body.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in body.tools or []]
         )
         return self.tokenizer.chat(messages, thinking=body.thinking, tools=tools or None)
+
+
+class Builders:
+    """Runs functions that take seconds, two at a time. Their threads do not keep the process from ending.
+
+    Example: `await Builders().run(lambda: JsonSchema(schema, tokenizer).automaton)`.
+    """
+
+    def __init__(self) -> None:
+        self._places, self._num_waiting = asyncio.Semaphore(2), 0
+
+    async def run(self, function: Callable[[], Result]) -> Result:
+        """Return the result of a function; raise a 429 if too many wait already."""
+        if self._num_waiting >= _MOST_BUILDS:
+            message = f"{self._num_waiting} constraints are waiting to be built already. Try again later."
+            raise ApiError(429, message, code="queue_full")
+        self._num_waiting += 1
+        try:
+            await self._places.acquire()
+        finally:
+            self._num_waiting -= 1
+        call = Call(function)
+        call.future.add_done_callback(partial(_release, asyncio.get_running_loop(), self._places))
+        threading.Thread(target=call.run, daemon=True).start()
+        result: Result = await asyncio.wrap_future(call.future)
+        return result
+
+
+def _release(loop: asyncio.AbstractEventLoop, places: asyncio.Semaphore, _: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has ended
+        loop.call_soon_threadsafe(places.release)
+
+
+def _client(request: Request) -> str:
+    return "" if request.client is None else request.client.host
 
 
 def _constraint_key(body: ChatRequest | CompletionRequest) -> str | None:
