@@ -32,7 +32,9 @@ def grammar_pattern(grammar: str, depth: int) -> str:
 def _pattern(grammar: str, depth: int, lark: Any) -> str:
     try:
         parser = lark.Lark(grammar, parser="earley", keep_all_tokens=True, maybe_placeholders=False)
-    except lark.exceptions.LarkError as error:
+    except RecursionError:
+        raise
+    except Exception as error:  # lark raises many types
         reason = " ".join(str(error).split())
         raise ValueError(f"Grammar.grammar must be in Lark's notation, got an error: {reason}") from None
     if parser.ignore_tokens:

@@ -180,10 +180,7 @@ class _Compiler:
 
     def _ref(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
         name = schema["$ref"]
-        target = self.root
-        for part in str(name).split("/")[1:]:
-            part = part.replace("~1", "/").replace("~0", "~")
-            target = target.get(part) if isinstance(target, Mapping) else None
+        target = self._target(name)
         if not str(name).startswith("#") or target is None:
             _refuse("refer only to parts of itself (#/...)", {"$ref": name}, where)
         if refs.count(name) >= self.notation.depth:
@@ -191,9 +188,7 @@ class _Compiler:
         return self.value(target, name, (*refs, name))
 
     def _const(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
-        return self._enum(
-            {"enum": [schema["const"]], **({"type": schema["type"]} if "type" in schema else {})}, where, refs
-        )
+        return self._enum({**schema, "enum": [schema["const"]]}, where, refs)
 
     def _enum(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
         types = _types_of(schema) if "type" in schema else tuple(_KEYWORDS)
@@ -222,7 +217,7 @@ class _Compiler:
         left, right = self._resolved(left), self._resolved(right)
         if not isinstance(left, Mapping) or not isinstance(right, Mapping):
             return left is False or right is False
-        listed = [one["enum"] if "enum" in one else [one["const"]] if "const" in one else None for one in (left, right)]
+        listed = [_values_of(one) for one in (left, right)]
         if listed[0] is not None and listed[1] is not None:
             return not {json.dumps(v) for v in listed[0]} & {json.dumps(v) for v in listed[1]}
         kinds = [_all_kinds(one) for one in (left, right)]
@@ -238,11 +233,16 @@ class _Compiler:
         for _ in range(self.notation.depth):
             if not isinstance(schema, Mapping) or "$ref" not in schema:
                 break
-            target = self.root
-            for part in str(schema["$ref"]).split("/")[1:]:
-                target = target.get(part, {})
-            schema = target
+            schema = self._target(schema["$ref"]) or {}
         return schema
+
+    def _target(self, name: Any) -> Schema | None:
+        """The part of the schema that a reference names, None if there is none."""
+        target = self.root
+        for part in str(name).split("/")[1:]:
+            part = part.replace("~1", "/").replace("~0", "~")
+            target = target.get(part) if isinstance(target, Mapping) else None
+        return target
 
     def _string(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
         quote, char = self.notation.quote, self.notation.char
@@ -456,8 +456,13 @@ def _types_of(schema: Mapping[str, Any]) -> tuple[str, ...] | None:
     return types if all(kind in _KEYWORDS for kind in types) else None
 
 
+def _values_of(schema: Mapping[str, Any]) -> list[Any] | None:
+    """The values that a schema lists."""
+    return schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
+
+
 def _all_kinds(schema: Mapping[str, Any]) -> set[str]:
-    values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
+    values = _values_of(schema)
     if values is not None:
         return set().union(*map(_kind_of, values))
     kinds = set(_types_of(schema) or _KEYWORDS) if "type" in schema else set(_KEYWORDS)

@@ -20,7 +20,7 @@ from dgemma.serve.errors import ApiError
 Result = TypeVar("Result")
 
 _MOST_DEBT = 10.0  # seconds
-_PATIENCE = 2  # seconds for the last step when the engine stops
+_PATIENCE = 1  # seconds for the last step when the engine stops
 
 
 class Draft(NamedTuple):

@@ -220,7 +220,7 @@ class QuickServer(uvicorn.Server):
             log_level="error",  # a client can cause warnings
             server_header=False,
             timeout_keep_alive=75,  # longer than clients keep unused connections, so that they close them first
-            timeout_graceful_shutdown=2,
+            timeout_graceful_shutdown=1,
             backlog=128,  # so many connections may be accepted before `PatientProtocol` counts them
         )
         super().__init__(config)

@@ -292,15 +292,12 @@ class Builders:
         finally:
             self._num_waiting -= 1
         call = Call(function)
-        call.future.add_done_callback(partial(_release, asyncio.get_running_loop(), self._places))
         threading.Thread(target=call.run, daemon=True).start()
-        result: Result = await asyncio.wrap_future(call.future)
-        return result
-
-
-def _release(loop: asyncio.AbstractEventLoop, places: asyncio.Semaphore, _: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop has ended
-        loop.call_soon_threadsafe(places.release)
+        try:
+            result: Result = await asyncio.wrap_future(call.future)
+            return result
+        finally:
+            self._places.release()
 
 
 def _client(request: Request) -> str:
