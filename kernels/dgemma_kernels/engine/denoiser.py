@@ -21,6 +21,7 @@ from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig
 from dgemma.model.denoiser import Denoiser
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.inputs import check_prefix, check_tokens
+from dgemma.model.vision.images import Images
 from dgemma.run.knobs import Knobs
 from dgemma.run.records import StepRecord
 from dgemma_kernels.engine.cache import BufferPool, FusedCache, memory_of
@@ -115,6 +116,8 @@ def _without_layers(model: DiffusionGemma) -> DiffusionGemma:
     rest = copy.copy(model)
     # `delattr` would remove the layers of the original too, because a shallow copy shares this dictionary.
     rest._modules = {"embed_tokens": nn.Embedding.from_pretrained(model.embed_tokens.weight.detach())}
+    if model.vision is not None:
+        rest._modules["vision"] = model.vision
     return rest
 
 
@@ -162,7 +165,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
         prompt_attention: bool,
     ) -> None:
         self._model, self.config, self.generation = model, model.config, generation
-        self.source = model.source
+        self.source, self.takes_images = model.source, model.takes_images
         four_bit = isinstance(weights.layers[0].expert_gate_up, FourBit)
         limits = read_limits(memory_of(model.device), four_bit=four_bit)
         forward = Forward(
@@ -242,31 +245,50 @@ class FusedDenoiser(Denoiser[FusedCache]):
     @torch.no_grad()
     @in_turn
     def encode(
-        self, tokens: Tensor, cache: FusedCache | None = None, attention_mask: Tensor | None = None
+        self,
+        tokens: Tensor,
+        cache: FusedCache | None = None,
+        attention_mask: Tensor | None = None,
+        images: Images | None = None,
     ) -> FusedCache:
         """Read tokens (B, P) causally into a prefix cache; see `DiffusionGemma.encode`."""
+        self._check_images(images)
         fused, real = self._check_prefix(tokens, cache, attention_mask)
-        if real is None and fused.num_slots > 0 and tokens.shape[1] == self.config.canvas_length:
+        if images is None and real is None and fused.num_slots > 0 and tokens.shape[1] == self.config.canvas_length:
             fused.postpone(tokens, self._read_block)  # a finished canvas: the first step of the next one reads it
             return fused
         fused.catch_up()
-        self._reader.read(tokens, fused, real, last=False)
+        self._reader.read(tokens, fused, real, last=False, images=images)
         fused.trim()  # now, while the device is busy, so that the next canvas does not wait for it
         return fused
 
     @torch.no_grad()
     @in_turn
     def causal_logits(
-        self, tokens: Tensor, cache: FusedCache | None = None, attention_mask: Tensor | None = None
+        self,
+        tokens: Tensor,
+        cache: FusedCache | None = None,
+        attention_mask: Tensor | None = None,
+        images: Images | None = None,
     ) -> Tensor:
         """Return next-token logits of tokens (B, T): (B, T, V) float32; see `DiffusionGemma.causal_logits`."""
+        self._check_images(images)
         fused, real = self._check_prefix(tokens, cache, attention_mask)
         fused.catch_up()
-        if tokens.shape[1] == 1 and real is None:
+        if tokens.shape[1] == 1 and real is None and images is None:
             return self._reader.read_token(tokens, fused)
-        hidden = self._reader.read(tokens, fused, real, last=True)
+        hidden = self._reader.read(tokens, fused, real, last=True, images=images)
         assert hidden is not None
         return self._workspace.causal_logits(hidden.flatten(0, 1)).view(*tokens.shape, -1)
+
+    def _check_images(self, images: Images | None) -> None:
+        if images is not None and not self.takes_images:
+            raise ValueError("FusedDenoiser images must be None for a model without a vision tower. Load another one.")
+        if images is not None and self._forward.batch_invariant:
+            raise ValueError(
+                "FusedDenoiser images must be None with batch_invariant, because their attention depends on the batch. "
+                "Accelerate the model without batch_invariant."
+            )
 
     @torch.no_grad()
     @in_turn

@@ -29,6 +29,7 @@ from dgemma_kernels.ops.attention import (
     float8_factor,
     float8_obstacle,
 )
+from dgemma_kernels.ops.attention.images import attention_with_images
 from dgemma_kernels.ops.configs import (
     dense_config,
     expert_config,
@@ -106,6 +107,7 @@ class _Tokens(NamedTuple):
     # first key that the canvas sees.
     masked: bool
     float8: bool  # full layers compute attention in float8
+    blocks: Tensor | None = None  # (B, T) the image of each token, -1 for text
 
 
 class Forward:
@@ -157,6 +159,16 @@ class Forward:
         """Run tokens (B, T) causally into the tail of the buffers → the last hidden state (B·T, D) if `last`."""
         return self._stack(*self._embed(tokens), buffers, causal=True, last=last)
 
+    def embed_prompt(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings of tokens (B, T), scaled: (B, T, D)."""
+        return self._embed(tokens)[0].view(*tokens.shape, -1)
+
+    def read_images(self, embedded: Tensor, blocks: Tensor, buffers: CacheBuffers, *, last: bool) -> Tensor:
+        """Do what `read` does for embeddings (B, T, D) with images; blocks (B, T) is the image of each token."""
+        x = embedded.flatten(0, 1).contiguous()
+        normed = rms_norm(x, self.weights.layers[0].input_norm, self.config.rms_norm_eps)
+        return self._stack(x, normed, buffers, causal=True, last=last, blocks=blocks)
+
     def head(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return logits before the soft-cap: (R, D) → (R, V)."""
         head = self.weights.head
@@ -204,13 +216,16 @@ class Forward:
         causal: bool,
         canvas_len: int = 0,
         last: bool = True,
+        blocks: Tensor | None = None,
     ) -> Tensor:
+        is_float8 = self.prompt_attention and causal and not canvas_len and x.shape[0] >= _MANY
         tokens = _Tokens(
             per_row=x.shape[0] // buffers.lengths.shape[0],
             canvas_len=canvas_len,
             causal=causal,
             masked=causal or self.batch_invariant,
-            float8=self.prompt_attention and causal and not canvas_len and x.shape[0] >= _MANY,
+            float8=is_float8 and blocks is None,
+            blocks=blocks,
         )
         inputs: Tensor | Quantized = _as(self.weights.layers[0].qkv, normed)
         for layer, scalar in zip(self._layers, self._scalars(tokens, x), strict=True):
@@ -293,6 +308,11 @@ class Forward:
     ) -> Tensor | Quantized:
         """Return the mean values that the queries see, (B, T, N, H), in float8 if `float8`."""
         keys, values, slot = buffers.keys[layer.index], buffers.values[layer.index], layer.slot(buffers)
+        if tokens.blocks is not None:
+            assert isinstance(queries, Tensor)
+            window = layer.weights.shape.window
+            seen = attention_with_images(queries, keys, values, slot, tokens.blocks, window=window)
+            return round_rows(seen.flatten(0, 1).flatten(1)) if float8 else seen
         if isinstance(queries, Quantized):
             return attention_float8(queries, keys, values, slot, float8=float8, key_factor=layer.key_factor)
         return attention(

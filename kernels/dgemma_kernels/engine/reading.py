@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from dgemma.model.causal import CausalRule, CausalState
+from dgemma.model.vision.images import Images
+from dgemma.model.vision.places import find_blocks, insert_features, split_tokens
 from dgemma_kernels.engine.cache import BufferPool, CacheBuffers, FusedCache
 from dgemma_kernels.engine.graphs import Replay, compile_together, copy_all, remembered, side_stream
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits
@@ -59,7 +61,9 @@ class CausalReader:
         self._workspace, self._pool, self.limits, self._before_graph = workspace, pool, limits, before_graph
         self._shapes_read: set[Any] = set()  # of chunks of a prompt
 
-    def read(self, tokens: Tensor, cache: FusedCache, real: Tensor | None, *, last: bool) -> Tensor | None:
+    def read(
+        self, tokens: Tensor, cache: FusedCache, real: Tensor | None, *, last: bool, images: Images | None = None
+    ) -> Tensor | None:
         """Run tokens (B, T) chunk by chunk, and commit them → the last hidden state (B, T, D) if `last`."""
         order, counts = None, None
         if real is not None:
@@ -67,13 +71,17 @@ class CausalReader:
             order = (~real).to(torch.uint8).sort(dim=1, stable=True).indices
             tokens, counts = tokens.gather(1, order), real.sum(1)
         num_new, chunk_len = tokens.shape[1], self._pool.prefill_len(tokens.shape[0])
-        hidden = []
-        for start in range(0, num_new, chunk_len):
-            chunk = tokens[:, start : start + chunk_len]
-            num_slots = num_new - start + self._workspace.config.canvas_length
-            hidden.append(self._read_chunk(chunk, cache, num_slots, last))
-            size = chunk.shape[1]
-            cache.extend(size, None if counts is None else (counts - start).clamp(0, size))
+        hidden, embedded, blocks = [], None, None
+        if images is not None:
+            embedded, blocks = self._embed_images(tokens, images)
+        for chunk in split_tokens(num_new, chunk_len, blocks):
+            num_slots = num_new - chunk.start + self._workspace.config.canvas_length
+            if embedded is None or blocks is None:
+                hidden.append(self._read_chunk(tokens[:, chunk], cache, num_slots, last))
+            else:
+                hidden.append(self._read_images(embedded[:, chunk], blocks[:, chunk], cache, num_slots, last))
+            size = chunk.stop - chunk.start
+            cache.extend(size, None if counts is None else (counts - chunk.start).clamp(0, size))
         if not last:
             return None
         no_tokens = self._workspace.new_hidden(tokens.shape[0], 0)
@@ -82,6 +90,21 @@ class CausalReader:
             return joined
         back = torch.empty_like(order).scatter(1, order, torch.arange(num_new, device=order.device).expand_as(order))
         return joined.gather(1, back[..., None].expand_as(joined))
+
+    def _embed_images(self, tokens: Tensor, images: Images) -> tuple[Tensor, Tensor]:
+        """Return embeddings (B, T, D) with the features of images, and the image of each token (B, T)."""
+        workspace = self._workspace
+        assert workspace.vision is not None
+        blocks = find_blocks(tokens, images, workspace.config.image_token_id)
+        features = workspace.vision(images.to(workspace.device))
+        return insert_features(workspace.forward.embed_prompt(tokens.long()), features, blocks), blocks
+
+    def _read_images(self, embedded: Tensor, blocks: Tensor, cache: FusedCache, num_slots: int, last: bool) -> Tensor:
+        """Do what `_read_chunk` does for embeddings (B, T, D) with images. It is never captured."""
+        batch, size = blocks.shape
+        buffers = cache.make_room(size, max(0, num_slots - size))
+        hidden = self._workspace.forward.read_images(embedded, blocks, buffers, last=last)
+        return hidden.view(batch, size, -1)
 
     def read_token(self, tokens: Tensor, cache: FusedCache) -> Tensor:
         """Take one autoregressive step, with the head in the same graph: (B, 1) → (B, 1, V) float32."""

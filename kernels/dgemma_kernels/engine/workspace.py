@@ -19,7 +19,7 @@ class Workspace:
 
     def __init__(self, model: DiffusionGemma, forward: Forward) -> None:
         self.config, self.conventions, self.forward = model.config, model.conventions, forward
-        self.device, self.dtype = model.device, model.dtype
+        self.device, self.dtype, self.vision = model.device, model.dtype, model.vision
         self.memory = GraphMemory(model.device, forward.sides)
         self.turn = self.memory.turn
         self.logits = LogitsBuffers(model.config.vocab_size, model.dtype, self.turn)
