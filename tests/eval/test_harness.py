@@ -7,7 +7,6 @@ import runpy
 import sys
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -116,7 +115,7 @@ def test_answers_are_those_of_generate_with_a_seed_per_request(folder, model, ta
     assert protocol["steps"] == 3
     assert protocol["seed"] == 5
     assert protocol["thinking"] is False
-    assert protocol["revision"].startswith("sha256:")
+    assert protocol["revision"].startswith("weights:")
     lines = [json.loads(line) for line in (tmp_path / "details.jsonl").read_text().splitlines()]
     forwards, tokens = sum(sum(line["steps"]) for line in lines), sum(line["tokens"] for line in lines)
     assert protocol["measured"]["tokens_per_forward"] == pytest.approx(tokens / forwards)
@@ -195,30 +194,13 @@ def test_chats_are_rendered_by_the_checkpoints_template(folder):
     assert "…" in lm.chat_template(True)
 
 
-def test_a_device_may_be_a_torch_device(folder):
-    assert DiffusionLM(folder, device=torch.device("cpu")).device == torch.device("cpu")
-
-
-def test_scalars_of_numpy_and_torch_become_python_values(folder):
-    counts = {"steps": np.int64(2), "seed": torch.tensor(3), "max_gen_toks": np.int32(4), "max_length": np.int64(5)}
-    flags = {"thinking": np.bool_(True), "check_greedy": np.bool_(True)}
-    lm = DiffusionLM(folder, **counts, **flags, num_samples=torch.tensor(8), temperature=np.float32(0.5))
-    protocol = json.loads(json.dumps(lm.protocol()))
-    assert [protocol[name] for name in ("steps", "seed", "num_samples", "max_length", "thinking")] == [2, 3, 8, 5, True]
-    assert (type(lm.max_gen_toks), lm.check_greedy) == (int, True)
-
-
 def test_wrong_arguments_are_named(folder):
-    with pytest.raises(ValueError, match="likelihood must be one of bound, causal, both, got 'exact'"):
+    with pytest.raises(ValueError, match="likelihood must be 'bound' or 'causal' or 'both', got 'exact'"):
         DiffusionLM(folder, likelihood="exact")
     with pytest.raises(ValueError, match="batch_size must be a number of at least 1, got 'auto'"):
         DiffusionLM(folder, batch_size="auto")
     with pytest.raises(ValueError, match="sampler must be one of ancestral"):
         DiffusionLM(folder, sampler="greedy")
-    with pytest.raises(ValueError, match="DiffusionLM thinking must be bool, got 'no'"):
-        DiffusionLM(folder, thinking="no")
-    with pytest.raises(ValueError, match="DiffusionLM num_samples must be int, got 'many'"):
-        DiffusionLM(folder, num_samples="many")
     for name in ("num_samples", "max_length", "max_gen_toks"):
         with pytest.raises(ValueError, match=f"{name} must be at least"):
             DiffusionLM(folder, **{name: 0})

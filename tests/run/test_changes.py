@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dgemma
-from dgemma.run.changes import apply_changes, list_writes, snapshot
+from dgemma.run.changes import apply_changes
 from dgemma.run.knobs import Knobs
 from dgemma.run.step import start_state
 from dgemma.sampling import KLASS, Ancestral, Confidence, ConstantTemperature, EntropyBound, StableAndConfident
@@ -115,13 +115,6 @@ def test_changes_that_do_not_fit_are_refused(changes, sentence):
         apply_changes(changes, state, knobs)
 
 
-@pytest.mark.parametrize("temperature", [torch.tensor(0.25), 0.25], ids=["tensor", "float"])
-def test_numpy_and_torch_scalars_are_accepted_as_a_temperature(temperature):
-    state, knobs = fresh(EntropyBound())
-    state, knobs = apply_changes({"temperature": temperature}, state, knobs)
-    assert knobs.temperature == ConstantTemperature(0.25)
-
-
 def allow(*ids):
     table = torch.zeros(VOCAB, dtype=torch.bool)
     table[list(ids)] = True
@@ -178,13 +171,6 @@ def test_a_state_is_not_started_where_no_token_is_allowed():
         started(allow())
 
 
-def test_selected_rows_keep_their_allowed_sets_per_position():
-    table = torch.stack([allow(5 + position) for position in range(CANVAS_LEN)])  # (C, V)
-    state, knobs = fresh(EntropyBound(), noise=dgemma.UniformNoise(VOCAB))
-    changed, _ = apply_changes({"allowed": table}, state, knobs)
-    assert torch.equal(changed.select(torch.tensor([1])).allowed[0], table)
-
-
 def test_steps_after_the_last_have_no_noise_and_the_last_temperature():
     class Flat(dgemma.Denoiser):
         def denoise(self, canvas, cache, self_cond=None):
@@ -235,16 +221,6 @@ def test_a_constant_field_may_be_an_equal_object():
     equal = replace(state, origin="".join(["he", "re"]))
     assert equal.origin is not state.origin
     assert apply_changes(equal, state, knobs)[0].origin == "here"
-
-
-def test_a_write_into_a_field_of_a_subclass_is_found():
-    state, _ = traced()
-    before = snapshot(state)
-    assert list_writes(before, state) == {}
-    state.label.fill_(9)
-    state.table[1] = 0
-    assert list_writes(before, state).keys() == {"label", "table"}
-    assert before.label.tolist() == [0, 1]
 
 
 def test_rows_of_a_subclass_are_selected_without_its_shared_fields():

@@ -31,13 +31,6 @@ def test_a_signature_shows_every_option_with_its_default(function, options):
     assert not any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def test_an_omitted_option_has_the_default_that_the_signature_shows():
-    model, prompt = dgemma.DiffusionGemma(dgemma.presets.tiny()), torch.full((2, 3), 5)
-    short, full = read_plan(model, prompt), read_plan(model, prompt, **defaults_of(RunOptions))
-    assert (short.knobs, short.noise, short.num_steps) == (full.knobs, full.noise, full.num_steps)
-    assert short.seeds.tolist() == full.seeds.tolist() == [[0, 1]] * short.num_blocks
-
-
 @pytest.mark.parametrize("function", [dgemma.generate, dgemma.stream, read_plan])
 def test_an_unknown_option_is_refused_by_the_function_that_got_it(function):
     sentence = rf"{function.__name__} got an unexpected keyword argument 'stepz'\. It takes allowed, .*steps"

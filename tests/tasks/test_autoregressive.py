@@ -3,7 +3,6 @@
 import itertools
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -75,11 +74,7 @@ def test_a_row_is_padded_after_its_stop_token(model):
 def test_arguments_are_refused_like_in_generate(model):
     with pytest.raises(ValueError, match="at least one token per row"):
         dgemma.generate_causal(model, PROMPTS[:, :0])
-    with pytest.raises(ValueError, match=r"Temperature\.value must be > 0"):
-        dgemma.generate_causal(model, PROMPTS, temperature=0.0)
-    with pytest.raises(ValueError, match="max_new_tokens must be an integer of at least 1"):
-        dgemma.generate_causal(model, PROMPTS, max_new_tokens=0)
-    for knob in ({"top_k": 0}, {"top_k": 1.5}, {"top_p": 0}, {"top_p": 1.5}, {"top_p": "0.9"}, {"temperature": "warm"}):
+    for knob in ({"top_k": 0}, {"top_p": 1.5}, {"temperature": "warm"}):
         with pytest.raises(ValueError, match=rf"^(Knobs\.|generate_causal ){next(iter(knob))} must"):
             dgemma.generate_causal(model, PROMPTS, **knob)
 
@@ -88,14 +83,6 @@ def test_arguments_are_refused_like_in_generate(model):
 def test_a_schedule_of_temperatures_is_refused(model, temperature):
     with pytest.raises(ValueError, match=r"^generate_causal.temperature must be .*, got "):
         dgemma.generate_causal(model, PROMPTS, temperature=temperature)
-
-
-def test_a_constant_temperature_equals_its_number(model):
-    constant, number = (
-        dgemma.generate_causal(model, PROMPTS, max_new_tokens=8, temperature=value, eos_token_ids=[])
-        for value in (dgemma.ConstantTemperature(0.7), np.float64(0.7))
-    )
-    assert torch.equal(constant, number)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

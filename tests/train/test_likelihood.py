@@ -142,6 +142,13 @@ def test_levels_and_positions_add_up_to_the_bound(model, tokens):
         assert likelihood.by_position.nats.mean() == pytest.approx(likelihood.nelbo.value, abs=1e-9)
 
 
+def test_weights_that_are_nan_are_named_and_not_averaged(tokens):
+    broken = dgemma.DiffusionGemma(CONFIG)
+    torch.nn.init.constant_(broken.norm.weight, torch.nan)
+    with pytest.raises(FloatingPointError, match="must be a number, got NaN in row 0 of the evaluation"):
+        evaluate(broken, tokens, NOISES["mask"], num_samples=1)
+
+
 def test_the_same_seed_gives_the_same_number_for_every_batch_size(model, tokens):
     first, again = (evaluate(model, tokens, NOISES["uniform"], batch_size=n, seed=5) for n in (6, 4))
     torch.testing.assert_close(first.rows.nats, again.rows.nats, atol=1e-4, rtol=1e-5)

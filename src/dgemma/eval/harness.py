@@ -4,7 +4,6 @@ The harness (0.4.13) has no entry point for models of other packages. So `python
 then runs the harness's own command; in Python, importing this module is enough.
 """
 
-import hashlib
 import json
 import logging
 import os
@@ -13,18 +12,19 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from dgemma.checkpoint.location import resolve, stored_folder
+from dgemma.checkpoint.location import resolve
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import as_int, require, typed
 from dgemma.data.sudoku.tokenizer import SudokuTokenizer
-from dgemma.files import open_file, write_text, writing
+from dgemma.files import write_text, writing
 from dgemma.intervals import Estimate, mean_of
 from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.model.diffusion import DiffusionGemma
+from dgemma.model.identity import fingerprint
 from dgemma.model.layout import lay_out_by_column
 from dgemma.printing import install_command, progress_bar
 from dgemma.run.knobs import learnt_noise
@@ -50,10 +50,8 @@ except ImportError as error:
 
 logger = logging.getLogger("dgemma")
 
-LIKELIHOODS = ("bound", "causal", "both")
 _COPIES = 8  # rows of independent noise per request; they give the interval of its bound
 _CHUNK = 256  # requests that are measured together
-_SAMPLED = 1 << 20  # bytes at each end of a weight file that `_revision` hashes
 
 
 class Pair(NamedTuple):
@@ -112,7 +110,7 @@ class DiffusionLM(TemplateLM):
         steps: int | None = None,
         temperature: float | None = None,
         thinking: bool = False,
-        likelihood: str = "bound",
+        likelihood: Literal["bound", "causal", "both"] = "bound",
         num_samples: int = 32,
         check_greedy: bool = False,
         max_length: int = 2048,
@@ -124,7 +122,6 @@ class DiffusionLM(TemplateLM):
         device: str | torch.device | None = None,
     ) -> None:
         super().__init__()
-        require(likelihood in LIKELIHOODS, "likelihood", f"be one of {', '.join(LIKELIHOODS)}", likelihood)
         rows = as_int(int(batch_size) if isinstance(batch_size, str) and batch_size.isdigit() else batch_size)
         if rows is None or rows < 1:
             raise ValueError(f"batch_size must be a number of at least 1, got {batch_size!r}. Use --batch_size 8.")
@@ -137,13 +134,15 @@ class DiffusionLM(TemplateLM):
             require(count is None or count >= least, name, f"be at least {least}", count)
         self._name, self._revision = type(pretrained).__name__, "unknown"
         if isinstance(pretrained, str | Path):
-            self._name, self._revision = str(pretrained), _revision(resolve(pretrained))
+            self._name, folder = str(pretrained), resolve(pretrained)
             # The harness passes cuda:0 by default.
             where = (device or "cuda") if torch.cuda.is_available() else "cpu"
             pretrained = DiffusionGemma.from_pretrained(pretrained, dtype=dtype, device=where).eval()
             if pretrained.device.type == "cpu":
                 lay_out_by_column(pretrained)
             tokenizer = tokenizer or _load_tokenizer(self._name, pretrained)
+            is_commit = folder.parent.name == "snapshots"  # the hub's cache names folders after commits
+            self._revision = folder.name if is_commit else f"weights:{fingerprint(pretrained)}"
         check_denoiser("DiffusionLM", pretrained)
         if tokenizer is None:
             raise ValueError("DiffusionLM tokenizer must be set for a denoiser, got None. Pass its tokenizer.")
@@ -456,17 +455,3 @@ def _load_tokenizer(pretrained: str, model: Denoiser) -> Tokenizer:
     if SudokuTokenizer.fits(model.config):
         return SudokuTokenizer()
     return Tokenizer.from_pretrained(pretrained)
-
-
-def _revision(folder: Path) -> str:
-    """Return the commit of a downloaded checkpoint, or a hash of the config and of parts of the weight files."""
-    if folder.parent.name == "snapshots":
-        return folder.name
-    digest = hashlib.sha256()
-    for path in sorted((folder / "config.json", *stored_folder(folder).glob("*.safetensors"))):
-        with open_file(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            digest.update(f"{path.name} {size}".encode() + file.read(_SAMPLED))
-            file.seek(max(0, size - _SAMPLED))
-            digest.update(file.read())
-    return f"sha256:{digest.hexdigest()[:16]}"

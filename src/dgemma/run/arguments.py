@@ -258,8 +258,6 @@ def read_allowed(
 
     `allowed` is booleans that broadcast, ids for all positions, or one collection of ids per position. With `exact`, N
     must be 1 or this maximum.
-
-    Example: `read_allowed("generate allowed", [65, 66], noise, (2, 32), device).shape` is (1, 1, V).
     """
     table = _allowed_table(name, allowed, noise.vocab_size).to(device)
     table = table.reshape(*[1] * (3 - table.dim()), *table.shape)

@@ -85,10 +85,7 @@ class Batch:
 
     @torch.no_grad()
     def step(self) -> list[Rows]:
-        """Take one step of every row, and return the rows that finished a block. A row that starts a canvas takes two.
-
-        Example: `texts = [row.new_tokens for row in batch.step() if row.ended]`.
-        """
+        """Take one step of every row (two if it starts a canvas), and return the rows that finished a block."""
         finished = []
         for group in self._begin():
             finished += self._advance(group)

@@ -92,10 +92,7 @@ def apply_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> tuple[
 
 
 def merge_changes(earlier: dict[str, Any], later: dict[str, Any], knobs: Knobs) -> dict[str, Any]:
-    """Combine two sets of changes; later changes replace earlier ones.
-
-    Example: `merge_changes({"top_k": 5}, {"top_k": None}, knobs)` is {"top_k": None}.
-    """
+    """Combine two sets of changes; later changes replace earlier ones."""
     if "state" in later:  # the new state already includes the earlier changes of the state
         earlier = knob_changes(earlier, knobs)
     if later.keys() & {"canvas", "frozen"}:  # canvas and frozen determine `open`
@@ -104,10 +101,7 @@ def merge_changes(earlier: dict[str, Any], later: dict[str, Any], knobs: Knobs) 
 
 
 def snapshot(state: DenoiseState) -> DenoiseState:
-    """Copy a state, to detect later writes into its tensors. Predictions are shared, not copied.
-
-    Example: `before = snapshot(record.state)`, then `list_writes(before, record.state)`.
-    """
+    """Copy a state, to detect later writes into its tensors. Predictions are shared, not copied."""
     names, _ = split_fields(state, "constant")
     return replace(state, **{name: tree_map(_copied, getattr(state, name)) for name in names})
 
@@ -117,8 +111,6 @@ def list_writes(before: DenoiseState, after: DenoiseState) -> dict[str, Any]:
 
     If `canvas` or `frozen` was written, `open` is listed too, even if it is unchanged. Otherwise `list_changes` would
     compute a new `open` from them.
-
-    Example: `list_writes(before, record.state)` is `{}` if a callback wrote nothing.
     """
     changeable, _ = split_fields(after, "constant")
     names = {name for name in changeable if not _same(getattr(before, name), getattr(after, name))}

@@ -21,10 +21,7 @@ from dgemma.run.step import judge, take_step
 
 @dataclass
 class Denoising:
-    """The state of some rows, their cache, and the knobs of their next step.
-
-    Example: `group = Denoising(model, state, cache, knobs)`, then `group.step()` and `left = group.finish_step()`.
-    """
+    """The state of some rows, their cache, and the knobs of their next step."""
 
     model: Denoiser
     state: DenoiseState

@@ -117,10 +117,7 @@ def _rebuild(name: str, build: Callable[[], _Built]) -> _Built:
 
 
 def warn_of_noise(model: Denoiser, noise: Noise) -> None:
-    """Log one line if the checkpoint is for another kind of noise; once per pair of kinds.
-
-    Example: `warn_of_noise(DiffusionGemma.from_pretrained("dgemma/sudoku"), UniformNoise(16))`.
-    """
+    """Log one line if the checkpoint is for another kind of noise; once per pair of kinds."""
     learnt, kind = (model.generation.noise or {}).get("kind"), describe_noise(noise)["kind"]
     if learnt not in (None, kind):
         _warn_once(learnt, kind)

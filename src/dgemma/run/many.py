@@ -85,10 +85,7 @@ def generate_many(model: Denoiser, prompts: Iterable[Any], **options: Unpack[Man
 
 
 def read_many(owner: str, prompts: Iterable[Any], options: ManyOptions) -> ManyOptions:
-    """Check what the types of the options of `generate_many` do not say, and fill in the defaults.
-
-    Example: `read_many("generate_many", ["Once"], {})["batch_size"]` is 8.
-    """
+    """Check what the types of the options of `generate_many` do not say, and fill in the defaults."""
     many = fill_in(options, ManyOptions)
     require(many["batch_size"] >= 1, f"{owner} batch_size", "be an integer of at least 1", many["batch_size"])
     is_one = isinstance(prompts, str | bytes | Mapping) or getattr(prompts, "ndim", 1) == 0

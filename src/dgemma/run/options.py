@@ -73,20 +73,14 @@ class GenerateOptions(RunOptions, WatchOptions, total=False):
 
 
 def defaults_of(options: type) -> dict[str, Any]:
-    """Every option by name, with its default.
-
-    Example: `defaults_of(RunOptions)["seed"]` is 0.
-    """
+    """Every option by name, with its default."""
     hints = get_type_hints(options, include_extras=True)
     notes = {name: getattr(hint, "__metadata__", (Default(None),)) for name, hint in hints.items()}
     return {name: note[0].value for name, note in notes.items()}
 
 
 def takes_options(options: type) -> Callable[[Function], Function]:
-    """Show a function's `**options` in its signature, refuse unknown ones, and check the types of all arguments.
-
-    Example: `inspect.signature(dgemma.generate).parameters["steps"]`.
-    """
+    """Show a function's `**options` in its signature, refuse unknown ones, and check the types of all arguments."""
     hints, keyword = get_type_hints(options), inspect.Parameter.KEYWORD_ONLY
     listed = [
         inspect.Parameter(name, keyword, default=default, annotation=hints[name])
@@ -103,16 +97,10 @@ def takes_options(options: type) -> Callable[[Function], Function]:
 
 
 def fill_in(options: Mapping[str, Any], kind: type[Options]) -> Options:
-    """Return all options that `kind` declares: the given ones, and the defaults of the others.
-
-    Example: `fill_in({"steps": 4}, RunOptions)["seed"]` is 0.
-    """
+    """Return all options that `kind` declares: the given ones, and the defaults of the others."""
     return kind(**{name: options.get(name, default) for name, default in defaults_of(kind).items()})
 
 
 def select(options: Mapping[str, Any], kind: type[Options]) -> Options:
-    """Return the given options that `kind` declares.
-
-    Example: `select({"steps": 4, "record": True}, RunOptions)` is `{"steps": 4}`.
-    """
+    """Return the given options that `kind` declares."""
     return kind(**{name: options[name] for name in defaults_of(kind) if name in options})

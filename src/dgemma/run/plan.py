@@ -62,8 +62,6 @@ class Plan:
 
         A text ends with a stop token, or where `text_len` says. The second result marks the real tokens (R, C); it is
         None if all are real.
-
-        Example: `tokens, real, ended = plan.end_rows(drafts, 0, torch.arange(2))`.
         """
         real, ended = None, [False] * len(tokens)
         if self.text_len is not None:

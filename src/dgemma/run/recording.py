@@ -23,10 +23,7 @@ StepPlace = tuple[int, int]  # a block, and a step's place in it
 
 
 class Recording:
-    """The part of a `Trajectory` that needs no model: recorded steps, committed blocks and changes, and their file.
-
-    Example: `Recording(read_plan(model, prompt)).add_step(record)`.
-    """
+    """The part of a `Trajectory` that needs no model: recorded steps, committed blocks and changes, and their file."""
 
     def __init__(self, plan: Plan, *, top: int = 5) -> None:
         if not isinstance(plan, Plan):

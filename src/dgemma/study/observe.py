@@ -15,7 +15,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from dgemma.checks import as_int, read_device, require, short_repr
+from dgemma.checks import read_device, require, short_repr, typed
 from dgemma.model.attention import Attention
 from dgemma.model.backbone import Layer
 from dgemma.model.diffusion import DiffusionGemma
@@ -88,6 +88,7 @@ class Observation:
         return tensor if self._device is None else tensor.to(self._device)
 
 
+@typed
 @contextmanager
 def observe(
     model: DiffusionGemma,
@@ -120,7 +121,6 @@ def observe(
     wanted = {name: _read_layers(name, layers, num_layers) for name, layers in requests.items()}
     if not any(wanted.values()):
         raise ValueError("observe must record residuals, attention or router, got none. Pass one as True.")
-    require(isinstance(prefix, bool), "observe prefix", "be True or False", prefix)
     where = None if device is None else read_device("observe", device)
     observation = Observation(prefix=prefix, device=where)
     handles = [model.layers[0].register_forward_pre_hook(observation._begin)]
@@ -163,7 +163,6 @@ def attention_weights(
 def _read_layers(name: str, layers: Layers, num_layers: int) -> frozenset[int]:
     if isinstance(layers, bool):
         return frozenset(range(num_layers)) if layers else frozenset()
-    is_list = isinstance(layers, Sequence) and not isinstance(layers, str)
-    if not is_list or not all((n := as_int(layer)) is not None and -num_layers <= n < num_layers for layer in layers):
-        require(False, f"observe {name}", f"be True, False or layers from {-num_layers} to {num_layers - 1}", layers)
+    fits = all(-num_layers <= layer < num_layers for layer in layers)
+    require(fits, f"observe {name}", f"be True, False or layers from {-num_layers} to {num_layers - 1}", layers)
     return frozenset(layer % num_layers for layer in layers)

@@ -457,7 +457,10 @@ def _read_mask(name: str, attention_mask: Tensor | None, tokens: Tensor) -> Tens
     """Return the tokens that are real, (B, N) bool."""
     if attention_mask is None:
         return torch.ones_like(tokens, dtype=torch.bool)
-    require_tensor(attention_mask, f"{name} attention_mask", _like(tokens, "a tensor"), shape=tokens.shape)
+    rule = f"{_like(tokens, 'a tensor')}, 1 for real tokens and 0 for padding"
+    require_tensor(attention_mask, f"{name} attention_mask", rule, shape=tokens.shape)
+    fits = bool(((attention_mask == 0) | (attention_mask == 1)).all())
+    require(fits, f"{name} attention_mask", rule, attention_mask)
     return attention_mask.to(tokens.device, torch.bool)
 
 

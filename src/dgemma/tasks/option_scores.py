@@ -74,8 +74,6 @@ def layouts_of(pieces: Sequence[Piece], places: Sequence[int], canvas_len: int, 
 
     The order is that of `itertools.product`. Other slots stay open, with as many positions as their longest option. If
     options differ in length, at most `horizon` fixed tokens after them are scored, and later ones are hidden.
-
-    Example: `layouts_of([Blank([[5], [6, 7]]), [8]], [0], 32, 8)[1].tokens` is [6, 7, 8].
     """
     blanks = [piece.options for place, piece in enumerate(pieces) if place in places and isinstance(piece, Blank)]
     uneven = [place for place in places if isinstance(piece := pieces[place], Blank) and piece.num_lengths > 1]

@@ -178,7 +178,10 @@ def calibrate(results: Iterable[FilledTemplate], truths: Iterable[Sequence[Any]]
     templates, options, laws, rights = list(results), list(truths), [], []
     require(len(options) == len(templates), "calibrate truths", f"be one per result, {len(templates)}", len(options))
     for number, (filled, truth) in enumerate(zip(templates, options, strict=True)):
-        indices = tuple(_index_of(answer.slot, option, number) for answer, option in _pairs(filled, truth, number))
+        choices = [answer.slot.options for answer in filled.answers]
+        fits = len(truth) == len(choices) and all(option in each for option, each in zip(truth, choices, strict=True))
+        require(fits, f"calibrate truths[{number}]", f"have an option of each of the slots {show(choices)}", truth)
+        indices = tuple(each.index(option) for option, each in zip(truth, choices, strict=True))
         if filled.joint is not None:
             laws.append(filled.joint.flatten())
             rights.append(filled.joint[indices])
@@ -197,18 +200,6 @@ def calibrate(results: Iterable[FilledTemplate], truths: Iterable[Sequence[Any]]
         mean = torch.where(law > 0, law * scores, 0.0).sum(-1)
         low, high = (middle, high) if float((right - mean).mean()) >= 0 else (low, middle)
     return math.exp(-(low + high) / 2)
-
-
-def _pairs(filled: FilledTemplate, truth: Sequence[Any], number: int) -> Iterator[tuple[SlotAnswer, Any]]:
-    fits = len(truth) == len(filled.answers)
-    require(fits, f"calibrate truths[{number}]", f"have an option for each of {len(filled.answers)} slots", truth)
-    return zip(filled.answers, truth, strict=True)
-
-
-def _index_of(slot: Slot, option: Any, number: int) -> int:
-    fits = option in slot.options
-    require(fits, f"calibrate truths[{number}]", f"have options of the slot {show(slot.options)}", option)
-    return slot.options.index(option)
 
 
 def _decide(filler: "_Filler", templates: Iterable[Template], bar: Any) -> Iterator[FilledTemplate]:

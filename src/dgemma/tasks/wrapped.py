@@ -176,8 +176,6 @@ class Wrapped(Denoiser[TokenCache]):
         """Keep tokens (B, P) as the prefix; a given cache is extended in place and returned.
 
         attention_mask, (B, P) or (B, cached + P), is 1 for real tokens and 0 for padding.
-
-        Example: `cache = wrapped.encode(prompt_tokens)`.
         """
         fits, vocab_size = in_range(tokens, self.config.vocab_size), self.config.vocab_size
         require(fits, "Wrapped.encode tokens", f"hold ids in [0, {vocab_size})", tokens, "Use the model's tokenizer.")
@@ -192,10 +190,7 @@ class Wrapped(Denoiser[TokenCache]):
         self_cond: Prediction | Tensor | None = None,
         self_cond_mask: Tensor | None = None,
     ) -> Prediction:
-        """Predict every position of canvas (B, C) from the prefix and the canvas. Self-conditioning is ignored.
-
-        Example: `wrapped.denoise(canvas, wrapped.encode(prompt)).argmax`.
-        """
+        """Predict every position of canvas (B, C) from the prefix and the canvas. Self-conditioning is ignored."""
         num_tokens = cache.num_slots + canvas.shape[1]
         longest = self.config.max_position_embeddings
         fix = "Shorten the prompt, or lower canvas_len."

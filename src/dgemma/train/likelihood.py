@@ -19,6 +19,7 @@ from torch import Tensor
 from dgemma.checks import require, typed
 from dgemma.diffusion import draws, nelbo
 from dgemma.diffusion.noise import Noise
+from dgemma.diffusion.prediction import refuse_nan
 from dgemma.diffusion.schedule import LEAST_NOISE, Linear
 from dgemma.model.config import ModelConfig
 from dgemma.model.denoiser import Denoiser, check_denoiser
@@ -121,6 +122,8 @@ def evaluate(
             batch = source(0, rows)
             check_ids(batch, model.config.vocab_size, "evaluate")
             parts.append(estimator.measure(batch.to(model.device), seeds.to(model.device)))
+            if bool(parts[-1].nats.isnan().any()):
+                refuse_nan(f"in row {start + int(parts[-1].nats.isnan().nonzero()[0])} of the evaluation")
             bar.update(len(rows))
     return Likelihood.of_rows(RowSums.join(parts), num_samples=num_samples, confidence=confidence, num_bytes=num_bytes)
 
