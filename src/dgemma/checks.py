@@ -90,7 +90,7 @@ def typed(function: Function) -> Function:
     return checked  # type: ignore[return-value]
 
 
-def check_types(owner: Any, *, without: Collection[str] = ()) -> None:
+def check_types(owner: Any) -> None:
     """Check the fields of a dataclass against their annotations, as `typed` does for arguments.
 
     Example: `check_types(self)` in `__post_init__`.
@@ -98,7 +98,7 @@ def check_types(owner: Any, *, without: Collection[str] = ()) -> None:
     kind: Any = type(owner)
     hints = _hints_of(kind)
     for field in fields(owner):
-        if field.name in hints and field.name not in without:
+        if field.name in hints:
             _check_type(getattr(owner, field.name), hints[field.name], f"{kind.__name__}.{field.name}")
 
 

@@ -187,19 +187,18 @@ def _build(cls: type, values: Mapping[str, Any]) -> Any:
         listed = {f.name: f for f in fields(cls) if f.init}
     if not values.keys() <= listed.keys():
         raise ValueError(f"{cls.__name__} has no field {show(min(values.keys() - listed.keys()))}.")
-    unknown = [name for name, value in values.items() if find_unknown(value) is not None]
+    if is_dataclass(cls) and find_unknown(values) is not None:
+        value = object.__new__(cls)  # __post_init__ would refuse an Unknown
+        for name, field in listed.items():
+            if name not in values and field.default is MISSING and field.default_factory is MISSING:
+                raise ValueError(f"{cls.__name__} lacks the field {name}.")
+            if name in values:
+                object.__setattr__(value, name, values[name])
+        return value
     try:
-        if is_dataclass(cls) and unknown:  # its __post_init__ would refuse an Unknown
-            value = object.__new__(cls)
-            missing = {name: field.default for name, field in listed.items() if name not in values}
-            if MISSING in missing.values():
-                raise ValueError(f"{cls.__name__} lacks a field, one of {', '.join(missing)}.")
-            for name, part in {**missing, **values}.items():
-                object.__setattr__(value, name, part)
-        else:
-            value = cls(**values)
+        value = cls(**values)
         if is_dataclass(value):
-            check_types(value, without=unknown)
+            check_types(value)
         return value
     except ValueError:
         raise

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgemma.checks import require, require_tensor
+from dgemma.checks import check_types, require, require_tensor
 from dgemma.files import open_tensors, parse_json, write_tensors
 from dgemma.run.arguments import MOST_STEPS
 from dgemma.run.plan import Plan
@@ -82,16 +82,21 @@ def load(path: str | Path, classes: Iterable[type] = ()) -> dict[str, Any]:
 def _check(content: Any) -> None:
     """Raise ValueError unless `content` is what `Trajectory.save` writes. The message names the invalid part.
 
-    `rebuild_value` has checked the types of all fields. Here follow sizes, ranges, and how the parts fit together.
+    It checks sizes, ranges, and how the parts fit together.
     """
     names = ("plan", "top", "sizes", "steps", "commits", "changes")
-    plan, top, sizes, steps, commits, changes = (content.get(name) for name in names) if content else [None] * 6
+    require(isinstance(content, dict) and content.keys() == set(names), "content", f"hold {', '.join(names)}", content)
+    plan, top, sizes, steps, commits, changes = (content[name] for name in names)
     fits = isinstance(plan, Plan) and type(top) is int and isinstance(steps, dict)
     fits = fits and all(isinstance(part, tuple) for part in (sizes, commits, changes))
-    require(fits, "content", f"hold {', '.join(names)}", content)
+    fits = fits and all(isinstance(commit, BlockCommit) for commit in commits)
+    fits = fits and all(isinstance(change, Change) for change in changes)
+    require(fits, "content", f"hold {', '.join(names)} of a run", content)
     missing = find_unknown(plan.noise)
     if missing is not None:
         raise ValueError(f"its noise is a {missing.name}, which this process does not know. Pass it in classes=[...].")
+    for part in (plan, plan.span, *commits, *changes):
+        check_types(part)  # `rebuild_value` omits this where a part is unknown, such as a user's sampler
     _check_plan(plan)
     place, numbers = (-1, -1), _numbers(plan) | {"K": top}
     require(0 <= top <= numbers["V"], "top", f"be in [0, {numbers['V']}]", top)
@@ -107,17 +112,13 @@ def _check(content: Any) -> None:
         _check_tensors("steps", steps, _COLUMNS, {**numbers, "R": sum(num_rows)})
         in_order = all(bool((rows.diff() > 0).all()) for rows in steps["rows"].split(num_rows))
         require(in_order, "steps.rows", "ascend within a step", steps["rows"])
-    fits = all(isinstance(commit, BlockCommit) for commit in commits) and len(commits) <= plan.num_blocks
-    fits = fits and [commit.block for commit in commits] == list(range(len(commits)))
+    fits = [commit.block for commit in commits] == list(range(min(len(commits), plan.num_blocks)))
     require(fits, "commits", f"be at most {plan.num_blocks} blocks in order", commits)
     for commit in commits:
         _check_tensors("commits", commit, _COMMIT, numbers)
     # A subclass of the state may have other fields. So only a replay, which knows the state, checks the names.
     fits = all(
-        isinstance(change, Change)
-        and "state" not in change.values
-        and 0 <= change.block < plan.num_blocks
-        and 0 <= change.index <= plan.num_steps
+        "state" not in change.values and 0 <= change.block < plan.num_blocks and 0 <= change.index <= plan.num_steps
         for change in changes
     )
     require(fits, "changes", "set fields of the state or knobs before a step of the run", changes)
