@@ -26,6 +26,7 @@ from dgemma.diffusion.schedule import OneMinusCosine
 from dgemma.model.causal import CausalRule, CausalState
 from dgemma.run.knobs import Knobs
 from dgemma.run.step import start_state, take_step
+from dgemma.sampling import SoftThreshold
 from dgemma.train.lora import LoRA, add_lora
 from dgemma_kernels import accelerate
 from dgemma_kernels.engine import forward, published
@@ -572,6 +573,7 @@ def test_a_sampler_that_waits_for_the_host_is_named(models, monkeypatch):
 
 WAITS = """
 import copy, dataclasses, torch, dgemma
+from dgemma.sampling import SoftThreshold
 from dgemma_kernels import accelerate
 from kernel_inputs import make_model
 
@@ -911,3 +913,22 @@ def test_a_spliced_cache_has_the_rows_of_the_donor(models):
         assert (cache.lengths.tolist(), cache.num_slots) == ([7, 13], 13)
         predictions.append(model.denoise(canvas, cache).logits)
     torch.testing.assert_close(*predictions, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "sampler", [dgemma.EntropyBound(bound=1.0), dgemma.Ancestral(), SoftThreshold(tau=0.3)], ids=repr
+)
+def test_a_run_of_the_engine_has_the_log_prob_that_its_steps_had(models, sampler):
+    """The steps replay graphs, and `log_prob` predicts without them: the ratio of both is 1."""
+    plain, fast = models
+    sums = torch.zeros(2, dtype=torch.float64, device=fast.device)
+
+    def add(record):
+        sums.index_add_(0, record.rows, record.log_prob)
+
+    options = {"max_new_tokens": 2 * CANVAS, "steps": 4, "stop": None, "eos_token_ids": [], "temperature": 2.0}
+    out = dgemma.generate(fast, draw_tokens(2, 5), sampler=sampler, on_step=add, record=True, progress=False, **options)
+    torch.testing.assert_close(out.trajectory.log_prob(fast), sums, rtol=0, atol=1e-12)
+    with torch.no_grad():
+        given = out.trajectory.log_prob(plain, strict=False)
+    torch.testing.assert_close(given, sums, rtol=1e-3, atol=1e-3)

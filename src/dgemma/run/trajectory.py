@@ -120,7 +120,8 @@ class Trajectory(Recording):
                 changes = self._changes_before((block, taken.index), Moment(state, here, knobs))
                 state, knobs = apply_changes(changes, state, knobs)
                 left = torch.isin(state.rows, taken.rows.to(device)).nonzero()[:, 0]
-                state, here = state.select(left), here.select(left)
+                if len(left) < len(state.rows):
+                    state, here = state.select(left), here.select(left)
                 ends = ~torch.isin(state.rows, (taken.rows[:0] if following is None else following.rows).to(device))
                 has_grad = torch.is_grad_enabled() and (with_grad is None or with_grad[len(of_steps)])
                 with torch.set_grad_enabled(has_grad):
