@@ -2,17 +2,19 @@
 
     python examples/08_train_text.py                                    an excerpt and a toy model, to see that it runs
 
-Commands that trained `dgemma/text` on one GPU, and sampled from it:
+Commands that train a text model on one GPU, and sample from it:
 
     python examples/text_corpus/prepare.py --out runs/corpus
-    python examples/08_train_text.py --corpus runs/corpus --out runs/text --minutes 13.2 --fast
+    python examples/08_train_text.py --corpus runs/corpus --out runs/text --minutes 11 --fast
     python examples/text_corpus/prepare.py --stage 2 --out runs/corpus2
     python examples/08_train_text.py --start runs/text/checkpoint --corpus runs/corpus2 --out runs/text2 \\
-        --minutes 6.7 --fast
+        --minutes 5 --fast
     python examples/text_corpus/prepare.py --stage 3 --out runs/corpus3
     python examples/08_train_text.py --start runs/text2/checkpoint --corpus runs/corpus3 --out runs/text3 \\
-        --holes 0.6 --minutes 5.2 --fast
-    python examples/18_samples.py --model runs/text3/checkpoint --out runs/text3/samples.md
+        --holes 0.6 --minutes 4 --fast
+    python examples/08_train_text.py --start runs/text3/checkpoint --corpus runs/corpus3 --out runs/text4 \\
+        --answers --minutes 5 --fast
+    python examples/18_samples.py --model runs/text4/checkpoint --out runs/text4/samples.md
 
 With --start, training goes on from a checkpoint with a lower learning rate. Uniform noise, the harder one, then gets
 more of the canvases, and low noise levels are drawn more often. The saved weights are a mean: 0.3 of the checkpoint
@@ -21,6 +23,9 @@ plus 0.7 of the trained weights. So the model learns the new text and keeps most
 --holes is the share of canvases that are frozen except for holes. With it, each noise gets half of the canvases. All
 noise levels are equally likely, because a hole starts as pure noise. Together with --start, the saved weights are 0.4
 of the checkpoint plus 0.6 of the trained weights.
+
+With --answers, the text is answers.jsonl of the corpus. Prompts are clean and not scored, and the canvases of an answer
+begin where its prompt ends, as in generation.
 
 The --out folder will contain `checkpoint` (bfloat16, for `from_pretrained` and transformers), `results.json` and `run`,
 with the log of the losses. Run the same command again to resume. The likelihood is measured under both noises, on
@@ -33,18 +38,20 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import dgemma
 from dgemma.data.corpus import SEPARATOR, prepare_corpus
-from dgemma.data.text import TextSource, TokenFile, read_documents, scan
+from dgemma.data.text import TextSource, TokenFile, permute, read_documents, scan
 from dgemma.diffusion.schedule import Linear, PlainCosine
 from dgemma.sampling.named import describe_noise
 from dgemma.train import Objective, TrainConfig, balanced_routers, evaluate, muon, soften_attention, train
+from dgemma.train.batch import TrainBatch
 from dgemma.train.log import TrainStep
 
 NUMBERS = {  # defaults with and without a GPU
@@ -52,8 +59,80 @@ NUMBERS = {  # defaults with and without a GPU
     "batch-size": (96, 4, "rows per step"),
     "canvases": (8, 2, "canvases per row"),
 }
-TRAINED_SHARE = {"books": 0.7, "holes": 0.6}  # of the saved weights, with --start
+TRAINED_SHARE = {"books": 0.7, "holes": 0.6, "answers": 0.8}  # of the saved weights, with --start
 EXCERPT = Path(dgemma.__file__).parent / "assets" / "text" / "held_out.txt"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AnswerSource:
+    """Rows of several prompts with their answers: a `BatchSource` of one shape, for prompts of all lengths.
+
+    Canvases start at fixed places of a row, so the tokens of a prompt end where a canvas starts. The places before it
+    are frozen and belong to a document of their own, which nothing else sees. The prompt is frozen as well.
+    """
+
+    file: TokenFile
+    canvas_len: int
+    num_canvases: int
+    batch_size: int
+    seed: int = 0
+
+    @cached_property
+    def _rows(self) -> list[range]:
+        """The documents of each row: as many as have room, in the order of the file."""
+        rows, first, used = [], 0, 0
+        for number in range(self.file.num_documents):
+            size = sum(self._sizes(number))
+            if used + size > self.num_canvases:
+                rows.append(range(first, number))
+                first, used = number, 0
+            used += size
+        return [*rows, range(first, self.file.num_documents)]
+
+    def _sizes(self, number: int) -> tuple[int, int]:
+        """Return the number of canvases of a prompt and of its answer, which is cut if it is too long for a row."""
+        prompt = -(-int(self.file.prompt_len[number]) // self.canvas_len)
+        length = int(self.file.starts[number + 1] - self.file.starts[number] - self.file.prompt_len[number])
+        return prompt, min(-(-length // self.canvas_len), self.num_canvases - prompt)
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows in an epoch."""
+        return len(self._rows)
+
+    @property
+    def stride(self) -> int:
+        """The number of tokens in a row's canvases."""
+        return self.canvas_len * self.num_canvases
+
+    def __call__(self, step: int, rows: range) -> TrainBatch:
+        row = step * self.batch_size + torch.arange(rows.start, rows.stop)
+        order = permute(row % self.num_rows, self.num_rows, seed=self.seed, epoch=row // self.num_rows)
+        shape = (len(order), 1 + self.stride)
+        tokens = np.full(shape, self.file.eos_token_id)
+        frozen, fill, documents = np.ones(shape, dtype=bool), np.zeros(shape, dtype=bool), np.zeros(shape, dtype=int)
+        lengths = []
+        for at, place in enumerate(order.tolist()):
+            start, name = 1, 1  # after the first token, which every row has as its context
+            for number in self._rows[place]:
+                prompt, answer = (self.canvas_len * size for size in self._sizes(number))
+                prompt_len = int(self.file.prompt_len[number])
+                text = self.file.document(number)[: prompt_len + answer]
+                first, middle = start + prompt - prompt_len, start + prompt
+                tokens[at, first : first + len(text)] = text
+                documents[at, start:first], documents[at, first : middle + answer] = name, name + 1
+                frozen[at, middle : middle + answer] = False
+                fill[at, first + len(text) : middle + answer] = True
+                start, name = middle + answer, name + 2
+            lengths.append(start)
+        return TrainBatch(
+            tokens=torch.from_numpy(tokens),
+            prompt_len=torch.ones(len(order), dtype=torch.int64),
+            length=torch.tensor(lengths),
+            frozen=torch.from_numpy(frozen),
+            documents=torch.from_numpy(documents),
+            fill=torch.from_numpy(fill),
+        )
 
 
 def split_excerpt(folder: Path) -> Path:
@@ -62,6 +141,14 @@ def split_excerpt(folder: Path) -> Path:
     for part, documents in (("train", train), ("validation", [validation]), ("test", [test])):
         (folder / f"{part}.txt").write_text(SEPARATOR.join(documents))
     return folder
+
+
+def answers(folder: Path, tokenizer: dgemma.Tokenizer) -> TokenFile:
+    """Tokenise the prompts and answers of a corpus, once."""
+    tokens = folder / "tokens" / "answers"
+    if (tokens / "about.json").is_file():
+        return TokenFile.open(tokens)
+    return TokenFile.write(read_documents(folder / "answers.jsonl"), tokenizer, tokens)
 
 
 def report_every(seconds: float) -> Callable[[TrainStep], None]:
@@ -99,14 +186,16 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
     else:
         model = dgemma.DiffusionGemma(shape, device=args.device)
         soften_attention(model)
-    # The published stop tokens 106 and 50 are words in this vocabulary. The bound and the steps were chosen after
-    # training: a small model is less certain than the published one, and needs fewer steps for a short canvas.
+    # The published stop tokens 106 and 50 are words in this vocabulary. A chat stops at the end of a turn. The bound
+    # and the steps were chosen after training: a small model is less certain than the published one, and needs
+    # fewer steps for a short canvas.
+    turn_end = corpus.tokenizer.token_id("<turn|>")
     model.generation = dgemma.GenerationDefaults(
         max_denoising_steps=20,
         entropy_bound=1.0,
         t_max=0.6,
         t_min=0.3,
-        eos_token_id=(corpus.tokenizer.eos_token_id,),
+        eos_token_id=(corpus.tokenizer.eos_token_id,) + (() if turn_end is None else (turn_end,)),
     )
     print(f"{model.num_parameters():,} weights, {model.num_parameters(active=True):,} active", flush=True)
 
@@ -114,7 +203,7 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
     masks = dgemma.MaskNoise(shape.vocab_size, mask_token_id=corpus.tokenizer.mask_token_id)
     # All canvases of a row at once, some of them with masks. No input tells the kind of noise: masks show it. The
     # causal mode quickly memorises a small corpus, so its loss has a low weight.
-    is_harder = args.start and not args.holes
+    is_harder = args.start and not args.holes and not args.answers
     schedule = PlainCosine() if is_harder else Linear()
     objective = Objective(
         noise=replace(uniform, schedule=schedule),
@@ -125,8 +214,9 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
         canvases="all",
         causal_weight=0.1 if args.start else 0.25,
     )
-    source = TextSource(
-        file=corpus.train,
+    source_type: type[TextSource | AnswerSource] = AnswerSource if args.answers else TextSource
+    source = source_type(
+        file=answers(args.corpus, corpus.tokenizer) if args.answers else corpus.train,
         canvas_len=shape.canvas_length,
         num_canvases=args.canvases,
         batch_size=args.batch_size,
@@ -155,7 +245,7 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
     seconds = time.perf_counter() - began
 
     if args.start:
-        share = TRAINED_SHARE["holes" if args.holes else "books"]
+        share = TRAINED_SHARE["answers" if args.answers else "holes" if args.holes else "books"]
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 weight.copy_(torch.lerp(start[name], weight, share))
@@ -206,6 +296,7 @@ if __name__ == "__main__":
         default = on_gpu if torch.cuda.is_available() else without
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (%(default)s)")
     parser.add_argument("--holes", type=float, default=0.0, help="share of canvases with holes (%(default)s)")
+    parser.add_argument("--answers", action="store_true", help="train on answers.jsonl of the corpus")
     parser.add_argument("--minutes", type=float, help="train for this long, instead of a number of steps")
     parser.add_argument("--prepare-only", action="store_true", help="only make the tokenizer and the token files")
     parser.add_argument("--fast", action="store_true", help="train with kernels, on a GPU: slower start, faster steps")
@@ -213,6 +304,6 @@ if __name__ == "__main__":
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as folder:
         arguments = parser.parse_args()
-        if arguments.start and not arguments.corpus:
-            parser.error("--start needs a --corpus")
+        if (arguments.start or arguments.answers) and not arguments.corpus:
+            parser.error("--start and --answers need a --corpus")
         main(arguments, Path(folder))

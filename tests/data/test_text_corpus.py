@@ -1,7 +1,8 @@
-"""The corpus of `dgemma/text`: how books are cleaned, split and held out, and how stories are written by rule."""
+"""The corpus of `dgemma/text`: how books are cleaned, split and held out, and how texts are written by rule."""
 
 import hashlib
 import importlib.util
+import json
 import random
 import re
 import sys
@@ -34,6 +35,24 @@ def stories(folder):
     return importlib.import_module("stories")
 
 
+@pytest.fixture(scope="module")
+def everyday(folder):
+    return importlib.import_module("everyday")
+
+
+@pytest.fixture(scope="module")
+def dialogues(folder):
+    return importlib.import_module("dialogues")
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer(corpus, dialogues, tmp_path_factory):
+    texts = [dialogues.as_text(dialogues.write_dialogue(number)) for number in range(300)]
+    template = PATH.with_name("chat_template.jinja").read_text("utf-8")
+    out = tmp_path_factory.mktemp("tokenizer")
+    return corpus.train_tokenizer(texts, 600, out, markers=corpus.MARKERS, chat_template=template)
+
+
 def test_chapters_are_separated_at_headings_and_unwrapped(corpus):
     lines = [
         "CHAPTER I. Down",
@@ -54,9 +73,8 @@ def test_chapters_are_separated_at_headings_and_unwrapped(corpus):
 
 def test_sentences_are_never_held_out(corpus, tmp_path):
     documents = [corpus.Document(name=f"document {n}", text=f"Text {n}.") for n in range(200)]
-    none = dict.fromkeys(("train", "validation", "stories_test"), range(0))
     for package, is_empty in ((corpus.WORDNET, True), (corpus.BIBLE, False)):
-        corpus.write_corpus(tmp_path, [(package, documents)], none, cut=lambda text, copy: [text])
+        corpus.write_corpus(tmp_path, [(package, documents)], {}, cut=lambda text, copy: [text])
         assert ((tmp_path / "test.txt").read_text() == "") == is_empty
 
 
@@ -125,3 +143,116 @@ def test_choices_and_slots_are_expanded(stories):
     }
     text = story.expand("[H.name], [h.a], met [g.new]. [G] gave [h.him] [gift]. [H.he] {took|took} [gift].")
     assert text == "Mila, an old mouse, met an owl. The owl gave her a red key. She took a red key."
+
+
+@pytest.mark.parametrize(
+    ("phrase", "third", "past", "ing"),
+    [
+        ("carry the bags", "carries the bags", "carried the bags", "carrying the bags"),
+        ("stop", "stops", "stopped", "stopping"),
+        ("bake bread", "bakes bread", "baked bread", "baking bread"),
+        ("go home", "goes home", "went home", "going home"),
+        ("play chess", "plays chess", "played chess", "playing chess"),
+        ("lie on the sofa", "lies on the sofa", "lay on the sofa", "lying on the sofa"),
+        ("have lunch", "has lunch", "had lunch", "having lunch"),
+        ("open a box", "opens a box", "opened a box", "opening a box"),
+    ],
+)
+def test_verbs_are_inflected(everyday, phrase, third, past, ing):
+    assert (everyday._third(phrase), everyday._past(phrase), everyday._ing(phrase)) == (third, past, ing)
+
+
+def test_every_verb_of_a_scene_has_a_known_past(everyday):
+    """A regular verb of one syllable that ends in one vowel and one consonant would need its last letter doubled."""
+    verbs = {act.split()[0] for scene in everyday.phrases["scenes"] for act in scene["do"]}
+    regular = verbs - set(everyday.phrases["past"]) - set(everyday.phrases["doubling"].split())
+    short = {verb for verb in regular if re.fullmatch(r"[^aeiou]*[aeiou][^aeiouwxy]", verb)}
+    assert not short
+
+
+def test_pronouns_and_verbs_agree_with_the_hero(everyday):
+    texts = {}
+    for group in ("me", "we", "name"):
+        scene = everyday.Scene(random.Random(1), words=everyday.phrases["scenes"][0])
+        scene.meet("h", group)
+        scene.slots["do"] = "try the soup"
+        texts[group] = scene.expand("[H.he] [h.was] late. [H:carry] [h.his] bag, [do.now], [h.has] time.")
+        name = scene.slots["h"].name
+    assert texts["me"] == "I was late. Carry my bag, try the soup, have time."
+    assert texts["we"] == "We were late. Carry our bag, try the soup, have time."
+    assert texts["name"] in [f"{name} was late. Carries {p} bag, tries the soup, has time." for p in ("his", "her")]
+
+
+def test_everyday_texts_contain_no_template_syntax(everyday):
+    """Nor two full stops, a question that ends in a comma, a space before a comma, or "a apple"."""
+    marks = re.compile(r"[\[\]{}|*]|  | [,.!?]|[.,][.,]|[?!][.,]|\b[Aa] [aeio]|\b(\w+) \1\b|[\"'](said|asked)")
+    allowed = re.compile(r"\b(had had|that that|her her|P\.S\.)")
+    for kind in everyday.KINDS:
+        for number in range(60):
+            text = everyday.write_everyday(number, seed=3, kind=kind)
+            found = marks.search(allowed.sub("-", text))
+            assert not found, (kind, found, text)
+            assert text[0].isupper() or text[0] == '"', text
+
+
+def test_texts_follow_from_number_and_seed(everyday, dialogues):
+    assert everyday.write_everyday(3) == everyday.write_everyday(3) != everyday.write_everyday(3, seed=1)
+    assert dialogues.write_dialogue(3) == dialogues.write_dialogue(3) != dialogues.write_dialogue(3, seed=1)
+    assert len({everyday.write_everyday(number) for number in range(200)}) == 200
+
+
+def test_sums_of_dialogues_are_right(dialogues):
+    signs = {"plus": "+", "minus": "-", "times": "*", "x": "*", "divided by": "//", "/": "//", "+": "+", "-": "-"}
+    asked = re.compile(r"What is (\d+) (plus|minus|times|divided by|[-+/x]) (\d+)\?")
+    checked = 0
+    for number in range(400):
+        messages = dialogues.write_dialogue(number, seed=4, kind="arithmetic").messages
+        for question, answer in zip(messages[::2], messages[1::2], strict=True):
+            if found := asked.fullmatch(question["content"]):
+                value = eval(f"{found[1]} {signs[found[2]]} {found[3]}")
+                assert re.findall(r"\d+", answer["content"])[-1] == str(value)
+                checked += 1
+    assert checked > 50
+
+
+def test_values_of_an_extraction_occur_in_its_sentence(dialogues):
+    for number in range(200):
+        question, answer = dialogues.write_dialogue(number, seed=5, kind="extraction").messages
+        for key, value in json.loads(answer["content"]).items():
+            assert key in question["content"]
+            for part in value if isinstance(value, list) else [value]:
+                assert str(part).lower() in question["content"].lower()
+
+
+def test_the_answer_about_a_paragraph_is_in_it(dialogues):
+    for number in range(100):
+        question, answer = dialogues.write_dialogue(number, seed=6, kind="reading").messages[:2]
+        digits = re.findall(r"\d+", answer["content"])
+        assert all(digit in question["content"] for digit in digits)
+
+
+def test_the_chat_template_renders_dialogues_as_the_corpus_does(dialogues, chat_tokenizer):
+    for number in range(150):
+        dialogue = dialogues.write_dialogue(number, seed=7)
+        own = [at for at, message in enumerate(dialogue.messages) if message["role"] == "assistant"]
+        for at, (prompt, answer) in zip(own, dialogues.turns(dialogue), strict=True):
+            found = chat_tokenizer.chat_turn(dialogue.messages[: at + 1], tools=dialogue.tools or None)
+            assert found == (chat_tokenizer.encode(prompt), chat_tokenizer.encode(answer, bos=False))
+
+
+def test_tool_calls_are_parsed_back(dialogues, chat_tokenizer):
+    for number in range(100):
+        messages = dialogues.write_dialogue(number, seed=8, kind="tool").messages
+        if calls := messages[1].get("tool_calls"):
+            text = dialogues.turns(dialogues.write_dialogue(number, seed=8, kind="tool"))[0][1]
+            (call,) = chat_tokenizer.reply(chat_tokenizer.encode(text, bos=False)).tool_calls
+            assert {"name": call.name, "arguments": call.arguments} == calls[0]["function"]
+
+
+def test_answers_continue_their_prompts(corpus, dialogues):
+    ((prompt, answer),) = corpus.answers_of(5, "everyday")
+    assert prompt + answer == corpus.write_everyday(5)
+    assert answer.startswith(" ")
+    for prompt, answer in corpus.answers_of(5, "dialogues"):
+        assert prompt.endswith("<|turn>model\n")
+        assert answer.endswith("<turn|>")

@@ -1,7 +1,7 @@
 """Training of a tokenizer on your own corpus: byte-level BPE with the published special ids."""
 
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dgemma.checkpoint.tokenizer import Tokenizer
@@ -11,11 +11,19 @@ SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
 _NUM_BYTES = 256
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str | Path) -> Tokenizer:
+def train_tokenizer(
+    texts: Iterable[str],
+    vocab_size: int,
+    out: str | Path,
+    *,
+    markers: Sequence[str] = (),
+    chat_template: str | None = None,
+) -> Tokenizer:
     """Train a tokenizer of exactly `vocab_size` ids on texts, and save it in the folder `out`.
 
     Encoding and decoding change no text, because all bytes are tokens. Digits are never merged. transformers'
-    AutoTokenizer reads the folder too.
+    AutoTokenizer reads the folder too. `markers` such as `<|turn>` are single tokens, with the ids after the special
+    ones; a chat template needs them.
 
     Example: `train_tokenizer(["once upon a time", ...], vocab_size=4096, out="checkpoint")`.
     """
@@ -23,7 +31,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str | Path) -> T
     from tokenizers import decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    smallest = len(SPECIAL_TOKENS) + _NUM_BYTES
+    special = [*SPECIAL_TOKENS, *markers]
+    smallest = len(special) + _NUM_BYTES
     if vocab_size < smallest:
         raise ValueError(
             f"train_tokenizer vocab_size must be at least {smallest}, for every byte and special token, "
@@ -36,7 +45,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str | Path) -> T
     trained.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -49,8 +58,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str | Path) -> T
         )
     pad, eos, bos, unk, mask = SPECIAL_TOKENS
     with tempfile.TemporaryDirectory() as folder:  # then copied in one go, so that `out` is complete or absent
-        PreTrainedTokenizerFast(
+        tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=trained, pad_token=pad, eos_token=eos, bos_token=bos, unk_token=unk, mask_token=mask
-        ).save_pretrained(folder)
+        )
+        tokenizer.chat_template = chat_template
+        tokenizer.save_pretrained(folder)
         Tokenizer.from_pretrained(folder).save_pretrained(out)
     return Tokenizer.from_pretrained(out)
