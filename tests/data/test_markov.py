@@ -131,32 +131,3 @@ def test_the_gap_by_level_adds_up_to_the_gap(kind):
     error = (gap.error**2 + by_level.error.square().sum().item()) ** 0.5
     assert by_level.nats.sum().item() == pytest.approx(gap.value, abs=2 * error)
     assert error < 0.2 * gap.value
-
-
-def test_batches_do_not_depend_on_how_they_are_cut_and_differ_by_step_and_seed():
-    source = MarkovSource(chain=SMALL, bos=4, length=6)
-    whole = source(3, range(8)).tokens
-    assert torch.equal(torch.cat([source(3, range(3)).tokens, source(3, range(3, 8)).tokens]), whole)
-    assert not torch.equal(source(4, range(8)).tokens, whole)
-    assert not torch.equal(MarkovSource(chain=SMALL, bos=4, length=6, seed=1)(3, range(8)).tokens, whole)
-    batch = source(3, range(8))
-    assert (batch.tokens[:, 0] == 4).all()
-    assert batch.frozen.tolist() == [[True] + [False] * 6] * 8
-    assert (batch.prompt_len.tolist(), batch.length.tolist()) == ([0] * 8, [7] * 8)
-    bare = MarkovSource(chain=SMALL, length=6)(3, range(8))
-    assert torch.equal(bare.tokens, batch.tokens[:, 1:])
-    assert bare.frozen is None
-    assert (bare.prompt_len.tolist(), bare.length.tolist()) == ([0] * 8, [6] * 8)
-
-
-@torch.no_grad()
-def test_positions_of_a_masked_text_differ_only_with_a_first_token():
-    """Texts have a `bos` because attention sees the same from every position of an all-mask canvas."""
-    config = example.make_config(num_states=4, length=6, hidden_size=32, num_hidden_layers=2)
-    model = dgemma.DiffusionGemma(config.replace(initializer_range=0.5))
-    canvas = torch.full((1, 7), 4)
-    bare = model.denoise(canvas, model.new_cache(1)).logits[0]
-    torch.testing.assert_close(bare, bare[:1].expand_as(bare), atol=1e-4, rtol=0)
-    canvas[0, 0] = 5
-    logits = model.denoise(canvas, model.new_cache(1)).logits[0, 1:]
-    assert (logits[1:] - logits[:-1]).abs().amax(1).min() > 0.01

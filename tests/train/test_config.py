@@ -116,17 +116,6 @@ def test_the_order_of_a_set_does_not_matter():
     assert identify(functools.partial(print, one, end=one)) == identify(functools.partial(print, other, end=other))
 
 
-def test_a_text_that_looks_like_an_address_is_described_in_full():
-    assert identify("seen at 0x1") == "seen at 0x1"
-
-
-def test_a_change_of_one_element_changes_the_description_of_a_long_list():
-    for data, other in ([*range(5000)], -1), ([*map(str, range(5000))], "word"), ([0.5] * 5000, np.float64(0.25)):
-        changed = [*data]
-        changed[4000] = other
-        assert identify(data) != identify(changed)
-
-
 def test_a_change_of_one_element_changes_the_description_of_an_array():
     data = np.zeros(100_000, dtype=np.float32)
     before = identify(Holder([data]))

@@ -619,11 +619,6 @@ def test_an_impossible_objective_is_refused(fields, message):
         make(**fields)
 
 
-def test_the_largest_weight_of_a_bound_is_positive():
-    with pytest.raises(ValueError, match="max_weight must be > 0"):
-        Bound(max_weight=0.0)
-
-
 class Squares(Loss):
     """The squared distance of the prediction from the clean token's one-hot vector."""
 

@@ -290,24 +290,6 @@ def test_a_board_needs_81_cells(recorded, tmp_path):
         to_html(recorded[0].trajectory, tokenizer=Board())
 
 
-@pytest.mark.slow
-def test_a_run_recorded_without_candidates_has_a_page(browser, tmp_path):
-    out, tokenizer = record(
-        "No candidates were kept.",
-        canvas_len=32,
-        record_top=0,
-        noise=dgemma.MaskNoise(384),
-        sampler=dgemma.Confidence(),
-    )
-    to_html(out.trajectory, tmp_path / "run.html", tokenizer=tokenizer)
-    browser.open(tmp_path / "run.html", "#step=0")
-    assert browser.run("document.querySelector('#canvas .t').innerText") == "░"
-    browser.mouse("mouseMoved", *browser.centre('[data-i="3"]'))
-    browser.press("ArrowRight")
-    assert browser.run("document.querySelectorAll('#tip li').length") == 0
-    assert "confidence" in browser.run("document.getElementById('tip').innerText")
-
-
 WORDS = "document.querySelectorAll('#canvas .t.{}').length"
 
 

@@ -111,7 +111,7 @@ class TokenFile:
             )
         lengths, prompt_len = sizes
         starts = np.concatenate(([0], lengths.cumsum()))
-        tokens = map_array(folder / "tokens.bin", dtype=dtype, count=int(starts[-1]))
+        tokens = map_array(folder / "tokens.bin", dtype=str(dtype), count=int(starts[-1]))
         if about.get("crc32") != _crc32(tokens, sizes):
             raise ValueError(f"{folder} must hold what was written, but its tokens have changed. Write it again.")
         if not 0 <= numbers["eos_token_id"] < numbers["vocab_size"] or int(tokens.max()) >= numbers["vocab_size"]:

@@ -45,10 +45,7 @@ class QuantizedWeight(nn.Module):
         return sum(buffer.nbytes for buffer in self.buffers())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor that it stores, by name.
-
-        Example: `weight.tensors()["scale"]`.
-        """
+        """Return every tensor that it stores, by name."""
         return dict(self.named_buffers(recurse=False))
 
     def with_tensors(self, tensors: dict[str, Tensor]) -> Self:
@@ -61,10 +58,7 @@ class QuantizedWeight(nn.Module):
     @replaceable
     @torch.no_grad()
     def decode(self, dtype: torch.dtype) -> Tensor:
-        """Return the values (..., N, K): computed in float32, or in float64 if `dtype` is, and rounded once.
-
-        Example: `linear.weight.decode(torch.bfloat16)`.
-        """
+        """Return the values (..., N, K): computed in float32, or in float64 if `dtype` is, and rounded once."""
         num_rows, width = self.shape[:-1].numel(), self.shape[-1]
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         out = torch.empty(num_rows, width, dtype=dtype, device=self.device)
@@ -104,8 +98,6 @@ class IntWeight(QuantizedWeight):
 
     zero_point None means the middle, 8 or 128. `bias` is for formats whose offset is not a multiple of the scale.
     `group_index` None means that groups are K / G neighbouring columns.
-
-    Example: `IntWeight(codes=packed, scale=scale).decode(torch.bfloat16)` decodes symmetric int4.
     """
 
     codes: Tensor  # (..., N, K · bits / 8) uint8; with 4 bits, byte j has column 2j low and column 2j + 1 high
@@ -204,10 +196,7 @@ def int_values(
 
 
 class Float8Weight(QuantizedWeight):
-    """float8 values (e4m3) with one scale per row. A value is values · scale.
-
-    Example: `Float8Weight(values=weight.to(torch.float8_e4m3fn), scale=torch.ones(rows))`.
-    """
+    """float8 values (e4m3) with one scale per row. A value is values · scale."""
 
     format = "fp8"
     values: Tensor  # (..., N, K) float8_e4m3fn
@@ -240,8 +229,6 @@ class NvFp4Weight(QuantizedWeight):
 
     A value is E2M1[code] · scale · row_scale. Files have one global scale per matrix. Here every row has its own,
     because fused matrices have several.
-
-    Example: `NvFp4Weight(codes=packed, scale=scale, row_scale=torch.ones(rows)).decode(torch.bfloat16)`.
     """
 
     format = "nvfp4"
@@ -291,10 +278,7 @@ _ROWS = "be a float tensor with as many rows as the codes"
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer without bias over a quantised weight (N, K).
-
-    Example: `QuantizedLinear(quantize(linear.weight, "int4"))(x)`.
-    """
+    """A linear layer without bias over a quantised weight (N, K)."""
 
     def __init__(self, weight: QuantizedWeight) -> None:
         super().__init__()
@@ -309,10 +293,7 @@ class QuantizedLinear(nn.Module):
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
-    """Return x (..., K) times weight (N, K) transposed: (..., N).
-
-    Example: `linear(x, layer.self_attn.q_proj.weight)`.
-    """
+    """Return x (..., K) times weight (N, K) transposed: (..., N)."""
     return decoded_product(x, weight, F.linear) if isinstance(weight, QuantizedWeight) else F.linear(x, weight)
 
 
@@ -321,8 +302,6 @@ def decoded_product(x: Tensor, weight: QuantizedWeight, multiply: Callable[[Tens
 
     The backward decodes the weight again, so that autograd stores only codes. Under autocast, x is cast to autocast's
     dtype, unless it is float64.
-
-    Example: `decoded_product(x, weight, F.linear)`.
     """
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -344,28 +323,19 @@ class _DecodedProduct(torch.autograd.Function):
 
 
 def quantized_weights(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
-    """Yield every quantised weight of a model with its name.
-
-    Example: `sum(weight.num_bytes for _, weight in quantized_weights(model))`.
-    """
+    """Yield every quantised weight of a model with its name."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, QuantizedWeight))
 
 
 def frozen_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return what training leaves unchanged, by name: parameters without gradients, and codes with their scales.
-
-    Example: `fingerprint(frozen_tensors(model))`.
-    """
+    """Return what training leaves unchanged, by name: parameters without gradients, and codes with their scales."""
     frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
     codes = {f"{name}.{role}": t for name, weight in quantized_weights(model) for role, t in weight.tensors().items()}
     return frozen | codes
 
 
 def set_weight(model: nn.Module, name: str, weight: Weight) -> None:
-    """Replace the weight with this name, as in `model.state_dict()`, by a tensor or a quantised weight.
-
-    Example: `set_weight(model, "layers.0.experts.down_proj", quantize(experts.down_proj, "int4"))`.
-    """
+    """Replace the weight with this name, as in `model.state_dict()`, by a tensor or a quantised weight."""
     owner, _, attribute = name.rpartition(".")
     module = model.get_submodule(owner)
     if isinstance(module, nn.Linear | QuantizedLinear):
@@ -377,10 +347,7 @@ def set_weight(model: nn.Module, name: str, weight: Weight) -> None:
 
 
 def linear_layer(weight: Weight) -> nn.Linear | QuantizedLinear:
-    """Return a linear layer without bias that uses this weight (N, K) itself, not a copy.
-
-    Example: `linear_layer(old.weight)(x)`.
-    """
+    """Return a linear layer without bias that uses this weight (N, K) itself, not a copy."""
     if isinstance(weight, QuantizedWeight):
         return QuantizedLinear(weight)
     with torch.device("meta"):

@@ -64,10 +64,7 @@ class Page(str):
 
 
 def read_policy(page: str) -> str:
-    """Return the content policy of a page of `to_html`; raise for other text.
-
-    Example: `read_policy(to_html(out.trajectory))` starts with "default-src 'none'".
-    """
+    """Return the content policy of a page of `to_html`; raise for other text."""
     found = re.search(r'<meta http-equiv="Content-Security-Policy" content="([^"\n]*)">', page[:1000])
     if found is None:
         raise ValueError("The page must come from to_html or --html, got other text.")

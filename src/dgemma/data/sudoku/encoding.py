@@ -37,10 +37,7 @@ def canvas_tokens(digits: Any) -> Tensor:
 
 
 def read_digits(name: str, digits: Any) -> Tensor:
-    """Return digits 0 to 9, in a tensor, array or list of shape (..., 81), as an int64 tensor.
-
-    Example: `read_digits("solve puzzles", parse(text))`.
-    """
+    """Return digits 0 to 9, in a tensor, array or list of shape (..., 81), as an int64 tensor."""
     try:
         read = torch.as_tensor(digits)
     except (TypeError, ValueError, RuntimeError):

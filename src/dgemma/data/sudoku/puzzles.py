@@ -150,8 +150,6 @@ def dig(rng: np.random.Generator, grids: Digits, givens: NDArray[Any] | int) -> 
     """Remove clues in random order while the solution stays unique, down to `givens` (N,) if possible.
 
     A clue can be removed if its cell admits no other digit. This is tested for all N grids at once.
-
-    Example: `dig(rng, full_grids(rng, 10), 30).givens`.
     """
     num_grids = len(grids)
     order = rng.random((num_grids, 81)).argsort(1)
