@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 
 import dgemma
 from dgemma.cli import writing
@@ -239,3 +240,27 @@ def test_a_gif_without_matplotlib_is_refused_before_generating(command, checkpoi
     assert ran.code == 2
     assert '--gif needs Pillow and matplotlib: pip install -e ".[plots]".' in ran.err
     assert not list(tmp_path.iterdir())
+
+
+def test_images_of_generate_and_chat_are_those_of_the_library(command, tmp_path):
+    model = dgemma.DiffusionGemma(dgemma.presets.tiny(vision=True).replace(vocab_size=384))
+    model.save_pretrained(tmp_path / "model")
+    tokenizer = dgemma.ByteTokenizer()
+    tokenizer.save_pretrained(tmp_path / "model")
+    pixels = torch.randint(256, (20, 30, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).numpy()
+    Image.fromarray(pixels).save(tmp_path / "photo.png")
+    images = dgemma.ImageProcessor.from_pretrained(tmp_path / "model")([pixels])
+    options = ("-m", str(tmp_path / "model"), *QUICK, "--json", "--image", str(tmp_path / "photo.png"))
+    prompt = tokenizer.place_images(tokenizer.encode("<|image|>What?"), images)
+    found = json.loads(command("generate", *options, "What?").out)
+    assert found["tokens"] == [token for token in write(model, prompt, images=images) if token != 0]
+    turn = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
+    first = json.loads(command("generate", *options, "--chat", "What?").out)["text"]
+    answers = [json.loads(line)["text"] for line in command("chat", *options, stdin=b"What?\nWhy?\n").out.splitlines()]
+    new = write(model, tokenizer.chat(turn, images=images), images=images)
+    assert len(answers) == 2
+    assert answers[0] == tokenizer.reply(new).answer
+    assert first == tokenizer.decode([token for token in new if token != 0])
+    refused = command("generate", *options, "--image", str(tmp_path / "absent.png"), "What?")
+    assert refused.code == 2
+    assert "absent.png" in refused.err

@@ -11,10 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dgemma.checkpoint.images import encode_text, processor_of
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.cli import loading, output
 from dgemma.cli.loading import Writer
 from dgemma.data import sudoku
+from dgemma.model.vision.images import Images
 from dgemma.run.generate import generate
 from dgemma.run.knobs import warn_of_noise
 from dgemma.run.many import PromptFile, generate_many
@@ -38,9 +40,13 @@ def run_generate(arguments: argparse.Namespace) -> None:
     writer = loading.load_writer(arguments)
     tokenizer = writer.tokenizer
     _note_length(arguments, writer)
-    tokens = tokenizer.chat(text) if arguments.chat else tokenizer.encode(text)
+    images = _read_images(arguments, writer)
+    tokens = (
+        tokenizer.chat(_turn(text, images), images=images) if arguments.chat else encode_text(tokenizer, text, images)
+    )
     prefix = "" if arguments.chat else text
-    out, view = _write(arguments, writer, tokens, prefix=prefix, record=output.is_recorded(arguments))
+    is_recorded = output.is_recorded(arguments)
+    out, view = _write(arguments, writer, tokens, prefix=prefix, images=images, record=is_recorded)
     output.write_pictures(arguments, tokenizer, out.trajectory)
     new = [token for token in _written(out, writer) if token != tokenizer.pad_token_id]
     answer = tokenizer.decode(new)
@@ -54,9 +60,9 @@ def run_generate(arguments: argparse.Namespace) -> None:
 def _generate_many(arguments: argparse.Namespace) -> None:
     if not (arguments.input and arguments.out) or arguments.prompt:
         raise ValueError("--input and --out must be used together, without a prompt. Name both files.")
-    if arguments.json or output.is_recorded(arguments):
+    if arguments.json or arguments.image or output.is_recorded(arguments):
         raise ValueError(
-            "--json, --html and --gif must not be used with --input. The results are in the file of --out."
+            "--json, --image, --html and --gif must not be used with --input. The results are in the file of --out."
         )
     prompts = PromptFile(arguments.input, as_chats=arguments.chat)
     num_prompts = len(prompts)  # now, so that a missing file is noticed before the model is loaded
@@ -90,20 +96,23 @@ def run_chat(arguments: argparse.Namespace) -> None:
     if not converses:
         output.print_note(f"{arguments.model} has no chat template, so it continues your text.")
     first_seed = writer.settings.pop("seed")
-    messages: list[dict[str, str]] = []
+    images = _read_images(arguments, writer)
+    messages: list[dict[str, Any]] = []
     cached_tokens: list[int] = []
     cache = None
     while line := _read_line():
-        messages.append({"role": "user", "content": line})
+        messages += [{"role": "user", "content": line}] if messages else _turn(line, images)
         if converses:
-            tokens = tokenizer.chat(messages, thinking=arguments.thinking)
+            tokens = tokenizer.chat(messages, thinking=arguments.thinking, images=images)
         else:
-            new_tokens = tokenizer.encode(f"\n{line}", bos=False) if cached_tokens else tokenizer.encode(line)
+            is_first = not cached_tokens
+            new_tokens = encode_text(tokenizer, line, images) if is_first else tokenizer.encode(f"\n{line}", bos=False)
             tokens = [*cached_tokens, *new_tokens]
         if tokens[: len(cached_tokens)] != cached_tokens:  # the template renders earlier turns differently
             cache, cached_tokens = None, []
         seed = first_seed + len(messages) // 2  # each turn draws its own noise
-        out, view = _write(arguments, writer, tokens[len(cached_tokens) :], seed=seed, cache=cache)
+        unread = images if cache is None else None  # a cache holds them
+        out, view = _write(arguments, writer, tokens[len(cached_tokens) :], seed=seed, cache=cache, images=unread)
         new = _written(out, writer)
         cached_tokens, cache = [*tokens, *new], out.cache
         reply = tokenizer.reply(new)
@@ -114,6 +123,17 @@ def run_chat(arguments: argparse.Namespace) -> None:
         else:
             output.print_text(f"({reply.thought})\n{answer}" if reply.thought else answer)
         _print_counts(view, out)
+
+
+def _read_images(arguments: argparse.Namespace, writer: Writer) -> Images | None:
+    return processor_of(writer.denoiser)(arguments.image) if arguments.image else None
+
+
+def _turn(text: str, images: Images | None) -> list[dict[str, Any]]:
+    """Return a user's turn: its images, then its text."""
+    if images is None:
+        return [{"role": "user", "content": text}]
+    return [{"role": "user", "content": [{"type": "image"}] * len(images) + [{"type": "text", "text": text}]}]
 
 
 def _write(
