@@ -181,7 +181,8 @@ def test_prompt_files_name_images_and_a_changed_picture_is_another_prompt(model,
         images = process(sources) if sources else None
         line = lines[result.index]
         if result.index == 2:
-            ids = tokenizer.chat([{"role": "user", "content": "<|image|>?"}], images=images)
+            parts = [{"type": "image"}, {"type": "text", "text": "?"}]
+            ids = tokenizer.chat([{"role": "user", "content": parts}], images=images)
         else:
             ids = encode_text(tokenizer, line if isinstance(line, str) else line["prompt"], images)
         expected = dgemma.generate(model, torch.tensor([ids]), images=images, seed=result.index, **settings)

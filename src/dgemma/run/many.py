@@ -298,7 +298,8 @@ def _load(file: RunFile, index: int, prompt: Any) -> Completion:
     def build(line: dict[str, Any]) -> tuple[str, Completion]:
         digest, tokens, steps = (line.pop(name) for name in ("prompt", "new_tokens", "steps"))
         padding = len(steps) * canvas_len - len(tokens)
-        if padding < 0 or not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
+        limits = (vocab_size, tokens), (2**31, steps)
+        if padding < 0 or not all(type(x) is int and 0 <= x < most for most, values in limits for x in values):
             raise ValueError
         new_tokens = torch.tensor([*tokens, *[file.settings["pad_token_id"]] * padding], dtype=torch.int64)
         completion = Completion(**{"text": None, **line}, new_tokens=new_tokens, steps=torch.tensor(steps))
