@@ -249,3 +249,20 @@ def test_the_fill_after_a_cut_answer_is_not_scored(command, checkpoint, tmp_path
     assert ran.code == 0
     assert "1 of 2 answers are cut" in ran.err
     assert objectives[0].truncated == "unscored"
+
+
+def test_rl_learns_from_prompts_and_answers(command, checkpoint, tmp_path):
+    file = tmp_path / "sums.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": n + 1}) + "\n" for n in range(5)))
+    settings = ("--steps", "2", "--batch-size", "2", "--group", "2", "-n", "4", "--run-steps", "2", "--lora", "2")
+    ran = command(
+        "train", "-m", checkpoint, "--rl", file, "--reward", "numeric", "--out", tmp_path / "run", "--speed", "1",
+        *settings, "--kl", "0.1", "--sampler", "soft-threshold", "--json",
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    result = json.loads(ran.out)
+    assert result["step"] == 2
+    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert result["forwards"] == pytest.approx(statistics.fmean(line["run/forwards"] for line in lines))
+    assert lines[0]["loss/kl"] == 0.0
+    assert command("generate", "-m", tmp_path / "run" / "final", "-n", "1", "--steps", "1", "Hi").code == 0

@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.checks import require
 from dgemma.cli import loading, output
 from dgemma.data.documents import list_files
 from dgemma.data.text import PromptSource, TextSource, TokenFile, read_documents, scan
@@ -33,6 +34,7 @@ from dgemma.sampling.ancestral import Ancestral
 from dgemma.train import TrainConfig, evaluate, recipes, train
 from dgemma.train.batch import BatchSource
 from dgemma.train.checkpoints import lock_folder
+from dgemma.train.learning import REWARDS, PolicyGradient, Problems
 from dgemma.train.log import TrainLog, TrainStep
 from dgemma.train.lora import LoRA, add_lora, merge_lora
 from dgemma.train.parallel import ADAPTERS_FILE
@@ -88,8 +90,10 @@ def _compress(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def run_train(arguments: argparse.Namespace) -> int:
-    """Train on text files; return 130 if the run was stopped."""
+    """Train on text files, or with --rl on runs; return 130 if the run was stopped."""
     tokenizer = Tokenizer.from_pretrained(arguments.model)
+    if arguments.rl:
+        return _learn_from_runs(arguments, tokenizer)
     made_from = describe_files(arguments.files, tokenizer, separator=arguments.separator)
     new_folders = [path for path in (arguments.out, *arguments.out.parents) if not path.exists()]
     with lock_folder(arguments.out):
@@ -105,6 +109,73 @@ def run_train(arguments: argparse.Namespace) -> int:
         return _train_on(arguments, tokenizer, file)
 
 
+def _learn_from_runs(arguments: argparse.Namespace, tokenizer: Tokenizer) -> int:
+    """Learn from the model's own runs on prompts with answers."""
+    is_one = len(arguments.files) == 1 and arguments.preset is None
+    require(is_one, "dgemma train --rl", "have one file and a checkpoint, -m", arguments.files)
+    batch = {"batch_size": arguments.batch_size or 4, "updates": arguments.updates, "seed": arguments.seed}
+    problems = Problems.read(arguments.files[0], tokenizer, **batch)
+    model = _new_model(arguments, tokenizer)
+    if arguments.lora:
+        add_lora(model, LoRA(rank=arguments.lora, alpha=2.0 * arguments.lora), seed=arguments.seed)
+    chosen = {
+        "max_new_tokens": arguments.max_new_tokens,
+        "steps": arguments.run_steps,
+        "sampler": arguments.sampler,
+        "noise": loading.make_noise(arguments, model, tokenizer),
+    }
+    objective = PolicyGradient(
+        problems=problems,
+        reward=REWARDS[arguments.reward],
+        tokenizer=tokenizer,
+        options={name: value for name, value in chosen.items() if value is not None},
+        group=arguments.group,
+        speed_weight=arguments.speed or 0.0,
+        kl_weight=arguments.kl or 0.0,
+    )
+    config = _config(arguments, model, problems.batch_size, arguments.lr or 1e-5)
+    result = train(model, objective, problems, config, out=arguments.out, allow_changes=arguments.allow_changes)
+    if result.final is None:  # the loop has logged where it stopped
+        return 130
+    _save_final(arguments, model, tokenizer, result.final)
+    columns = {name: result.log.column(f"run/{name}")[1][-_NUM_AVERAGED:] for name in ("reward", "forwards")}
+    means = {name: sum(values) / len(values) for name, values in columns.items()}
+    if arguments.json:
+        output.print_json({"final": str(result.final), "step": result.step, **means})
+    else:
+        text = ", ".join(f"{name} {value:.3f}" for name, value in means.items())
+        output.print_text(f"Wrote {result.final} after {output.counted(result.step, 'step')}. Means: {text}.")
+    return 0
+
+
+def _config(arguments: argparse.Namespace, model: DiffusionGemma, batch_size: int, lr: float) -> TrainConfig:
+    return TrainConfig(
+        steps=arguments.steps if arguments.minutes is None else None,
+        minutes=arguments.minutes,
+        batch_size=batch_size,
+        micro_batch_size=arguments.micro_batch_size,
+        lr=lr,
+        warmup=_SHORT_WARMUP if model.device.type == "cpu" and arguments.minutes else min(100, arguments.steps // 10),
+        ema_decay=arguments.ema,
+        precision="mixed" if model.device.type == "cuda" and model.dtype == torch.float32 else "weights",
+        seed=arguments.seed,
+    )
+
+
+def _save_final(arguments: argparse.Namespace, model: DiffusionGemma, tokenizer: Tokenizer, final: Path) -> None:
+    """Merge adapters, and save the tokenizer, so that -m can name the folder."""
+    if arguments.lora:
+        is_quantized = any(quantized_weights(model))
+        errors = merge_lora(model, quantized="requantize" if is_quantized else None)
+        if errors:
+            output.print_note(
+                f"Rounded {len(errors)} merged weights to their formats again, with a relative error of at most "
+                f"{max(errors.values()):.1%}. The exact adapters are in {final / ADAPTERS_FILE}."
+            )
+        model.save_pretrained(final)
+    tokenizer.save_pretrained(final)
+
+
 def _train_on(arguments: argparse.Namespace, tokenizer: Tokenizer, file: TokenFile) -> int:
     _note_separator(arguments, file)
     model = _new_model(arguments, tokenizer)
@@ -112,17 +183,8 @@ def _train_on(arguments: argparse.Namespace, tokenizer: Tokenizer, file: TokenFi
     on_cpu = model.device.type == "cpu"
     arguments.batch_size = arguments.batch_size or (4 if on_cpu else 16)
     source = _source(arguments, file, model.config.canvas_length)
-    config = TrainConfig(
-        steps=arguments.steps if arguments.minutes is None else None,
-        minutes=arguments.minutes,
-        batch_size=arguments.batch_size,
-        micro_batch_size=arguments.micro_batch_size,
-        lr=arguments.lr or (1.5e-4 if arguments.preset is None else 1e-3),
-        warmup=_SHORT_WARMUP if on_cpu and arguments.minutes else min(100, arguments.steps // 10),
-        ema_decay=arguments.ema,
-        precision="mixed" if model.device.type == "cuda" and model.dtype == torch.float32 else "weights",
-        seed=arguments.seed,
-    )
+    lr = arguments.lr or (1.5e-4 if arguments.preset is None else 1e-3)
+    config = _config(arguments, model, arguments.batch_size, lr)
     noise = loading.make_noise(arguments, model, tokenizer)
     objective = recipes.dgemma(model.config, noise=noise, fill_token=tokenizer.eos_token_id)
     output.print_note(
@@ -143,16 +205,7 @@ def _train_on(arguments: argparse.Namespace, tokenizer: Tokenizer, file: TokenFi
         )
     if result.final is None:  # the loop has logged where it stopped
         return 130
-    if arguments.lora:
-        is_quantized = any(quantized_weights(model))
-        errors = merge_lora(model, quantized="requantize" if is_quantized else None)
-        if errors:
-            output.print_note(
-                f"Rounded {len(errors)} merged weights to their formats again, with a relative error of at most "
-                f"{max(errors.values()):.1%}. The exact adapters are in {result.final / ADAPTERS_FILE}."
-            )
-        model.save_pretrained(result.final)
-    tokenizer.save_pretrained(result.final)  # so that -m can name the folder
+    _save_final(arguments, model, tokenizer, result.final)
     losses = _losses(result.log, file)
     if arguments.json:
         counts = {"final": str(result.final), "step": result.step, "new_steps": result.num_new_steps}

@@ -5,6 +5,7 @@
 | `rewards.py` | rewards: functions of texts and answers |
 | `problems.py` | prompts with answers, as a source of batches |
 | `runs.py` | groups of recorded runs, and their log-probabilities |
+| `teacher.py` | `Teacher`: self-distillation from slower runs |
 | `policy.py` | `PolicyGradient`: reward and few forwards in one gradient |
 """
 
@@ -12,5 +13,6 @@ from dgemma.train.learning import rewards
 from dgemma.train.learning.policy import PolicyGradient
 from dgemma.train.learning.problems import Problems
 from dgemma.train.learning.rewards import REWARDS, Reward
+from dgemma.train.learning.teacher import Teacher
 
-__all__ = ["REWARDS", "PolicyGradient", "Problems", "Reward", "rewards"]
+__all__ = ["REWARDS", "PolicyGradient", "Problems", "Reward", "Teacher", "rewards"]

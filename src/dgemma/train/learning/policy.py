@@ -21,6 +21,7 @@ from dgemma.train.batch import TrainBatch
 from dgemma.train.learning.problems import Problems
 from dgemma.train.learning.rewards import Reward
 from dgemma.train.learning.runs import Runs, choose_steps, roll_out, sum_canvases, weigh_gradient
+from dgemma.train.learning.teacher import Teacher, merge_steps, negative_log_likelihood
 from dgemma.train.lora import is_adapted, without_adapters
 from dgemma.train.objective import Terms
 
@@ -50,6 +51,8 @@ class PolicyGradient:
     - num_steps: the gradient takes so many random steps of a run, weighted so that it stays unbiased. None: all.
     - through_self_cond: gradients through the predictions that steps pass on. Without, the gradient is biased, but
       takes less memory: with `num_steps`, only that of the chosen steps.
+    - teacher: slower runs of the present weights; those that were right are targets, in the same gradient.
+    - policy_weight: 0 learns from the teacher alone.
     - engine: makes the denoiser that generates the runs from the model, such as a batch-invariant accelerated copy.
       Their probabilities always come from the model itself.
 
@@ -69,6 +72,8 @@ class PolicyGradient:
     reference: DiffusionGemma | None = field(default=None, repr=False)
     num_steps: int | None = None
     through_self_cond: bool = True
+    teacher: Teacher | None = None
+    policy_weight: float = 1.0
     engine: Callable[[DiffusionGemma], Denoiser] | None = field(default=None, repr=False)
     _earlier: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)  # the weights that make the runs
     _present: Mapping[str, nn.Parameter] = field(default_factory=dict, init=False, repr=False)
@@ -78,7 +83,7 @@ class PolicyGradient:
         check_count(self, "group", least=2, fix="Advantages compare the runs of a group.")
         if self.num_steps is not None:
             check_count(self, "num_steps")
-        for name in ("speed_weight", "kl_weight"):
+        for name in ("speed_weight", "kl_weight", "policy_weight"):
             check_size(self, name)
         check_size(self, "clip", above=0, fix="Use math.inf to never clip.")
 
@@ -88,11 +93,13 @@ class PolicyGradient:
         advantages = self.advantages(runs)  # (B, G)
         zeros = torch.zeros(batch.batch_size, dtype=torch.float64, device=model.device)
         sums = {"policy": zeros, "run/ratio": zeros + 1, "run/clipped": zeros}
-        if bool(advantages.any()) or self.kl_weight:
+        if (self.policy_weight and bool(advantages.any())) or self.kl_weight:
             of_runs = self._losses(model, runs, advantages.flatten(), old, seeds[0])
             sums |= {name: values.view(-1, self.group).mean(1) for name, values in of_runs.items()}
         else:
             sums["policy"] = zeros + _no_gradient(model)
+        if self.teacher is not None:
+            sums |= self._teach(model, batch, self.teacher)
         sums["run/reward"], sums["run/forwards"] = runs.rewards.mean(1), runs.forwards.mean(1)
         sums["run/entropy"], sums["run/spread"] = runs.entropy, (advantages != 0).any(1).double()
         return Terms(sums=sums, counts=dict.fromkeys(sums, torch.ones_like(zeros)))
@@ -102,9 +109,10 @@ class PolicyGradient:
 
     def reduce(self, terms: Terms, totals: Mapping[str, Tensor] | None = None) -> Tensor:
         """Return the mean over prompts and runs."""
-        total = terms.sums["policy"].sum()
-        if self.kl_weight:
-            total = total + self.kl_weight * terms.sums["kl"].sum()
+        weights = {"policy": self.policy_weight, "kl": self.kl_weight}
+        if self.teacher is not None:
+            weights["teacher"] = self.teacher.weight
+        total = torch.stack([weights[name] * terms.sums[name].sum() for name in weights if name in terms.sums]).sum()
         return total / (terms.counts if totals is None else totals)["policy"].sum()
 
     def advantages(self, runs: Runs) -> Tensor:
@@ -146,6 +154,17 @@ class PolicyGradient:
             terms["kl"] = (weights[:, None] * (difference.exp() - 1 - difference)).sum(0)
         return terms
 
+    def _teach(self, model: DiffusionGemma, batch: TrainBatch, teacher: Teacher) -> dict[str, Tensor]:
+        """Return the loss of the teacher's right runs for each prompt, and their share, (B,)."""
+        runs = self._roll_out(model, batch, slice(self.group, self.group + teacher.group), teacher.options)
+        right = runs.rewards >= teacher.right
+        sums = {"teacher": torch.zeros_like(runs.rewards[:, 0]), "run/taught": right.double().mean(1)}
+        if bool(right.any()):
+            merged = merge_steps(runs.trajectory, teacher.every)
+            log_prob = merged.log_prob(model, strict=False, through_self_cond=self.through_self_cond)
+            sums["teacher"] = negative_log_likelihood(log_prob, merged, right)
+        return sums
+
     def _with_grad(self, weights: Tensor, blocks: Tensor) -> list[bool]:
         """Return which steps need gradients: the chosen ones, and those whose prediction reaches a chosen one."""
         needed = weights > 0
@@ -177,15 +196,18 @@ class PolicyGradient:
         """Return the runs, and the log-probabilities of their canvases under earlier weights (blocks, R), or None."""
         assert batch.text is not None, "the source must be PolicyGradient.problems"
         if self.problems.updates == 1:
-            return self._roll_out(model, batch), None
+            return self._roll_out(model, batch, slice(self.group)), None
         key = tuple(batch.text.tolist())
         if key not in self._kept:
             with self._as_earlier(), torch.no_grad():
-                runs = self._roll_out(model, batch)
+                runs = self._roll_out(model, batch, slice(self.group))
                 self._kept[key] = runs, sum_canvases(self._score(model, runs), runs.blocks)
         return self._kept[key]
 
-    def _roll_out(self, model: DiffusionGemma, batch: TrainBatch) -> Runs:
+    def _roll_out(
+        self, model: DiffusionGemma, batch: TrainBatch, copies: slice, changes: Mapping[str, Any] | None = None
+    ) -> Runs:
+        """Return the runs with these numbers (`copies`) of each prompt, with changed options."""
         assert batch.spans is not None
         assert batch.text is not None
         numbers = batch.text.cpu()
@@ -193,10 +215,10 @@ class PolicyGradient:
             model if self.engine is None else self.engine(model),
             [tokens[:length] for tokens, (_, length) in zip(batch.tokens, batch.spans, strict=True)],
             [self.problems.answers[place] for place in self.problems.places(numbers)],
-            self.problems.run_seeds(numbers, self.group),
+            self.problems.run_seeds(numbers, copies.stop)[:, copies],
             reward=self.reward,
             tokenizer=self.tokenizer,
-            options=self.options,
+            options={**self.options, **(changes or {})},
         )
 
     def begin(self, step: int, weights: Mapping[str, nn.Parameter]) -> None:
