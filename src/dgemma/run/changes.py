@@ -32,7 +32,7 @@ def list_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> dict[st
         return {}
     fits = isinstance(changes, DenoiseState | Mapping)
     require(fits, "Changes between two steps", "be None, a state or a dictionary", changes)
-    listed = {"state": changes} if isinstance(changes, DenoiseState) else dict(changes)
+    listed: dict[str, Any] = {"state": changes} if isinstance(changes, DenoiseState) else dict(changes)
     new_state = listed.pop("state", state)
     of_state, constant = split_fields(state, "constant")
     known = {*of_state, *(f.name for f in fields(knobs))}
@@ -85,9 +85,9 @@ def apply_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> tuple[
     for name, memory in (("sampler", "memory"), ("stop", "stop_memory")):
         before, now = getattr(old, name), getattr(knobs, name)
         if memory not in of_state and now != before:
-            fresh = None if now is None else now.start(state)
-            keeps = type(now) is type(before) and _alike(fresh, getattr(state, memory))
-            state = state if keeps else replace(state, **{memory: fresh})
+            fresh: dict[str, Any] = {memory: None if now is None else now.start(state)}
+            keeps = type(now) is type(before) and _alike(fresh[memory], getattr(state, memory))
+            state = state if keeps else replace(state, **fresh)
     return state, knobs
 
 
