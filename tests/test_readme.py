@@ -60,6 +60,11 @@ def test_python_blocks_of_the_page_on_extending_run_as_printed():
     assert run_blocks(ROOT / "docs/extending.md") >= 5
 
 
+def test_python_blocks_of_the_page_on_learning_run_as_printed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_blocks(ROOT / "docs/learning.md") == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
