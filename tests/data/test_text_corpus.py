@@ -236,3 +236,29 @@ def test_answers_continue_their_prompts(corpus, dialogues):
     for prompt, answer in corpus.answers_of(5, "dialogues"):
         assert prompt.endswith("<|turn>model\n")
         assert answer.endswith("<turn|>")
+
+
+def test_the_canvases_of_an_answer_begin_where_its_prompt_ends(tmp_path, chat_tokenizer):
+    from dgemma.data.text import Document, TokenFile
+
+    spec = importlib.util.spec_from_file_location("train_text", PATH.parents[1] / "08_train_text.py")
+    example = importlib.util.module_from_spec(spec)
+    sys.modules["train_text"] = example  # dataclasses look their module up
+    spec.loader.exec_module(example)
+    pairs = [(f"What is {n} and 1?" * (1 + n % 3), f" It is {n + 1}.") for n in range(30)]
+    file = TokenFile.write((Document(answer, prompt) for prompt, answer in pairs), chat_tokenizer, tmp_path)
+    source = example.AnswerSource(file=file, canvas_len=16, num_canvases=8, batch_size=4)
+    seen = []
+    for step in range(-(-source.num_rows // 4)):
+        batch = source(step, range(4))
+        for row in range(min(4, source.num_rows - 4 * step)):
+            opened = (~batch.frozen[row]).nonzero().flatten().tolist()
+            starts = [
+                at for at in opened if at - 1 not in opened or batch.documents[row, at] != batch.documents[row, at - 1]
+            ]
+            assert all((at - 1) % 16 == 0 for at in starts)
+            for at in starts:
+                same = (batch.documents[row] == batch.documents[row, at]).nonzero().flatten().tolist()
+                prompt, answer = batch.tokens[row, same[0] : at], batch.tokens[row, at : same[-1] + 1]
+                seen.append((chat_tokenizer.decode(prompt), chat_tokenizer.decode(answer)))
+    assert sorted(seen) == sorted(pairs)
