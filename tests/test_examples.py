@@ -243,3 +243,13 @@ def test_smudged_dates_are_restored_with_a_calendar(run, tmp_path):
         "masking, one forward": 1,
     }
     assert len(re.findall(r"^\w{3} .* → \w{3} \d\d \w{3} 19\d\d$", printed, flags=re.MULTILINE)) == 1
+
+
+def test_learning_from_runs_reports_both_stages(run):
+    printed = run("24", "--examples", "2", "--runs", "10")
+    numbers = re.findall(
+        r"^after \d+ updates on \w+: +([\d.]+)% right, ([\d.]+) forwards$", printed, flags=re.MULTILINE
+    )
+    assert len(numbers) == 2
+    assert all(1 <= float(forwards) <= 3 for _, forwards in numbers)
+    assert re.search(r"update  10: reward [01]\.\d{3}, forwards [123]\.\d\d", printed)
