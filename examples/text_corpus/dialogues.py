@@ -160,8 +160,8 @@ def fact(scene: Scene, dialogue: Dialogue) -> None:
         elif scene.rng.random() < 0.4:
             _exchange(scene, [phrases["what_is"], scene.expand(topic["is"][0])], dialogue)
         else:
-            told = scene.rng.sample(topic["say"], min(2, len(topic["say"])))
-            _exchange(scene, [phrases["tell_about"], " ".join((topic["is"][0], *told))], dialogue)
+            sentences = scene.rng.sample(topic["say"], min(2, len(topic["say"])))
+            _exchange(scene, [phrases["tell_about"], " ".join((topic["is"][0], *sentences))], dialogue)
 
 
 def listing(scene: Scene, dialogue: Dialogue) -> None:

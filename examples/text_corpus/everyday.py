@@ -309,8 +309,8 @@ def directions(scene: Scene) -> None:
 def facts(scene: Scene) -> None:
     """State a few true facts about one thing."""
     topic = scene.pick(phrases["facts"])
-    told = scene.rng.sample(topic["say"], min(len(topic["say"]), scene.rng.randint(3, 5)))
-    scene.tell(" ".join((scene.pick(topic["is"]), *told)))
+    sentences = scene.rng.sample(topic["say"], min(len(topic["say"]), scene.rng.randint(3, 5)))
+    scene.tell(" ".join((scene.pick(topic["is"]), *sentences)))
 
 
 def forecast(scene: Scene) -> None:

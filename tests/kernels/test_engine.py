@@ -930,5 +930,5 @@ def test_a_run_of_the_engine_has_the_log_prob_that_its_steps_had(models, sampler
     out = dgemma.generate(fast, draw_tokens(2, 5), sampler=sampler, on_step=add, record=True, progress=False, **options)
     torch.testing.assert_close(out.trajectory.log_prob(fast), sums, rtol=0, atol=1e-12)
     with torch.no_grad():
-        given = out.trajectory.log_prob(plain, strict=False)
-    torch.testing.assert_close(given, sums, rtol=1e-3, atol=1e-3)
+        known = out.trajectory.log_prob(plain, strict=False)
+    torch.testing.assert_close(known, sums, rtol=1e-3, atol=1e-3)

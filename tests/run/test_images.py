@@ -81,9 +81,9 @@ def test_a_recorded_run_keeps_its_images(model, tmp_path):
 
 def test_streams_constraints_and_autoregressive_runs_read_images(model):
     tokens, mask, images = prompts(ROWS)
-    given = {"attention_mask": mask, "images": images}
-    out = dgemma.generate(model, tokens, **given, **OPTIONS)
-    events = dgemma.stream(model, tokens, **given, **OPTIONS)
+    inputs = {"attention_mask": mask, "images": images}
+    out = dgemma.generate(model, tokens, **inputs, **OPTIONS)
+    events = dgemma.stream(model, tokens, **inputs, **OPTIONS)
     assert torch.equal(
         torch.cat([event.tokens for event in events if isinstance(event, BlockCommit)], 1), out.new_tokens
     )
@@ -91,14 +91,14 @@ def test_streams_constraints_and_autoregressive_runs_read_images(model):
     chosen = dgemma.generate(
         model,
         tokens,
-        **given,
+        **inputs,
         max_new_tokens=32,
         steps=3,
         constraint=Choice(["cat", "horse"], tokenizer),
         eos_token_ids=[1],
     )
     assert {tokenizer.decode(row) for row in chosen.new_tokens} <= {"cat", "horse"}
-    greedy = dgemma.generate_causal(model, tokens, **given, max_new_tokens=5, top_k=1, eos_token_ids=[])
+    greedy = dgemma.generate_causal(model, tokens, **inputs, max_new_tokens=5, top_k=1, eos_token_ids=[])
     text, read = tokens[2:], images.select([1, 2])  # the longest row has no padding
     with torch.no_grad():
         for _ in range(5):

@@ -16,7 +16,7 @@ from dgemma.train.lora import AdaptedExperts, AdaptedLinear
 from dgemma_kernels.ops import adapters, ahead, grouped, heads, residual
 from dgemma_kernels.training.adapted_experts import FEW_OUTPUTS, keeps_output
 
-_Product = tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor | None, bool]  # operands, order, whether gated
+_Operands = tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor | None, bool]  # operands, order, whether gated
 
 
 class _StepSizes(NamedTuple):
@@ -81,7 +81,7 @@ def _start(sizes: _StepSizes, dtype: torch.dtype, device: torch.device) -> None:
     ahead.start([*calls, *_other_calls(sizes, dtype)])
 
 
-def _products(sizes: _StepSizes, dtype: torch.dtype) -> list[_Product]:
+def _products(sizes: _StepSizes, dtype: torch.dtype) -> list[_Operands]:
     """Return operands, order and GeGLU of the experts' products: of both forward passes, then of the backward pass."""
     (num_experts, width, inner), rank = sizes.experts, sizes.rank
     empty = partial(_empty, dtype=dtype)
@@ -89,7 +89,7 @@ def _products(sizes: _StepSizes, dtype: torch.dtype) -> list[_Product]:
         empty(num_experts, *shape) for shape in ((2 * inner, width), (rank, width), (2 * inner, rank))
     )
     down, down_a, down_b = (empty(num_experts, *shape) for shape in ((width, inner), (rank, inner), (width, rank)))
-    products: list[_Product] = []
+    products: list[_Operands] = []
     for row_len in (sizes.num_noisy, sizes.row_len):
         num_tokens = sizes.batch_size * row_len
         x, num_rows = empty(num_tokens, width), num_tokens * sizes.top_k
