@@ -227,8 +227,8 @@ def _record(scene: Scene) -> tuple[dict[str, Any], str]:
 
 def reading(scene: Scene, dialogue: Dialogue) -> None:
     """Ask about a given paragraph; the answer is in it."""
-    record, said = _record(scene)
-    sentences = [said]
+    record, sentence = _record(scene)
+    sentences = [sentence]
     for _ in range(scene.rng.randint(1, 3)):
         sentences.insert(scene.rng.randint(0, len(sentences)), scene.expand(scene.pick(phrases["fillers"])))
     scene.slots["paragraph"] = " ".join(sentences)
@@ -241,7 +241,7 @@ def reading(scene: Scene, dialogue: Dialogue) -> None:
 
 def extraction(scene: Scene, dialogue: Dialogue) -> None:
     """Ask for values of a sentence as JSON."""
-    record, said = _record(scene)
+    record, sentence = _record(scene)
     names = scene.rng.sample(
         list(record["fields"]), scene.rng.randint(min(2, len(record["fields"])), len(record["fields"]))
     )
@@ -252,7 +252,7 @@ def extraction(scene: Scene, dialogue: Dialogue) -> None:
         key = scene.rng.choice(name.split("/"))
         values[key] = _value(scene, record["fields"][name])
     keys = list(values)
-    scene.slots |= {"said": said, "keys": ", ".join(keys[:-1]) + " and " + keys[-1], "comma": ", ".join(keys)}
+    scene.slots |= {"said": sentence, "keys": ", ".join(keys[:-1]) + " and " + keys[-1], "comma": ", ".join(keys)}
     scene.slots["quoted"] = ", ".join(f'"{key}"' for key in keys)
     dialogue.ask(scene.expand(scene.pick(phrases["extract"])), json.dumps(values, ensure_ascii=False))
 
