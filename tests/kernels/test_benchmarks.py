@@ -73,7 +73,7 @@ def test_a_sweep_times_every_tile_and_prints_the_best_correct_pair(bench, monkey
     sweep.sweep(report, [experts.draw_layer("fp8")], 8, 4)
     printed = capsys.readouterr().out
     assert [line["name"].partition(":")[0] for line in report.lines] == ["gate_up 8"] * 2 + ["down 8"] * 2 + ["both 8"]
-    assert "64x128 w4 s2: ValueError: expert_down.hidden must have a multiple of 128" in printed  # a block has 64
+    assert "64x128 w4 s2: AssertionError" in printed  # a block has 64
     assert report.lines[-1]["name"] == "both 8: 16 rows, 64x64 w4 s2 and 64x64 w4 s2"
     assert "BEST at 8: 9000.0 us per layer" in printed
     assert tables == configs.EXPERTS["fp8"]
