@@ -35,7 +35,7 @@ def count_distinct(documents: list[list[str]], length: int) -> int:
 
 
 def repeated_share(text: str) -> float:
-    """Return the share of sentences, of four words or more, that occur elsewhere in the text word by word."""
+    """Return the share of sentences, of four words or more, that the text repeats exactly."""
     counts = Counter(sentence for sentence in _END.split(text) if sentence.count(" ") >= 3)
     return sum(count for count in counts.values() if count > 1) / max(1, counts.total())
 

@@ -7,7 +7,7 @@
 Stories, everyday prose and dialogues are written by rule. In the first text they are the larger part. The second, with
 which training goes on, has more of the books, and single sentences from WordNet. The third has the same books in short
 passages, so that a text may begin with any sentence. It also has answers.jsonl: prompts with their answers, one per
-turn of a dialogue, and beginnings of texts with their continuations. Each stage has texts of its own.
+turn of a dialogue, and beginnings of texts with their continuations. No two stages share a text.
 
 The first stage also trains the tokenizer, with the markers of turns and tools and with chat_template.jinja.
 
@@ -112,7 +112,7 @@ NOVELS = (
 LONGEST_SENTENCES = 200  # characters of a document of single sentences, about one canvas
 PASSAGES = (40, 1200)  # range of the random minimum length of a passage, in characters
 HELD_OUT = {7: "test", 27: "validation"}  # of every 40 documents
-# Numbers of the texts that are written by rule, by stage. A part has a seed of its own (`SEEDS`).
+# Numbers of the texts that are written by rule, by stage. Each part has its seed (`SEEDS`).
 TRAIN_TEXTS = {
     "stories": {1: range(40_000), 2: range(40_000, 50_000), 3: range(50_000, 60_000)},
     "everyday": {1: range(100_000), 2: range(100_000, 140_000), 3: range(140_000, 180_000)},

@@ -55,7 +55,7 @@ class Peer:
 
 
 def attacks(peer: Peer, name: str, source: random.Random) -> list[Callable[[], object]]:
-    """Return what the hostile client does, each in a loop of its own."""
+    """Return what the hostile client does; each runs in a loop."""
     alphabet = "abcdefgh ijklmnop"
 
     def schema() -> None:

@@ -1,4 +1,4 @@
-"""From a regular expression to an automaton over tokens, in a process of its own with limits on time and memory.
+"""From a regular expression to an automaton over tokens, in a separate process with limits on time and memory.
 
 Some short patterns have billions of states, as `.*a.{30}` does: each further count after a repetition can double them.
 So `build` starts this module in another process. It imports NumPy and outlines-core, and no torch.
