@@ -1,10 +1,7 @@
-"""One layer of the stack, and the whole stack: the same weights in both modes, causal and bidirectional."""
-
-from collections.abc import Sequence
+"""One layer of the stack: the same weights in both modes, causal and bidirectional."""
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from dgemma.doors import replaceable
 from dgemma.model.attention import Attention, Mask
@@ -59,27 +56,3 @@ class Layer(nn.Module):
         both = self.post_feedforward_layernorm_1(dense) + self.post_feedforward_layernorm_2(mixed)
         out: Tensor = (residual + self.post_feedforward_layernorm(both)) * scalar
         return out
-
-
-def run_layers(
-    layers: Sequence[Layer],
-    x: Tensor,
-    ropes: Sequence[KeysValues],
-    pasts: Sequence[KeysValues | None],
-    masks: Sequence[Mask | None],
-    *,
-    causal: bool,
-    recompute: bool,
-) -> tuple[Tensor, list[KeysValues]]:
-    """Run x (B, T, D) through the stack; also return new keys and values. recompute: activation checkpointing."""
-    new: list[KeysValues] = []
-    for layer, rope, past, mask in zip(layers, ropes, pasts, masks, strict=True):
-        if recompute and torch.is_grad_enabled():
-            # Layers draw no random numbers, so there is no RNG state to preserve.
-            x, keys, values = checkpoint(
-                layer, x, rope, past, mask, causal, use_reentrant=False, preserve_rng_state=False
-            )
-        else:
-            x, keys, values = layer(x, rope, past, mask, causal)
-        new.append((keys, values))
-    return x, new

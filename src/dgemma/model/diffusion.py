@@ -11,11 +11,12 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dgemma.checks import read_device, read_dtype, require, typed
 from dgemma.diffusion.prediction import Prediction, SoftCap
 from dgemma.model.attention import Mask
-from dgemma.model.backbone import KeysValues, Layer, run_layers
+from dgemma.model.backbone import KeysValues, Layer
 from dgemma.model.cache import LayerCache, PrefixCache
 from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig
 from dgemma.model.denoiser import Denoiser
@@ -329,16 +330,15 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         shapes = [self.config.layer_shape(layer) for layer in range(self.config.num_hidden_layers)]
         kinds = {shape.kind: shape for shape in shapes}
         tables = {kind: rotary_table(shape, positions, x.dtype) for kind, shape in kinds.items()}
-        layers: list[Layer] = list(self.layers)  # type: ignore[arg-type]
-        x, new = run_layers(
-            layers,
-            x,
-            [tables[s.kind] for s in shapes],
-            pasts,
-            masks,
-            causal=causal,
-            recompute=self.recompute_activations,
-        )
+        new: list[KeysValues] = []
+        for layer, shape, past, mask in zip(self.layers, shapes, pasts, masks, strict=True):
+            inputs = (x, tables[shape.kind], past, mask, causal)
+            if self.recompute_activations and torch.is_grad_enabled():
+                # Layers draw no random numbers, so there is no RNG state to preserve.
+                x, keys, values = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x, keys, values = layer(*inputs)
+            new.append((keys, values))
         return self.norm(x), new
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -274,8 +274,8 @@ def noise_canvases(
 
     def put(noise: Noise) -> tuple[Tensor, Tensor, Tensor]:
         level = 1 - noise.schedule.alpha(time)
-        z = noise.corrupt(canvases.x, level, u.event, u.token, allowed=allowed)
-        return z, u.event >= noise.clean_share(level), level
+        replaced = u.event >= noise.clean_share(level)
+        return torch.where(replaced, noise.refill(u.token, level, allowed=allowed), canvases.x), replaced, level
 
     z, replaced, level = put(noise)
     masked = None
