@@ -4,14 +4,12 @@ import argparse
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from dgemma.checkpoint.location import resolve
 from dgemma.checkpoint.reading import read_checkpoint
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.cli import output
@@ -22,10 +20,8 @@ from dgemma.model.denoiser import Denoiser
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.layout import lay_out_by_column
 from dgemma.model.quantize import FORMATS
-from dgemma.run.knobs import default_sampler, warn_of_noise
+from dgemma.run.knobs import learnt_noise, warn_of_noise
 from dgemma.run.options import CanvasOptions, select
-from dgemma.sampling import Sampler
-from dgemma.sampling.named import SAMPLERS, rebuild_noise, rebuild_sampler
 
 _SMALL_MODEL = 100_000_000  # weights
 _MOSTLY_IDLE = 0.7  # of a core
@@ -50,10 +46,8 @@ def pick_constraint(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Rege
         "json_schema": lambda file, *of: JsonSchema(read_json(file), *of),
         "choice": Choice,
     }
-    flags = [name for name in makers if getattr(arguments, name, None) is not None]
-    if len(flags) > 1:
-        raise ValueError("--regex, --json-schema and --choice must not be combined. Keep one of them.")
-    return makers[flags[0]](getattr(arguments, flags[0]), tokenizer) if flags else None
+    flag = next((name for name in makers if getattr(arguments, name, None) is not None), None)
+    return None if flag is None else makers[flag](getattr(arguments, flag), tokenizer)
 
 
 def load_model(arguments: argparse.Namespace, *, dtype: torch.dtype | None = None) -> DiffusionGemma:
@@ -124,64 +118,21 @@ def load_writer(arguments: argparse.Namespace) -> Writer:
     settings: dict[str, Any] = {**select(chosen, CanvasOptions), "noise": make_noise(arguments, denoiser, tokenizer)}
     if constraint is not None:
         settings["constraint"] = constraint
-    check_chosen_sampler(arguments, settings["noise"], denoiser)
     warn_of_noise(denoiser, settings["noise"])  # now, before the live view starts
     return Writer(denoiser, tokenizer, settings)
-
-
-def check_chosen_sampler(arguments: argparse.Namespace, noise: Noise, denoiser: Denoiser) -> None:
-    """Raise ValueError if the sampler, or the checkpoint's default, is not valid for the noise."""
-    sampler = arguments.sampler
-    chosen = sampler or own_sampler(arguments, denoiser)
-    if noise.kind not in chosen.valid_for:
-        name = next(name for name, kind in SAMPLERS.items() if isinstance(chosen, kind))
-        owner = "--sampler" if sampler else "The checkpoint's sampler"
-        runnable = ", ".join(name for name, kind in SAMPLERS.items() if noise.kind in kind.valid_for)
-        other = "" if arguments.noise is None else f"--noise {min(chosen.valid_for)}, or "
-        raise ValueError(
-            f"{owner} {name} must run under {' or '.join(sorted(chosen.valid_for))} noise, got {noise.kind} noise for "
-            f"{arguments.model}. Use {other}--sampler with one of: {runnable}."
-        )
 
 
 def make_noise(arguments: argparse.Namespace, model: Denoiser, tokenizer: Tokenizer) -> Noise:
     """Return the noise that --noise names, over the model's vocabulary; by default the checkpoint's."""
     name, vocab_size = arguments.noise, model.config.vocab_size
     if name is None:
-        return own_noise(arguments, model) or UniformNoise(vocab_size)
+        return learnt_noise(model)
     if name == "uniform":
         return UniformNoise(vocab_size)
     if tokenizer.mask_token_id is None:
         raise ValueError(f"--noise {name} needs a mask token, but this checkpoint's tokenizer has none. Use uniform.")
     kind = {"mask": MaskNoise, "hybrid": HybridNoise}[name]
     return kind(vocab_size, mask_token_id=tokenizer.mask_token_id)
-
-
-def own_sampler(arguments: argparse.Namespace, model: Denoiser) -> Sampler:
-    """Return the checkpoint's sampler; by default the published one."""
-    if model.generation.sampler is None:
-        return default_sampler(model)
-    with _in_config(arguments, "sampler"):
-        return rebuild_sampler(model.generation.sampler)
-
-
-def own_noise(arguments: argparse.Namespace, model: Denoiser) -> Noise | None:
-    """Return the noise that the checkpoint names, or None."""
-    if model.generation.noise is None:
-        return None
-    with _in_config(arguments, "noise"):
-        return rebuild_noise(model.generation.noise, model.config.vocab_size)
-
-
-@contextmanager
-def _in_config(arguments: argparse.Namespace, entry: str) -> Iterator[None]:
-    """Extend an error with the place of the bad entry in config.json and the option that replaces it."""
-    try:
-        yield
-    except ValueError as error:
-        file = resolve(arguments.model, files=["config.json"]) / "config.json"
-        rule, fix = str(error).removesuffix("."), f", or pass another with --{entry}" if entry in arguments else ""
-        raise ValueError(f'"{entry}" in {file} {rule}. Correct it there{fix}.') from None
 
 
 def join_words(words: Sequence[str]) -> str:

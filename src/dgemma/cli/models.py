@@ -114,16 +114,12 @@ def run_bench(arguments: argparse.Namespace) -> None:
     shape = (arguments.batch_size, arguments.prefix + config.canvas_length)
     tokens = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
     prefix, canvas = tokens.split([arguments.prefix, config.canvas_length], dim=1)
-    sampler, noise = loading.own_sampler(arguments, denoiser), loading.own_noise(arguments, denoiser)
     # No stop rule and no stop token ends a canvas early.
-    whole = {"steps": arguments.steps, "sampler": sampler, "noise": noise, "stop": None, "eos_token_ids": ()}
-
-    def write_canvas() -> None:
-        """Read the prefix, write one canvas and encode it."""
-        generate(denoiser, prefix, max_new_tokens=config.canvas_length, progress=False, **whole)
-
+    whole = {"max_new_tokens": config.canvas_length, "steps": arguments.steps, "stop": None, "eos_token_ids": ()}
     with torch.no_grad():
-        canvas_time = _time(write_canvas, max(1, arguments.repeats // 3), device)
+        canvas_time = _time(
+            lambda: generate(denoiser, prefix, progress=False, **whole), max(1, arguments.repeats // 3), device
+        )
         cache = denoiser.encode(prefix)
         timings = {
             "prefix": _time(lambda: denoiser.encode(prefix), arguments.repeats, device),

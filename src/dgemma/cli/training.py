@@ -35,7 +35,7 @@ from dgemma.train import TrainConfig, evaluate, recipes, train
 from dgemma.train.batch import BatchSource
 from dgemma.train.checkpoints import lock_folder
 from dgemma.train.learning import REWARDS, PolicyGradient, Problems
-from dgemma.train.log import TrainLog, TrainStep
+from dgemma.train.log import TrainLog, TrainResult, TrainStep
 from dgemma.train.lora import LoRA, add_lora, merge_lora
 from dgemma.train.parallel import ADAPTERS_FILE
 
@@ -51,7 +51,7 @@ def run_evaluate(arguments: argparse.Namespace) -> None:
     """Measure the likelihood of text files."""
     tokenizer = Tokenizer.from_pretrained(arguments.model)
     with tempfile.TemporaryDirectory() as folder:
-        file = TokenFile.write(_documents(arguments), tokenizer, folder)
+        file = TokenFile.write(read_documents(arguments.files, separator=arguments.separator), tokenizer, folder)
         _note_separator(arguments, file)
         _require_text(file)
         model = loading.load_model(arguments)
@@ -81,7 +81,9 @@ def run_evaluate(arguments: argparse.Namespace) -> None:
 
 def _compress(arguments: argparse.Namespace) -> dict[str, float]:
     """Return the bits per byte of general compressors, which learn from this text alone."""
-    text = "".join(document.text for document in _documents(arguments)).encode()
+    text = "".join(
+        document.text for document in read_documents(arguments.files, separator=arguments.separator)
+    ).encode()
     # The preset's dictionary of 64 MiB would take hundreds of MiB of memory for any text.
     size = min(max(len(text), 4096), 1 << 26)
     best = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": size}
@@ -135,17 +137,9 @@ def _learn_from_runs(arguments: argparse.Namespace, tokenizer: Tokenizer) -> int
     )
     config = _config(arguments, model, problems.batch_size, arguments.lr or 1e-5)
     result = train(model, objective, problems, config, out=arguments.out, allow_changes=arguments.allow_changes)
-    if result.final is None:  # the loop has logged where it stopped
-        return 130
-    _save_final(arguments, model, tokenizer, result.final)
-    columns = {name: result.log.column(f"run/{name}")[1][-_NUM_AVERAGED:] for name in ("reward", "forwards")}
-    means = {name: sum(values) / len(values) for name, values in columns.items()}
-    if arguments.json:
-        output.print_json({"final": str(result.final), "step": result.step, **means})
-    else:
-        text = ", ".join(f"{name} {value:.3f}" for name, value in means.items())
-        output.print_text(f"Wrote {result.final} after {output.counted(result.step, 'step')}. Means: {text}.")
-    return 0
+    return _finish(
+        arguments, model, tokenizer, result, _means(result.log, {"run/reward": "reward", "run/forwards": "forwards"})
+    )
 
 
 def _config(arguments: argparse.Namespace, model: DiffusionGemma, batch_size: int, lr: float) -> TrainConfig:
@@ -162,8 +156,17 @@ def _config(arguments: argparse.Namespace, model: DiffusionGemma, batch_size: in
     )
 
 
-def _save_final(arguments: argparse.Namespace, model: DiffusionGemma, tokenizer: Tokenizer, final: Path) -> None:
-    """Merge adapters, and save the tokenizer, so that -m can name the folder."""
+def _finish(
+    arguments: argparse.Namespace,
+    model: DiffusionGemma,
+    tokenizer: Tokenizer,
+    result: TrainResult,
+    means: dict[str, float],
+) -> int:
+    """Merge adapters, save the tokenizer so that -m can name the folder, and print a summary; return the exit code."""
+    final = result.final
+    if final is None:  # the loop has logged where it stopped
+        return 130
     if arguments.lora:
         is_quantized = any(quantized_weights(model))
         errors = merge_lora(model, quantized="requantize" if is_quantized else None)
@@ -174,6 +177,15 @@ def _save_final(arguments: argparse.Namespace, model: DiffusionGemma, tokenizer:
             )
         model.save_pretrained(final)
     tokenizer.save_pretrained(final)
+    if arguments.json:
+        counts = {"final": str(final), "step": result.step, "new_steps": result.num_new_steps}
+        output.print_json({**counts, **means, "tokens_per_second": result.tokens_per_second})
+    else:
+        note = "" if result.num_new_steps else f"Already finished (step {result.step} of {result.step}). "
+        window = f" over the last {_NUM_AVERAGED}" if result.step > _NUM_AVERAGED else ""
+        text = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in means.items())
+        output.print_text(f"{note}Wrote {final} after {output.counted(result.step, 'step')}. Means{window}: {text}.")
+    return 0
 
 
 def _train_on(arguments: argparse.Namespace, tokenizer: Tokenizer, file: TokenFile) -> int:
@@ -203,20 +215,7 @@ def _train_on(arguments: argparse.Namespace, tokenizer: Tokenizer, file: TokenFi
             allow_changes=arguments.allow_changes,
             on_step=None if arguments.json else _Samples(model, tokenizer, noise, _bits_per_byte_factor(file)),
         )
-    if result.final is None:  # the loop has logged where it stopped
-        return 130
-    _save_final(arguments, model, tokenizer, result.final)
-    losses = _losses(result.log, file)
-    if arguments.json:
-        counts = {"final": str(result.final), "step": result.step, "new_steps": result.num_new_steps}
-        output.print_json({**counts, **losses, "tokens_per_second": result.tokens_per_second})
-    else:
-        note = "" if result.num_new_steps else f"Already finished (step {result.step} of {result.step}). "
-        window = f" over the last {_NUM_AVERAGED}" if result.step > _NUM_AVERAGED else ""
-        means = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in losses.items())
-        steps = output.counted(result.step, "step")
-        output.print_text(f"{note}Wrote {result.final} after {steps}. Means{window}: {means}.")
-    return 0
+    return _finish(arguments, model, tokenizer, result, _losses(result.log, file))
 
 
 def _door(model: DiffusionGemma, config: TrainConfig) -> AbstractContextManager[None]:
@@ -234,12 +233,15 @@ def _door(model: DiffusionGemma, config: TrainConfig) -> AbstractContextManager[
 def _losses(log: TrainLog, file: TokenFile) -> dict[str, float]:
     """Return the mean of each term over the last steps: nats per token, and bits per byte of running text."""
     names = {"loss/decoder": "denoising_nats_per_token", "loss/causal": "autoregressive_nats_per_token"}
-    columns = {spoken: log.column(name)[1][-_NUM_AVERAGED:] for name, spoken in names.items()}
-    means = {name: sum(values) / len(values) for name, values in columns.items() if values}
-    factor = _bits_per_byte_factor(file)
+    means, factor = _means(log, names), _bits_per_byte_factor(file)
     if factor is not None and "autoregressive_nats_per_token" in means:
         means["autoregressive_bits_per_byte"] = factor * means["autoregressive_nats_per_token"]
     return means
+
+
+def _means(log: TrainLog, names: dict[str, str]) -> dict[str, float]:
+    columns = {spoken: log.column(name)[1][-_NUM_AVERAGED:] for name, spoken in names.items()}
+    return {name: sum(values) / len(values) for name, values in columns.items() if values}
 
 
 def _bits_per_byte_factor(file: TokenFile) -> float | None:
@@ -315,10 +317,6 @@ def _new_model(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Diffusion
     return model
 
 
-def _documents(arguments: argparse.Namespace) -> Any:
-    return read_documents(arguments.files, separator=arguments.separator)
-
-
 def _require_text(file: TokenFile) -> None:
     """Raise ValueError if every text and every answer is empty."""
     if file.num_bytes == 0:
@@ -348,15 +346,15 @@ def _keep_tokens(
                 f"the text must stay as in the run in {arguments.out}, got another {difference}. Choose another --out, "
                 "or pass --allow-changes."
             )
-    return TokenFile.write(_documents(arguments), tokenizer, folder, made_from=made_from)
+    return TokenFile.write(
+        read_documents(arguments.files, separator=arguments.separator), tokenizer, folder, made_from=made_from
+    )
 
 
 def _source(arguments: argparse.Namespace, file: TokenFile, canvas_len: int) -> BatchSource:
     """Return a source of rows of whole canvases for running text, or of one row per prompt."""
-    longest_prompt, of_batches = (
-        int(file.prompt_len.max()),
-        {"batch_size": arguments.batch_size, "seed": arguments.seed},
-    )
+    longest_prompt = int(file.prompt_len.max())
+    of_batches = {"batch_size": arguments.batch_size, "seed": arguments.seed}
     if longest_prompt == 1:  # only begin-of-text
         text = TextSource(file=file, canvas_len=canvas_len, num_canvases=arguments.canvases, **of_batches)
         _note_few_rows(arguments, text.num_rows)

@@ -296,11 +296,9 @@ def run_sudoku(arguments: argparse.Namespace) -> int:
             f"-m must name a Sudoku solver ({sudoku.VOCAB_SIZE} tokens, canvas {sudoku.NUM_CELLS}), got "
             f"{arguments.model} ({sizes[0]} tokens, canvas {sizes[1]})."
         )
-    noise = sudoku.sudoku_noise(arguments.noise) if arguments.noise else loading.own_noise(arguments, denoiser)
+    noise = sudoku.sudoku_noise(arguments.noise) if arguments.noise else None
     if noise is not None:
         warn_of_noise(denoiser, noise)  # now, before the live view starts
-    if arguments.sampler is not None:
-        loading.check_chosen_sampler(arguments, noise or sudoku.sudoku_noise("mask"), denoiser)
     is_watched = output.is_watched(arguments)
     settings: dict[str, Any] = {
         "keep_clues": not arguments.write_clues,

@@ -76,17 +76,18 @@ def _options(name: str, question: Question) -> dict[str, Any]:
     """Return the allowed answers of a question, with their descriptions."""
     criteria, place = question.criteria, f"questions.{name}.criteria"
     if question.type == "noul":
-        criteria = {} if criteria is None else criteria
-        if not isinstance(criteria, dict) or not criteria.keys() <= {"true", "false"}:
-            raise ApiError(400, f"{place} must be null, or describe true and false.", param=place)
-        return {"yes": criteria.get("true"), "no": criteria.get("false")}
-    if question.type == "score":
-        if not isinstance(criteria, list) or not 2 <= len(criteria) <= 10:
-            raise ApiError(400, f"{place} must be a list of 2 to 10 levels, the lowest first.", param=place)
-        return {str(level): description for level, description in enumerate(criteria)}
-    if not isinstance(criteria, dict) or not 2 <= len(criteria) <= _MOST_OPTIONS or not all(criteria):
-        raise ApiError(400, f"{place} must map 2 to {_MOST_OPTIONS} options to descriptions or null.", param=place)
-    return criteria
+        if criteria is None or (isinstance(criteria, dict) and criteria.keys() <= {"true", "false"}):
+            return {"yes": (criteria or {}).get("true"), "no": (criteria or {}).get("false")}
+        rule = "be null, or describe true and false"
+    elif question.type == "score":
+        if isinstance(criteria, list) and 2 <= len(criteria) <= 10:
+            return {str(level): description for level, description in enumerate(criteria)}
+        rule = "be a list of 2 to 10 levels, the lowest first"
+    else:
+        if isinstance(criteria, dict) and 2 <= len(criteria) <= _MOST_OPTIONS and all(criteria):
+            return criteria
+        rule = f"map 2 to {_MOST_OPTIONS} options to descriptions or null"
+    raise ApiError(400, f"{place} must {rule}.", param=place)
 
 
 def _ask(question: Question, options: dict[str, Any]) -> str:

@@ -5,8 +5,9 @@ import itertools
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,7 +16,7 @@ import torch
 from dgemma.model.denoiser import Denoiser
 from dgemma.run.batch import Batch
 from dgemma.run.rows import Rows
-from dgemma.serve.errors import ApiError
+from dgemma.serve.errors import ApiError, shut_down, timed_out
 
 Result = TypeVar("Result")
 
@@ -77,10 +78,7 @@ class Job:
 
 @dataclass(eq=False)
 class Call:
-    """A function that waits for a thread.
-
-    Example: `Call(function).run()` in the thread; then `call.future.result()`.
-    """
+    """A function that waits for a thread, and the future of its result."""
 
     function: Callable[[], Any]
     client: str = ""
@@ -136,26 +134,25 @@ class Engine:
         """Queue a row. If the queue is full, the client with the most waiting requests gets a 429 for its last one."""
         row.index = next(self._numbers)
         job = Job(row, client, time.monotonic() + seconds, drafts, asyncio.get_running_loop())
-        with self._changed:
-            self._check_room(client)
-            self._queue.append(job)
-            self._changed.notify()
+        self._append(job, self._queue)
         return job
 
     async def call(self, function: Callable[[], Result], client: str = "") -> Result:
         """Run a function of the model in the engine's thread, between two steps."""
         call = Call(function, client)
-        with self._changed:
-            self._check_room(client)
-            self._calls.append(call)
-            self._changed.notify()
+        self._append(call, self._calls)
         result: Result = await asyncio.wrap_future(call.future)
         return result
 
-    def charge(self, client: str, seconds: float) -> None:
-        """Count time that a client took, in this thread or another; others go first until they had the same."""
-        with self._changed:
-            self._debt[client] = self._debt.get(client, 0.0) + seconds
+    @contextmanager
+    def charged(self, client: str) -> Iterator[None]:
+        """Count the time of the block, in this thread or another: other clients go first until they had the same."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._debt[client] = self._debt.get(client, 0.0) + time.monotonic() - start
 
     def cancel(self, job: Job) -> None:
         """Drop a request whose client has gone or has enough text."""
@@ -170,16 +167,21 @@ class Engine:
             self._changed.notify()
         self._thread.join(timeout=_PATIENCE)
         for job in (*self._queue, *self._running.values()):
-            job.send(_shut_down())
+            job.send(shut_down())
         for call in self._calls:
-            call.future.set_exception(_shut_down())
+            call.future.set_exception(shut_down())
 
-    def _check_room(self, client: str) -> None:
-        if self._stopping or not self.is_alive:
-            raise _shut_down()
+    def _append(self, item: Any, queue: deque[Any]) -> None:
+        with self._changed:
+            if self._stopping or not self.is_alive:
+                raise shut_down()
+            if len(self._queue) + len(self._calls) >= self.max_queue:
+                self._make_room(item.client)
+            queue.append(item)
+            self._changed.notify()
+
+    def _make_room(self, client: str) -> None:
         num_waiting = len(self._queue) + len(self._calls)
-        if num_waiting < self.max_queue:
-            return
         full = ApiError(429, f"{num_waiting} requests are waiting already. Try again later.", code="queue_full")
         waiting = Counter(job.client for job in self._queue)
         greediest = max(waiting, key=waiting.__getitem__, default=client)
@@ -206,11 +208,11 @@ class Engine:
                 if key in calls:
                     self._calls.remove(calls[key])
             start = time.monotonic()
-            if key in calls:
-                calls[key].run()
-            else:
-                self._step(key, self._batches[key])
-            self.charge(key[0], time.monotonic() - start)
+            with self.charged(key[0]):
+                if key in calls:
+                    calls[key].run()
+                else:
+                    self._step(key, self._batches[key])
             self._debt_of_batch[key] = self._debt_of_batch.get(key, 0.0) + time.monotonic() - start
 
     def _choose(self, keys: list[Any]) -> Any:
@@ -229,7 +231,7 @@ class Engine:
         for job in (*self._queue, *self._running.values()):
             if job.deadline < now and not job.cancelled:
                 job.cancelled = True
-                job.send(ApiError(504, "The request took longer than the server allows.", code="timeout"))
+                job.send(timed_out())
         self._queue = deque(job for job in self._queue if not job.cancelled)
         for row in [row for row, job in self._running.items() if job.cancelled]:
             self._batches[_key(self._running.pop(row))].remove(row)
@@ -269,7 +271,3 @@ def _key(job: Job) -> Any:
     """Return what the rows of a batch share, the client first."""
     plan = job.row.plan
     return job.client, plan.knobs, plan.noise, None if plan.language is None else id(plan.language.automaton)
-
-
-def _shut_down() -> ApiError:
-    return ApiError(503, "The server is shutting down. Try again later.")

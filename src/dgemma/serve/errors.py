@@ -22,6 +22,14 @@ class ApiError(Exception):
         return {"error": {"message": _encodable(self.message), "type": kind, "param": param, "code": self.code}}
 
 
+def timed_out() -> ApiError:
+    return ApiError(504, "The request took longer than the server allows.", code="timeout")
+
+
+def shut_down() -> ApiError:
+    return ApiError(503, "The server is shutting down. Try again later.")
+
+
 def _encodable(text: str) -> str:
     """Replace lone surrogates, which JSON can express and UTF-8 cannot."""
     return text.encode(errors="replace").decode()

@@ -19,9 +19,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from dgemma.checks import check_count, check_finite
 from dgemma.constraints.build import stop_builds
-from dgemma.serve.errors import ApiError
+from dgemma.serve.errors import ApiError, shut_down
 from dgemma.serve.metrics import Metrics
 
 _OPEN_PATHS = ("/", "/page.css", "/page.js", "/health")  # need no API key
@@ -47,18 +46,9 @@ class Limits:
     queue: int = 256  # requests that wait
     seconds: float = 300.0  # for one answer, including its wait
 
-    def __post_init__(self) -> None:
-        for name in ("body", "tokens", "queue"):
-            check_count(self, name)
-        for name in ("body_seconds", "seconds"):
-            check_finite(self, name, above=0)
-
 
 class Gate:
-    """Middleware that reads each body within its limits, before any route sees it.
-
-    Example: `app.add_middleware(Gate, limits=Limits(), api_key=None, hosts=None, metrics=metrics)`.
-    """
+    """Middleware that reads each body within its limits, before any route sees it."""
 
     def __init__(
         self, app: ASGIApp, *, limits: Limits, api_key: str | None, hosts: tuple[str, ...] | None, metrics: Metrics
@@ -86,12 +76,12 @@ class Gate:
                 self._check(scope)
                 body = await self._read(Headers(scope=scope), receive)
             except ApiError as error:
-                await _refuse(error, send_with_headers, asks=scope["path"] == "/replay")
+                await _send_error(error, send_with_headers, asks=scope["path"] == "/replay")
             else:
                 await self._app(scope, _replay(body, receive), send_with_headers)
         except asyncio.CancelledError:  # the server stops
             if status is None:
-                await _refuse(ApiError(503, "The server is shutting down. Try again later."), send_with_headers)
+                await _send_error(shut_down(), send_with_headers)
         finally:
             path = scope["path"] if scope["path"] in _PATHS else "other"  # a bounded number of labels
             self._metrics.requests.labels(path, str(status or 500)).inc()
@@ -207,10 +197,7 @@ class PatientProtocol(H11Protocol):
 
 
 class QuickServer(uvicorn.Server):
-    """A server that stops at once: answers that are not finished become a 503. uvicorn would wait for them.
-
-    Example: `QuickServer(app).run(sockets=[listener])`.
-    """
+    """A server that stops at once: answers that are not finished become a 503. uvicorn would wait for them."""
 
     def __init__(self, app: ASGIApp) -> None:
         config = uvicorn.Config(
@@ -262,7 +249,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replayed
 
 
-async def _refuse(error: ApiError, send: Send, *, asks: bool = False) -> None:
+async def _send_error(error: ApiError, send: Send, *, asks: bool = False) -> None:
     """Send an error. If the key is missing and `asks` is True, a browser asks for it."""
     body = json.dumps(error.body()).encode()
     # The rest of the request is not read, so the connection cannot be used again.

@@ -8,10 +8,7 @@ _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
 class Metrics:
-    """Counters and histograms with a registry of their own.
-
-    Example: `Metrics(engine).render()`.
-    """
+    """Counters and histograms with a registry of their own."""
 
     def __init__(self, engine: Engine) -> None:
         self._registry = registry = CollectorRegistry()

@@ -6,9 +6,10 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
 
 from dgemma.serve.errors import ApiError
 
-_ALTERNATIVES = ("body", "str", "int", "ToolChoice")
+_ALTERNATIVES = ("body", "str", "constrained-str", "int", "ToolChoice")
 
 Seed = Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)]
+StopText = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class _Body(BaseModel):
@@ -98,7 +99,7 @@ class TextRequest(_Body):
     temperature: Annotated[float, Field(ge=0, le=2, strict=True)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
     seed: Seed | None = None
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -114,10 +115,7 @@ class TextRequest(_Body):
 
     @property
     def stops(self) -> list[str]:
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if not all(0 < len(stop) <= 256 for stop in stops):
-            raise ApiError(400, "stop must hold texts of 1 to 256 characters.", param="stop")
-        return stops
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
 class ChatRequest(TextRequest):

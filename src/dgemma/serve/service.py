@@ -26,7 +26,7 @@ from dgemma.run.plan import Plan, read_plan
 from dgemma.run.rows import Rows
 from dgemma.serve.decisions import answer_questions
 from dgemma.serve.engine import Call, Draft, Engine, Job, Result, Written
-from dgemma.serve.errors import ApiError
+from dgemma.serve.errors import ApiError, timed_out
 from dgemma.serve.gate import Limits
 from dgemma.serve.metrics import Metrics
 from dgemma.serve.protocol import (
@@ -49,10 +49,7 @@ _COLDEST = 1e-3  # the temperature that replaces 0 for samplers that always draw
 
 
 class KeptConstraints:
-    """The most recent constraints of requests and the errors of those that cannot be built, up to `most_bytes`.
-
-    Example: `KeptConstraints(1 << 27).find('{"schema": {"type": "boolean"}}', tokenizer)`.
-    """
+    """The most recent constraints of requests and the errors of those that cannot be built, up to `most_bytes`."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes, self._kept = most_bytes, OrderedDict[str, tuple[Regex | ValueError, int]]()
@@ -68,12 +65,11 @@ class KeptConstraints:
         return found
 
     def _add(self, key: str, tokenizer: Tokenizer) -> tuple[Regex | ValueError, int]:
-        source, num_bytes = json.loads(key), len(key)
+        ((kind, source),) = json.loads(key).items()
+        num_bytes = len(key)
         built: Regex | ValueError
         try:
-            built = (
-                JsonSchema(source["schema"], tokenizer) if "schema" in source else ToolCalls(source["tools"], tokenizer)
-            )
+            built = JsonSchema(source, tokenizer) if kind == "schema" else ToolCalls(source, tokenizer)
             num_bytes += len(built.pattern) + sum(table.nbytes for table in built.automaton)
             rule = f"have at most {_MOST_STATES} states on this server"
             require(built.automaton.num_states <= _MOST_STATES, "The schema", rule, built.automaton.num_states)
@@ -152,7 +148,7 @@ class Service:
         found = await run_in_threadpool(answer_questions, self.model, self.tokenizer, body.state, body.questions)
         for _ in body.questions:
             if await request.is_disconnected() or time.monotonic() > end:
-                raise ApiError(504, "The request took longer than the server allows.", code="timeout")
+                raise timed_out()
             name, answers[name], num_read = await self.engine.call(partial(next, found), _client(request))
             num_tokens += num_read
         usage = {"input_tokens": num_tokens, "output_tokens": 0}
@@ -183,23 +179,14 @@ class Service:
         A constraint that is known already needs no queue.
         """
         key = _constraint_key(body)
+        plan = partial(self.engine.charged(client)(self._plan), body, key)
         if key is None or key in self.constraints:
-            return await run_in_threadpool(self._plan_timed, body, key, client)
+            return await run_in_threadpool(plan)
         try:
             async with asyncio.timeout(self.limits.seconds):
-                return await self.builders.run(partial(self._plan_timed, body, key, client))
+                return await self.builders.run(plan)
         except TimeoutError:
-            raise ApiError(504, "The request took longer than the server allows.", code="timeout") from None
-
-    def _plan_timed(
-        self, body: ChatRequest | CompletionRequest, key: str | None, client: str
-    ) -> tuple[Plan, GrowingText]:
-        """Plan a request, at the expense of its client's time."""
-        start = time.monotonic()
-        try:
-            return self._plan(body, key)
-        finally:
-            self.engine.charge(client, time.monotonic() - start)
+            raise timed_out() from None
 
     def _plan(self, body: ChatRequest | CompletionRequest, key: str | None) -> tuple[Plan, GrowingText]:
         """Check a request, and return its plan and its text."""
@@ -214,7 +201,9 @@ class Service:
         try:
             if key is not None:
                 options["constraint"] = self.constraints.find(key, self.tokenizer)
-            tokens = self._read_chat(body) if is_chat else self._read_prompt(body)
+            tokens = self._read_chat(body) if is_chat else body.prompt
+            if isinstance(tokens, str):
+                tokens = self.tokenizer.encode(tokens, markers=False)
             plan = read_plan(self.model, _as_row(tokens, self.model), **options)
         except ImportError as error:
             raise ApiError(501, str(error)) from None
@@ -244,15 +233,12 @@ class Service:
             options["temperature"] = float(body.temperature)
         return options
 
-    def _read_prompt(self, body: CompletionRequest) -> list[int]:
-        return self.tokenizer.encode(body.prompt, markers=False) if isinstance(body.prompt, str) else list(body.prompt)
-
-    def _read_chat(self, body: ChatRequest) -> list[int]:
-        """Return the tokens of a chat. Without a chat template, these are the texts of all turns."""
+    def _read_chat(self, body: ChatRequest) -> list[int] | str:
+        """Return the tokens of a chat, or without a chat template the texts of all turns."""
         if not self.tokenizer.has_chat_template:
             if body.tools:
                 raise ApiError(400, "tools must be empty: this model has no chat template.", param="tools")
-            return self.tokenizer.encode("\n".join(message.text for message in body.messages), markers=False)
+            return "\n".join(message.text for message in body.messages)
         messages = []
         for number, message in enumerate(body.messages):
             role = "system" if message.role == "developer" else message.role
@@ -261,11 +247,7 @@ class Service:
                 place = f"messages.{number}.tool_calls.{index}.function.arguments"
                 called = {"name": call.function.name, "arguments": _read_arguments(call, place)}
                 turn.setdefault("tool_calls", []).append({"type": "function", "function": called})
-            if message.tool_call_id is not None:
-                turn["tool_call_id"] = message.tool_call_id
-            if message.name is not None:
-                turn["name"] = message.name
-            messages.append(turn)
+            messages.append(turn | message.model_dump(include={"tool_call_id", "name"}, exclude_none=True))
         tools = (
             None if body.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in body.tools or []]
         )
@@ -273,10 +255,7 @@ class Service:
 
 
 class Builders:
-    """Runs functions that take seconds, two at a time. Their threads do not keep the process from ending.
-
-    Example: `await Builders().run(lambda: JsonSchema(schema, tokenizer).automaton)`.
-    """
+    """Runs functions that take seconds, two at a time. Their threads do not keep the process from ending."""
 
     def __init__(self) -> None:
         self._places, self._num_waiting = asyncio.Semaphore(2), 0
@@ -284,8 +263,7 @@ class Builders:
     async def run(self, function: Callable[[], Result]) -> Result:
         """Return the result of a function; raise a 429 if too many wait already."""
         if self._num_waiting >= _MOST_BUILDS:
-            message = f"{self._num_waiting} constraints are waiting to be built already. Try again later."
-            raise ApiError(429, message, code="queue_full")
+            raise ApiError(429, "Too many constraints are waiting to be built. Try again later.", code="queue_full")
         self._num_waiting += 1
         try:
             await self._places.acquire()
@@ -399,12 +377,8 @@ class Answer:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._service.name}
 
     def _chunk(self, new: Any, finish_reason: str | None = None, counts: dict[str, Any] | None = None) -> str:
-        choice = {
-            "index": 0,
-            "delta" if self._is_chat else "text": new,
-            "logprobs": None,
-            "finish_reason": finish_reason,
-        }
+        part = {"delta" if self._is_chat else "text": new}
+        choice = {"index": 0, **part, "logprobs": None, "finish_reason": finish_reason}
         extension = {} if counts is None else {"dgemma": counts}
         return _event({**self._frame(self._chunk_kind), "choices": [choice], **extension})
 
@@ -425,13 +399,10 @@ class Answer:
         if self._text.reply is None or not isinstance(self._body, ChatRequest) or not self._body.tools:
             return []
         calls = [call for call in self._text.reply.tool_calls if call.arguments is not None]
+        functions = [{"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)} for call in calls]
         return [
-            {
-                "id": f"call_{self._id[-12:]}_{at}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-            }
-            for at, call in enumerate(calls)
+            {"id": f"call_{self._id[-12:]}_{at}", "type": "function", "function": function}
+            for at, function in enumerate(functions)
         ]
 
     def _finish_reason(self) -> str | None:
