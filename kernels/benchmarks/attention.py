@@ -17,10 +17,10 @@ from timing import demand_parity, describe_run, measure_read_bandwidth, time_gra
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from dgemma_kernels.ops.attention import AttentionTile, attention, choose_kernel, reference
-from dgemma_kernels.ops.attention.kernel import default_tile
-from dgemma_kernels.ops.qkv import prepare_qkv
+from dgemma_kernels.ops.attention import reference
+from dgemma_kernels.ops.attention.kernel import AttentionTile, attention, choose_kernel, default_tile
 from dgemma_kernels.ops.qkv import reference as qkv_reference
+from dgemma_kernels.ops.qkv.kernel import prepare_qkv
 
 HEADS = 16
 LAYERS = {"sliding": (8, 256), "full": (2, 512)}  # key heads, head_dim

@@ -23,9 +23,13 @@ from torch.utils._pytree import tree_map
 
 from dgemma_kernels.formats import ENCODERS, ExpertWeights, FourBit, Packed, Quantized, quantize, stored_tensors
 from dgemma_kernels.formats.float8 import values_and_scale
-from dgemma_kernels.ops import configs, experts, mlp, norms, router
+from dgemma_kernels.ops import configs
+from dgemma_kernels.ops.experts import kernel as experts
+from dgemma_kernels.ops.mlp import kernel as mlp
 from dgemma_kernels.ops.mlp import reference as mlp_reference
+from dgemma_kernels.ops.norms import kernel as norms
 from dgemma_kernels.ops.norms import reference as norms_reference
+from dgemma_kernels.ops.router import kernel as router
 from dgemma_kernels.ops.router import reference as router_reference
 from dgemma_kernels.ops.router.reference import count_pairs
 

@@ -39,7 +39,9 @@ from experts import (
 from timing import time_graph
 
 from dgemma_kernels.formats import ENCODERS
-from dgemma_kernels.ops import configs, experts, router
+from dgemma_kernels.ops import configs
+from dgemma_kernels.ops.experts import kernel as experts
+from dgemma_kernels.ops.router import kernel as router
 from dgemma_kernels.ops.router.reference import count_pairs
 
 # Tiles to try by rows per tile: (columns, depth, warps, stages), and the limit of registers if there is one.

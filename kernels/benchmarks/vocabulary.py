@@ -18,8 +18,14 @@ from dgemma.diffusion.prediction import Prediction
 from dgemma_kernels.ops.accept import kernel as accept_kernel
 from dgemma_kernels.ops.accept import reference as accept_reference
 from dgemma_kernels.ops.accept.kernel import Before
-from dgemma_kernels.ops.vocabulary import Shaping, pack_allowed, sample, soft_probabilities, vocabulary_statistics
 from dgemma_kernels.ops.vocabulary import kernel as vocabulary
+from dgemma_kernels.ops.vocabulary.kernel import (
+    Shaping,
+    pack_allowed,
+    sample,
+    soft_probabilities,
+    vocabulary_statistics,
+)
 
 VOCAB, HIDDEN, CANVAS, SOFTCAP = 262_144, 2816, 256, 30.0
 LIMITS: dict[str, Any] = {"bound": 0.1, "confidence": 0.005, "vocab_size": VOCAB}

@@ -4,8 +4,9 @@ import torch
 import triton
 
 from dgemma_kernels.formats.float8 import Quantized
-from dgemma_kernels.ops.attention import attention, attention_float8
 from dgemma_kernels.ops.attention import kernel as module
+from dgemma_kernels.ops.attention.float8 import attention_float8
+from dgemma_kernels.ops.attention.kernel import attention
 
 WGMMA = {
     "_attention_kernel",

@@ -4,7 +4,7 @@ import torch
 
 from dgemma_kernels.ops.draws.kernel import uniform
 from dgemma_kernels.ops.embedding.kernel import embed
-from dgemma_kernels.ops.prefix import forget
+from dgemma_kernels.ops.prefix.kernel import forget
 
 WGMMA: set[str] = set()
 

@@ -11,7 +11,7 @@ from dgemma_kernels.ops.attention.parts import combine_parts
 from dgemma_kernels.ops.experts import kernel as experts
 from dgemma_kernels.ops.mlp import kernel as mlp
 from dgemma_kernels.ops.norms import kernel as norms
-from dgemma_kernels.ops.product import multiply_beside
+from dgemma_kernels.ops.product.kernel import multiply_beside
 from dgemma_kernels.ops.qkv.kernel import prepare_qkv
 from dgemma_kernels.ops.router import kernel as router
 from dgemma_kernels.ops.router import reference

@@ -5,8 +5,9 @@ import triton
 from compile_cases_fourbit import A, D, E, F, empty
 
 from dgemma_kernels.formats.fourbit import OrderedRows
-from dgemma_kernels.ops import configs, norms
+from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.experts import hopper
+from dgemma_kernels.ops.norms import kernel as norms
 from dgemma_kernels.ops.router import kernel as router
 from dgemma_kernels.ops.router import reference
 

@@ -3,10 +3,10 @@
 import torch
 
 from dgemma_kernels.formats.float8 import Quantized
-from dgemma_kernels.ops.experts import expert_down, expert_gate_up
-from dgemma_kernels.ops.norms import layer_tail
-from dgemma_kernels.ops.product import multiply_row
-from dgemma_kernels.ops.token import choose_token, score_token
+from dgemma_kernels.ops.experts.kernel import expert_down, expert_gate_up
+from dgemma_kernels.ops.norms.kernel import layer_tail
+from dgemma_kernels.ops.product.kernel import multiply_row
+from dgemma_kernels.ops.token.kernel import choose_token, score_token
 
 WIDTH, HIDDEN, EXPERTS, ACTIVE, VOCABULARY = 2816, 704, 128, 8, 262_144
 WGMMA: set[str] = set()

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from dgemma_kernels.ops.adapters import expand, reference
+from dgemma_kernels.ops.adapters import reference
+from dgemma_kernels.ops.adapters.kernel import expand
 
 ROWS = 150  # more than one tile of rows, the last one partly filled
 WIDTHS = pytest.mark.parametrize(

@@ -18,7 +18,8 @@ from dgemma_kernels import accelerate
 from dgemma_kernels.engine import forward
 from dgemma_kernels.formats.float8 import Quantized, quantize
 from dgemma_kernels.ops.attention import float8 as module
-from dgemma_kernels.ops.attention import float8_factor, reference
+from dgemma_kernels.ops.attention import reference
+from dgemma_kernels.ops.attention.float8 import float8_factor
 from gluon_interpreter import Hazard, load
 from kernel_inputs import error, make_model
 

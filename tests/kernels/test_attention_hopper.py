@@ -26,8 +26,8 @@ from attention_cases import (
     pretend_hopper,
 )
 from dgemma_kernels.ops import configs
-from dgemma_kernels.ops.attention import AttentionTile, attention, choose_kernel
 from dgemma_kernels.ops.attention import kernel as module
+from dgemma_kernels.ops.attention.kernel import AttentionTile, attention, choose_kernel
 from dgemma_kernels.ops.attention.parts import Inputs, KeyMask, Parts
 from gluon_interpreter import Hazard, load
 from kernel_inputs import error

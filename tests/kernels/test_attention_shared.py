@@ -12,8 +12,8 @@ from torch import Tensor
 
 import attention_cases
 from attention_cases import FULL, HANGS, LIMITS, TAKEN, UNSEEN, exact, native, pretend_hopper
-from dgemma_kernels.ops.attention import attention
 from dgemma_kernels.ops.attention import kernel as module
+from dgemma_kernels.ops.attention.kernel import attention
 from dgemma_kernels.ops.attention.parts import Inputs, KeyMask, Parts
 from gluon_interpreter import Hazard, load
 from kernel_inputs import error

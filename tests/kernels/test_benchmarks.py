@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dgemma_kernels.ops import configs
-from dgemma_kernels.ops import experts as kernels
+from dgemma_kernels.ops.experts import kernel as kernels
 
 BENCHMARKS = Path(__file__).parents[2] / "kernels" / "benchmarks"
 SIZES = {"E": 4, "A": 2, "D": 64, "F": 128, "DENSE": 16, "GPU": torch.device("cpu")}

@@ -13,11 +13,11 @@ from dgemma.model.quantized import IntWeight
 from dgemma_kernels import accelerate
 from dgemma_kernels.formats.fourbit import FourBit, OrderedRows, arrange, order_rows
 from dgemma_kernels.ops.configs import is_hopper
-from dgemma_kernels.ops.experts import float8_obstacle, multiply_experts, reference
-from dgemma_kernels.ops.norms import attention_residual
-from dgemma_kernels.ops.norms.kernel import _round_to_float8
+from dgemma_kernels.ops.experts import reference
+from dgemma_kernels.ops.experts.kernel import float8_obstacle, multiply_experts
+from dgemma_kernels.ops.norms.kernel import _round_to_float8, attention_residual
 from dgemma_kernels.ops.router import reference as router
-from dgemma_kernels.ops.router import sort_by_expert
+from dgemma_kernels.ops.router.kernel import sort_by_expert
 from gluon_interpreter import Hazard, load
 from kernel_inputs import NUM_EXPERTS, draw_routing, error, make_model
 

@@ -16,7 +16,7 @@ from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.configs import is_hopper
 from dgemma_kernels.ops.experts import kernel, reference
 from dgemma_kernels.ops.router import reference as router
-from dgemma_kernels.ops.router import sort_by_expert
+from dgemma_kernels.ops.router.kernel import sort_by_expert
 from gluon_interpreter import Hazard, load
 
 HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from dgemma_kernels.ops.heads import HeadInputs, norm_heads, norm_heads_gradient, reference
+from dgemma_kernels.ops.heads import reference
+from dgemma_kernels.ops.heads.kernel import HeadInputs, norm_heads, norm_heads_gradient
 from kernel_inputs import error
 
 ROWS, LENGTH, HEADS, KV_HEADS, DIM = 2, 11, 4, 2, 64

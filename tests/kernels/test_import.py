@@ -39,7 +39,10 @@ import dgemma_kernels
 def test_kernels_of_training_load_without_the_engine_and_the_model_class():
     script = """
 import sys
-from dgemma_kernels.ops import adapters, grouped, heads, residual
+from dgemma_kernels.ops import grouped
+from dgemma_kernels.ops.adapters import kernel
+from dgemma_kernels.ops.heads import kernel
+from dgemma_kernels.ops.residual import kernel
 import dgemma_kernels
 print(*(name for name in sys.modules if name.startswith(("dgemma_kernels.engine", "dgemma.model.diffusion"))))
 print(dgemma_kernels.accelerate.__module__)

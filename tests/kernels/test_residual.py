@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from dgemma.model.layers import rms_norm
-from dgemma_kernels.ops.residual import (
+from dgemma_kernels.ops.residual import reference
+from dgemma_kernels.ops.residual.kernel import (
     after_attention_gradient,
     after_experts,
     after_experts_gradient,
-    reference,
     rms_norm_gradient,
 )
 from dgemma_kernels.training.fused import gradient_of

@@ -5,7 +5,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from dgemma_kernels.formats.float8 import Quantized
-from dgemma_kernels.ops.experts import expert_down, expert_gate_up
+from dgemma_kernels.ops.experts.kernel import expert_down, expert_gate_up
 from dgemma_kernels.ops.token import kernel, reference
 from kernel_inputs import error
 

@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from dgemma.diffusion.prediction import Prediction
-from dgemma_kernels.ops.vocabulary import Shaping, pack_allowed, reference
 from dgemma_kernels.ops.vocabulary import kernel as vocabulary
+from dgemma_kernels.ops.vocabulary import reference
+from dgemma_kernels.ops.vocabulary.kernel import Shaping, pack_allowed
 
 CHUNK = 128  # instead of 4,096, because the interpreter adds a chunk in a Python loop
 

@@ -10,7 +10,8 @@ import dgemma
 from dgemma.model.quantize import quantize
 from dgemma.train import LoRA, Objective, TrainBatch, add_lora
 from dgemma_kernels import accelerate_training
-from dgemma_kernels.ops import adapters, grouped
+from dgemma_kernels.ops import grouped
+from dgemma_kernels.ops.adapters import kernel as adapters
 from dgemma_kernels.training import fused
 
 

@@ -10,8 +10,11 @@ from torch.utils._pytree import tree_leaves
 import dgemma
 from dgemma.train import LoRA, Objective, TrainBatch, add_lora
 from dgemma_kernels import accelerate_training
-from dgemma_kernels.ops import adapters, ahead, grouped, heads, residual
+from dgemma_kernels.ops import ahead, grouped
+from dgemma_kernels.ops.adapters import kernel as adapters
 from dgemma_kernels.ops.grouped import groups, reference
+from dgemma_kernels.ops.heads import kernel as heads
+from dgemma_kernels.ops.residual import kernel as residual
 from dgemma_kernels.training import adapted_experts, compiling, door, fused, head
 
 CONFIG = {

@@ -19,7 +19,7 @@ from dgemma.model.cache import CacheMark, LayerCache, PrefixCache, drop_later
 from dgemma.model.config import Conventions, ModelConfig
 from dgemma_kernels.engine.graphs import GraphMemory, Replay, Turn, in_turn, remembered, use_here
 from dgemma_kernels.engine.prediction import LogitsBuffers
-from dgemma_kernels.ops.prefix import forget
+from dgemma_kernels.ops.prefix.kernel import forget
 
 _SMALLEST = 1024  # fewest slots of a full layer
 _LINEAR = 16_384  # numbers of slots are powers of two up to this one, then its multiples

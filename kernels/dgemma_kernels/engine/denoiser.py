@@ -35,7 +35,7 @@ from dgemma_kernels.engine.step import CapturedDenoise, Stepper
 from dgemma_kernels.engine.weights import ModelWeights, stored_format, take_weights
 from dgemma_kernels.engine.workspace import Workspace
 from dgemma_kernels.formats import FourBit, Quantized
-from dgemma_kernels.ops.attention import KernelName
+from dgemma_kernels.ops.attention.kernel import KernelName
 from dgemma_kernels.ops.draws import kernel as draws
 
 

@@ -20,30 +20,23 @@ from dgemma_kernels.engine.weights import LayerWeights, ModelWeights
 from dgemma_kernels.formats import FourBit, Quantized, format_of
 from dgemma_kernels.formats.float8 import multiply, multiply_unscaled
 from dgemma_kernels.formats.fourbit import OrderedRows
-from dgemma_kernels.ops.attention import (
-    KernelChoice,
-    KernelName,
-    attention,
-    attention_float8,
-    choose_kernel,
-    float8_factor,
-    float8_obstacle,
-)
+from dgemma_kernels.ops.attention.float8 import attention_float8, float8_factor, float8_obstacle
 from dgemma_kernels.ops.attention.images import attention_with_images
+from dgemma_kernels.ops.attention.kernel import KernelChoice, KernelName, attention, choose_kernel
 from dgemma_kernels.ops.configs import (
     dense_config,
     expert_config,
     gluon_obstacle,
     tensor_descriptors,
 )
-from dgemma_kernels.ops.embedding import embed
-from dgemma_kernels.ops.experts import fits_many, multiply_experts
-from dgemma_kernels.ops.mlp import dense_mlp, geglu, geglu_float8
-from dgemma_kernels.ops.norms import attention_residual, layer_tail, rms_norm, round_rows, scale_rows
-from dgemma_kernels.ops.product import multiply_beside, multiply_row
-from dgemma_kernels.ops.qkv import prepare_qkv
-from dgemma_kernels.ops.router import route, sort_by_expert
-from dgemma_kernels.ops.token import choose_token, score_token
+from dgemma_kernels.ops.embedding.kernel import embed
+from dgemma_kernels.ops.experts.kernel import fits_many, multiply_experts
+from dgemma_kernels.ops.mlp.kernel import dense_mlp, geglu, geglu_float8
+from dgemma_kernels.ops.norms.kernel import attention_residual, layer_tail, rms_norm, round_rows, scale_rows
+from dgemma_kernels.ops.product.kernel import multiply_beside, multiply_row
+from dgemma_kernels.ops.qkv.kernel import prepare_qkv
+from dgemma_kernels.ops.router.kernel import route, sort_by_expert
+from dgemma_kernels.ops.token.kernel import choose_token, score_token
 
 logger = logging.getLogger("dgemma")
 

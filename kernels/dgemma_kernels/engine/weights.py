@@ -21,8 +21,8 @@ from dgemma.model.quantized import Float8Weight, QuantizedLinear, QuantizedWeigh
 from dgemma_kernels.engine.precision import refuse
 from dgemma_kernels.formats import ENCODERS, ExpertWeights, FourBit, Quantized
 from dgemma_kernels.formats.float8 import quantize
-from dgemma_kernels.ops.experts import float8_obstacle
-from dgemma_kernels.ops.norms import ResidualNorms, TailNorms
+from dgemma_kernels.ops.experts.kernel import float8_obstacle
+from dgemma_kernels.ops.norms.kernel import ResidualNorms, TailNorms
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from dgemma_kernels.engine.forward import Forward
 from dgemma_kernels.engine.graphs import GraphMemory, use_here
 from dgemma_kernels.engine.prediction import FusedPrediction, LogitsBuffers, SoftEmbedding
 from dgemma_kernels.formats.float8 import quantize
-from dgemma_kernels.ops.vocabulary import SoftProbabilities
+from dgemma_kernels.ops.vocabulary.kernel import SoftProbabilities
 
 
 class Workspace:

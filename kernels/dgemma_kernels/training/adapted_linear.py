@@ -18,7 +18,7 @@ from dgemma.model.layers import replace_weights
 from dgemma.model.quantized import Weight
 from dgemma.train.lora import AdaptedLinear
 from dgemma.train.lora.adapters import adapted_modules
-from dgemma_kernels.ops import adapters
+from dgemma_kernels.ops.adapters import kernel as adapters
 from dgemma_kernels.training.fused import joined, runs_kernels
 
 _SAME_INPUT = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # layers of one module

@@ -13,7 +13,10 @@ from torch import Tensor
 
 from dgemma.model.backbone import Layer
 from dgemma.train.lora import AdaptedExperts, AdaptedLinear
-from dgemma_kernels.ops import adapters, ahead, grouped, heads, residual
+from dgemma_kernels.ops import ahead, grouped
+from dgemma_kernels.ops.adapters import kernel as adapters
+from dgemma_kernels.ops.heads import kernel as heads
+from dgemma_kernels.ops.residual import kernel as residual
 from dgemma_kernels.training.adapted_experts import FEW_OUTPUTS, keeps_output
 
 _Operands = tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor | None, bool]  # operands, order, whether gated

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dgemma_kernels.ops import residual
+from dgemma_kernels.ops.residual import kernel as residual
 
 Function = TypeVar("Function", bound=Callable[..., object])
 

@@ -29,7 +29,8 @@ from dgemma.train import one_pass
 from dgemma.train.canvases import Canvases, NoisyCanvases
 from dgemma.train.lora import AdaptedLinear, is_adapted
 from dgemma.train.one_pass import LastHidden
-from dgemma_kernels.ops import heads, residual
+from dgemma_kernels.ops.heads import kernel as heads
+from dgemma_kernels.ops.residual import kernel as residual
 from dgemma_kernels.training.adapted_experts import Kept, keeps_output, trained_weights
 from dgemma_kernels.training.adapted_linear import multiply, product_dtype
 from dgemma_kernels.training.attention import in_words, words

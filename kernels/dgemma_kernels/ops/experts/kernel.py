@@ -47,7 +47,7 @@ from dgemma_kernels.ops.experts.tiles import (
     gate_up_tile,
     load_tile,
 )
-from dgemma_kernels.ops.norms import round_rows
+from dgemma_kernels.ops.norms.kernel import round_rows
 from dgemma_kernels.ops.router.kernel import ExpertTiles
 
 

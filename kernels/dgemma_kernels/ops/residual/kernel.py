@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dgemma_kernels.blocks import blocks_of, load_row, store_block
-from dgemma_kernels.ops import norms
+from dgemma_kernels.ops.norms import kernel as norms
 
 _MAX_WIDTH = 8192
 
