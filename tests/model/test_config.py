@@ -103,7 +103,7 @@ def test_a_text_config_alone_and_a_folder_are_read(tmp_path):
         ({"layer_types": ["full_attention", "linear", "full_attention"]}, "layer_types must hold only"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number"),
         ({"final_logit_softcapping": -1.0}, "final_logit_softcapping must be a finite number"),
-        ({"final_logit_softcapping": None}, "final_logit_softcapping must be a number"),
+        ({"final_logit_softcapping": None}, "final_logit_softcapping must be float, got None"),
         ({"pad_token_id": 512}, "pad_token_id must be a token id"),
         ({"hidden_activation": "relu"}, "hidden_activation must be 'gelu_pytorch_tanh'"),
         ({"attention_bias": True}, "attention_bias must be False"),

@@ -18,7 +18,7 @@ from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.model.causal import CausalRule, CausalState
 from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig
-from dgemma.model.denoiser import Denoiser
+from dgemma.model.denoiser import Denoiser, require_vision
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.inputs import check_prefix, check_tokens
 from dgemma.model.vision.images import Images
@@ -282,9 +282,10 @@ class FusedDenoiser(Denoiser[FusedCache]):
         return self._workspace.causal_logits(hidden.flatten(0, 1)).view(*tokens.shape, -1)
 
     def _check_images(self, images: Images | None) -> None:
-        if images is not None and not self.takes_images:
-            raise ValueError("FusedDenoiser images must be None for a model without a vision tower. Load another one.")
-        if images is not None and self._forward.batch_invariant:
+        if images is None:
+            return
+        require_vision(self)
+        if self._forward.batch_invariant:
             raise ValueError(
                 "FusedDenoiser images must be None with batch_invariant, because their attention depends on the batch. "
                 "Accelerate the model without batch_invariant."

@@ -23,7 +23,7 @@ from dgemma.checkpoint.tokenizer import IMAGE_MARKER, Tokenizer
 from dgemma.checks import check_count, check_types, require, show
 from dgemma.files import read_bytes, read_json
 from dgemma.model.config import ModelConfig
-from dgemma.model.denoiser import Denoiser
+from dgemma.model.denoiser import Denoiser, require_vision
 from dgemma.model.vision.images import Images
 
 if TYPE_CHECKING:
@@ -162,14 +162,12 @@ def processor_of(model: Denoiser) -> ImageProcessor:
 
     Example: `images = processor_of(model)(["photo.jpg"])`.
     """
-    vision = model.config.vision if isinstance(model.config, ModelConfig) else None
-    if vision is None:
-        raise ValueError(
-            f"images must be None for a {type(model).__name__} without a vision tower. Load another model."
-        )
+    require_vision(model)
     if model.source is not None:
         return ImageProcessor.from_pretrained(model.source)
-    return ImageProcessor(patch_size=vision.patch_size, pooling_kernel_size=vision.pooling_kernel_size)
+    vision = model.config.vision if isinstance(model.config, ModelConfig) else None
+    sizes = {} if vision is None else {name: getattr(vision, name) for name in _SETTINGS[1:]}
+    return ImageProcessor(**sizes)
 
 
 def encode_text(tokenizer: Tokenizer, text: str, images: Images | None) -> list[int]:

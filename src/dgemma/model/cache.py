@@ -7,7 +7,7 @@ long prefix needs memory in the full layers alone: 262,144 tokens of the 26B mod
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,11 @@ from torch import Tensor
 from dgemma.checks import in_range, require, require_tensor, typed
 from dgemma.model.config import Conventions, ModelConfig
 
+Made = TypeVar("Made")
+
 _GROWTH = 1.25  # growth of a full buffer, so that appending takes linear time
 
 
-@runtime_checkable
 @runtime_checkable
 class Cache(Protocol):
     """The protocol of prefix caches, which `PrefixCache`, the fused engine, `Guided` and wrapped models implement.
@@ -182,20 +183,24 @@ class PrefixCache:
         if counts is not None and not torch.compiler.is_compiling():
             # Padding takes no slot. Compiled code cannot read the lengths, so there `num_slots` includes padding.
             num_slots = int((self.lengths + counts).max())
-        orders: dict[int | None, Tensor | None] = {}
-        for layer, (keys, values) in zip(self.layers, new, strict=True):
-            if layer.keep not in orders:
-                orders[layer.keep] = self._order(layer, num_new, num_slots, real) if ragged else None
-            layer.append(keys, values, self.num_slots, orders[layer.keep])
+        orders = self.by_kind(lambda layer: self._order(layer, num_new, num_slots, real) if ragged else None)
+        for layer, (keys, values), order in zip(self.layers, new, orders, strict=True):
+            layer.append(keys, values, self.num_slots, order)
         self.lengths = self.lengths + (num_new if counts is None else counts)
         self.num_slots, self.ragged = num_slots, ragged
         self.num_seen += num_new
 
-    def _order(self, layer: LayerCache, num_new: int, num_slots: int, real: Tensor | None) -> Tensor:
-        """Return which token each slot gets in `append`: (B, S').
+    def views(self) -> list[tuple[Tensor, Tensor] | None]:
+        """The slots in use of every layer: two (B, K, S, H), or None if there are none."""
+        return [layer.view(self.num_slots) if self.num_slots else None for layer in self.layers]
 
-        An index counts the old slots first, then the new tokens.
-        """
+    def by_kind(self, make: Callable[[LayerCache], Made]) -> list[Made]:
+        """Return make(layer) for every layer. It is called once per kind of layer, and layers of a kind share it."""
+        made = {keep: make(layer) for keep, layer in {layer.keep: layer for layer in self.layers}.items()}
+        return [made[layer.keep] for layer in self.layers]
+
+    def _order(self, layer: LayerCache, num_new: int, num_slots: int, real: Tensor | None) -> Tensor:
+        """Return which token each slot gets in `append`: (B, S'), counting the old slots first, then the new tokens."""
         old = torch.arange(layer.num_filled(self.num_slots), device=self.lengths.device)
         if real is None:
             real = torch.ones(self.batch_size, num_new, dtype=torch.bool, device=self.lengths.device)
@@ -215,14 +220,9 @@ class PrefixCache:
 
     def rollback(self, mark: CacheMark) -> None:
         """Forget everything after `mark`, and later marks. This mark can be used again."""
-        require(isinstance(mark, CacheMark), "PrefixCache.rollback mark", "come from mark() of this cache", mark)
         drop_later(self._marks, mark)
-        self.lengths, self.num_slots, self.num_seen, self.ragged = (
-            mark.lengths,
-            mark.num_slots,
-            mark.num_seen,
-            mark.ragged,
-        )
+        self.lengths, self.ragged = mark.lengths, mark.ragged
+        self.num_slots, self.num_seen = mark.num_slots, mark.num_seen
         for layer, window in zip(self.layers, mark.windows, strict=True):
             if window is not None:
                 layer.keys, layer.values = window
@@ -242,12 +242,8 @@ class PrefixCache:
         Example: `cache.splice(torch.tensor([1]), model.encode(prompt))` gives row 1 another prefix.
         """
         self._check_rows(rows)
-        if (
-            not isinstance(donor, PrefixCache)
-            or len(donor.lengths) != len(rows)
-            or len(donor.layers) != len(self.layers)
-        ):
-            require(False, "PrefixCache.splice donor", f"be a cache of {len(rows)} rows of the same model", donor)
+        fits = isinstance(donor, PrefixCache) and (donor.batch_size, len(donor.layers)) == (len(rows), len(self.layers))
+        require(fits, "PrefixCache.splice donor", f"be a cache of {len(rows)} rows of the same model", donor)
         for layer, theirs in zip(self.layers, donor.layers, strict=True):
             layer.keys = _splice(layer.keys, rows, theirs.keys, theirs.num_filled(donor.num_slots))
             layer.values = _splice(layer.values, rows, theirs.values, theirs.num_filled(donor.num_slots))
@@ -292,10 +288,7 @@ class PrefixCache:
 def drop_later(marks: list[CacheMark], mark: CacheMark) -> None:
     """Remove the marks taken after `mark`. Raise ValueError if `mark` itself is not in `marks`."""
     if not any(known is mark for known in marks):
-        raise ValueError(
-            "PrefixCache.rollback must get a mark of this cache that no earlier rollback has removed. "
-            "Call cache.mark() at each boundary you want to return to."
-        )
+        raise ValueError("PrefixCache.rollback must get a mark of this cache that no earlier rollback has removed.")
     while marks[-1] is not mark:
         marks.pop()
 

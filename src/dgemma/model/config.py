@@ -9,25 +9,33 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from dgemma.checks import check_types, require, require_field, show
+from dgemma.checks import check_types, require, require_field
 from dgemma.files import read_json
 from dgemma.model.gemma4 import GEMMA4_TYPES, config_from_gemma4
-from dgemma.model.vision.config import VisionConfig
 
 OWN_DEFAULTS = ("noise", "sampler")  # fields of GenerationDefaults that are stored in config.json
 SLIDING = "sliding_attention"
 FULL = "full_attention"
 
 _LARGEST_SIZE = 2**31 - 1  # larger sizes are certainly mistakes
+_SIZE, _COUNT, _TOKEN = (
+    f"an integer from 1 to {_LARGEST_SIZE}",
+    "an integer of at least 0",
+    "a token id below vocab_size",
+)
+_POSITIVE, _NOT_NEGATIVE = "a finite number above 0", "a finite number of at least 0"
 _DEFAULT_ROPE: Mapping[str, Mapping[str, Any]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
 # Published fields that dgemma implements for one value only; any other would change the result.
-_FIXED_TEXT_FIELDS: Mapping[str, tuple[Any, ...]] = {
+_FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "hidden_activation": ("gelu_pytorch_tanh",),
     "attention_bias": (False, None),
     "attention_dropout": (0.0, None),
+}
+_FIXED_TEXT_FIELDS = {
+    **_FIXED_FIELDS,
     "tie_word_embeddings": (True,),
     "use_bidirectional_attention": ("vision", None),
 }
@@ -78,10 +86,51 @@ class DenoiserConfig:
     max_position_embeddings: int = 262_144
 
     def __post_init__(self) -> None:
-        for name in _RUN_SIZES:
-            _check_size(self, name)
+        _check_numbers(self, _SIZE, "vocab_size", "canvas_length", "max_position_embeddings")
         most = self.max_position_embeddings
         require_field(self.canvas_length <= most, self, "canvas_length", f"be at most max_position_embeddings, {most}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """Geometry of the vision tower. The defaults are transformers', whose files may omit a field that equals one.
+
+    Example: `dgemma.presets.diffusiongemma_26b_a4b().vision.num_hidden_layers` is 27.
+    """
+
+    hidden_size: int = 768
+    intermediate_size: int = 3072
+    num_hidden_layers: int = 16
+    num_attention_heads: int = 12
+    head_dim: int = 64
+    patch_size: int = 16
+    pooling_kernel_size: int = 3
+    position_embedding_size: int = 10_240  # the most patches per side
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 100.0
+    standardize: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        _check_numbers(self, _SIZE, *(field.name for field in fields(self) if field.type is int))
+        _check_numbers(self, _POSITIVE, "rms_norm_eps", "rope_theta")
+        require_field(self.head_dim % 4 == 0, self, "head_dim", "be a multiple of 4, because rope rotates two halves")
+
+    @classmethod
+    def from_hf(cls, published: Mapping[str, Any]) -> Self:
+        """Read the `vision_config` of a published config.json."""
+        heads = published.get("num_attention_heads", cls.num_attention_heads)
+        own = {"use_clipped_linears": (False, None), "num_key_value_heads": (heads,)}
+        _check_fixed("vision_config", published, {**_FIXED_FIELDS, **own})
+        rope = published.get("rope_parameters") or {}
+        require(isinstance(rope, Mapping), "vision_config.rope_parameters", "be a dictionary", rope)
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in {**rope, **published}.items() if name in names})
+
+    @property
+    def patch_dim(self) -> int:
+        """The number of values of a patch."""
+        return 3 * self.patch_size**2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,13 +169,9 @@ class ModelConfig(DenoiserConfig):
         if isinstance(self.layer_types, list):
             object.__setattr__(self, "layer_types", tuple(self.layer_types))
         check_types(self)
-        for name in _LAYER_SIZES:
-            _check_size(self, name)
-        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            value = getattr(self, name)
-            require_field(_is_int(value, 0) and value < self.vocab_size, self, name, "be a token id below vocab_size")
-        for name in ("rms_norm_eps", "final_logit_softcapping", "initializer_range"):
-            require_field(_is_positive(getattr(self, name)), self, name, "be a finite number above 0")
+        _check_numbers(self, _SIZE, *_LAYER_SIZES)
+        _check_numbers(self, _TOKEN, "pad_token_id", "bos_token_id", "eos_token_id")
+        _check_numbers(self, _POSITIVE, "rms_norm_eps", "final_logit_softcapping", "initializer_range")
         require_field(len(self.layer_types) == self.num_hidden_layers, self, "layer_types", "name one type per layer")
         known = all(kind in (SLIDING, FULL) for kind in self.layer_types)
         require_field(known, self, "layer_types", f"hold only {SLIDING!r} or {FULL!r}")
@@ -136,12 +181,8 @@ class ModelConfig(DenoiserConfig):
         for kv, head in (("num_key_value_heads", "head_dim"), ("num_global_key_value_heads", "global_head_dim")):
             require_field(self.num_attention_heads % getattr(self, kv) == 0, self, kv, "divide num_attention_heads")
             require_field(getattr(self, head) % 2 == 0, self, head, "be even, because rope rotates pairs")
-        if self.vision_config is not None:
-            _ = self.vision  # checks its fields
-            fits = _is_int(self.image_token_id, 0) and self.image_token_id < self.vocab_size
-            require_field(
-                fits, self, "image_token_id", "be a token id below vocab_size", "Set carried['image_token_id']."
-            )
+        if self.vision is not None:  # which also checks the fields of the tower
+            _check_numbers(self, _TOKEN, "image_token_id", fix="Set carried['image_token_id'].")
         for kind in dict.fromkeys((*self.layer_types, *self.rope_parameters)):
             _check_rope(self.rope_parameters, kind)
 
@@ -186,30 +227,16 @@ class ModelConfig(DenoiserConfig):
         if model_type in GEMMA4_TYPES:
             published = config_from_gemma4(published)
             model_type = published["model_type"]
-        if model_type not in ("diffusion_gemma", "diffusion_gemma_text"):
-            raise ValueError(
-                f"ModelConfig.model_type must be 'diffusion_gemma', 'diffusion_gemma_text' or a Gemma 4 text model, "
-                f"got {model_type!r}. Point at a DiffusionGemma checkpoint."
-            )
-        text = published.get("text_config") if "text_config" in published else published
-        if not isinstance(text, Mapping):
-            raise ValueError(f"ModelConfig.text_config must be a dictionary, got {type(text).__name__}.")
-        for name, kind in (("layer_types", list | tuple), ("rope_parameters", Mapping), ("per_layer_config", Mapping)):
-            if text.get(name) is not None and not isinstance(text[name], kind):
-                rule = "a dictionary" if kind is Mapping else "a list"
-                raise ValueError(f"ModelConfig.{name} must be {rule}, got {text[name]!r}.")
-        for name, accepted in _FIXED_TEXT_FIELDS.items():
-            if name in text and text[name] not in accepted:
-                raise ValueError(
-                    f"ModelConfig.{name} must be {accepted[0]!r}, got {text[name]!r}. "
-                    f"dgemma implements only that value."
-                )
-        if "final_logit_softcapping" in text and text["final_logit_softcapping"] is None:
-            raise ValueError(
-                "ModelConfig.final_logit_softcapping must be a number, got None. dgemma always caps its logits."
-            )
+        is_known = model_type in ("diffusion_gemma", "diffusion_gemma_text")
+        rule = "be 'diffusion_gemma', 'diffusion_gemma_text' or a Gemma 4 text model"
+        require(is_known, "ModelConfig.model_type", rule, model_type, "Point at a DiffusionGemma checkpoint.")
+        text = published.get("text_config", published)
+        require(isinstance(text, Mapping), "ModelConfig.text_config", "be a dictionary", text)
+        _check_fixed("ModelConfig", text, _FIXED_TEXT_FIELDS)
         values = {f.name: text[f.name] for f in fields(cls) if text.get(f.name) is not None}
-        values.update(_full_layer_heads(text))
+        values |= _full_layer_heads(text)
+        if "final_logit_softcapping" in text:
+            values["final_logit_softcapping"] = text["final_logit_softcapping"]  # null would mean no cap
         if values.get("layer_types") is None and _is_int(values.get("num_hidden_layers"), 1):
             values["layer_types"] = default_layer_types(values["num_hidden_layers"])
         # `eos_token_id` may be a list; the first is the end-of-text token that fills a canvas.
@@ -224,7 +251,7 @@ class ModelConfig(DenoiserConfig):
             values["vision_config"] = None if is_none else vision
             if published.get("canvas_length") is not None:
                 values["canvas_length"] = published["canvas_length"]
-        missing = sorted(_REQUIRED - values.keys())
+        missing = sorted({"vocab_size", *_LAYER_SIZES} - values.keys())
         if missing:
             raise ValueError(f"ModelConfig.from_hf needs {', '.join(missing)}, absent from the config. Add the fields.")
         return cls(**values)
@@ -298,15 +325,10 @@ class GenerationDefaults:
     sampler: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "max_denoising_steps"):
-            require_field(_is_int(getattr(self, name), 1), self, name, "be an integer of at least 1")
-        for name in ("stability_threshold", "pad_token_id"):
-            require_field(_is_int(getattr(self, name), 0), self, name, "be an integer of at least 0")
-        for name in ("t_max", "t_min"):
-            require_field(_is_positive(getattr(self, name)), self, name, "be a finite number above 0")
-        for name in ("entropy_bound", "confidence_threshold"):
-            value = getattr(self, name)
-            require_field(value == 0 or _is_positive(value), self, name, "be a finite number of at least 0")
+        _check_numbers(self, _SIZE, "max_new_tokens", "max_denoising_steps")
+        _check_numbers(self, _COUNT, "stability_threshold", "pad_token_id")
+        _check_numbers(self, _POSITIVE, "t_max", "t_min")
+        _check_numbers(self, _NOT_NEGATIVE, "entropy_bound", "confidence_threshold")
         require_field(self.t_min <= self.t_max, self, "t_min", "be at most t_max")
         ids = isinstance(self.eos_token_id, list | tuple) and all(_is_int(t, 0) for t in self.eos_token_id)
         require_field(ids, self, "eos_token_id", "be a tuple of token ids")
@@ -336,8 +358,7 @@ class GenerationDefaults:
         published = read_published(source, "generation_config.json")
         values = {f.name: published[f.name] for f in fields(cls) if published.get(f.name) is not None}
         sampler = published.get("sampler_config") or {}
-        if not isinstance(sampler, Mapping):
-            raise ValueError(f"GenerationDefaults.sampler_config must be a dictionary, got {sampler!r}.")
+        require(isinstance(sampler, Mapping), "GenerationDefaults.sampler_config", "be a dictionary", sampler)
         if sampler.get("entropy_bound") is not None:
             values["entropy_bound"] = sampler["entropy_bound"]
         if "eos_token_id" in values:
@@ -364,8 +385,7 @@ def read_published(source: Mapping[str, Any] | str | Path, file_name: str) -> di
     """Return a dictionary unchanged, or read the JSON object in a file (or in `file_name` inside a folder)."""
     if isinstance(source, Mapping):
         return dict(source)
-    if not isinstance(source, str | Path):
-        raise ValueError(f"{file_name} must be a dictionary or a path, got {show(source)}.")
+    require(isinstance(source, str | Path), file_name, "be a dictionary or a path", source)
     path = Path(source)
     path = path / file_name if path.is_dir() else path
     try:
@@ -378,28 +398,25 @@ def read_published(source: Mapping[str, Any] | str | Path, file_name: str) -> di
 
 def _full_layer_heads(text: Mapping[str, Any]) -> dict[str, Any]:
     """Return the heads of full layers, from published fields or the per_layer_config of newer transformers."""
-    per_layer = text.get("per_layer_config")
-    overrides = per_layer or {}
-    layer_types = text.get("layer_types") or ()
-    if overrides:
-        full_layers = {layer for layer, kind in enumerate(layer_types) if kind == FULL}
-        overridden = {int(layer) if str(layer).isdecimal() else layer for layer in overrides}  # "5", and also "05"
-        override = next(iter(overrides.values()))
-        alike = isinstance(override, Mapping) and all(other == override for other in overrides.values())
-        if overridden != full_layers or not alike:
-            raise ValueError(
-                f"ModelConfig.per_layer_config must override exactly the full-attention layers, with equal values, "
-                f"got layers {sorted(map(str, overrides))}. dgemma has one head shape per layer type."
-            )
-        head_dim, kv_heads = override.get("head_dim"), override.get("num_key_value_heads")
-    elif per_layer is not None:
-        head_dim = kv_heads = None
-    else:
-        head_dim, kv_heads = text.get("global_head_dim"), text.get("num_global_key_value_heads")
-        head_dim = 512 if head_dim is None else head_dim  # the default of transformers' class
+    name, per_layer, types = "ModelConfig.per_layer_config", text.get("per_layer_config"), text.get("layer_types")
+    require(isinstance(per_layer, Mapping | None), name, "be a dictionary", per_layer)
+    full: Mapping[str, Any] = {}
+    if per_layer:
+        full = next(iter(per_layer.values()))
+        types = types if isinstance(types, list | tuple) else ()
+        full_layers = {layer for layer, kind in enumerate(types) if kind == FULL}
+        overridden = {int(layer) if str(layer).isdecimal() else layer for layer in per_layer}  # "5", and also "05"
+        alike = isinstance(full, Mapping) and all(other == full for other in per_layer.values())
+        rule = "override exactly the full-attention layers, with equal values"
+        fits, fix = alike and overridden == full_layers, "dgemma has one head shape per layer type."
+        require(fits, name, rule, sorted(map(str, per_layer)), fix)
+    elif per_layer is None:
+        head_dim = text.get("global_head_dim")
+        full = {"head_dim": 512 if head_dim is None else head_dim}  # the default of transformers' class
+        full["num_key_value_heads"] = text.get("num_global_key_value_heads")
     # transformers omits an override that equals the value of the sliding layers.
-    heads = {"global_head_dim": (head_dim, "head_dim"), "num_global_key_value_heads": (kv_heads, "num_key_value_heads")}
-    return {name: text.get(sliding) if value is None else value for name, (value, sliding) in heads.items()}
+    heads = {"global_head_dim": "head_dim", "num_global_key_value_heads": "num_key_value_heads"}
+    return {name: text.get(key) if full.get(key) is None else full[key] for name, key in heads.items()}
 
 
 def _check_rope(rope_parameters: Mapping[str, Mapping[str, Any]], kind: str) -> None:
@@ -409,13 +426,28 @@ def _check_rope(rope_parameters: Mapping[str, Mapping[str, Any]], kind: str) -> 
     assert rope is not None
     theta, share = rope.get("rope_theta"), rope.get("partial_rotary_factor", 1.0)
     require(_is_positive(theta), f"{name}.rope_theta", "be above 0", theta)
-    require(_is_positive(share) and share <= 1, f"{name}.partial_rotary_factor", "be in (0, 1]", share)
-    if rope["rope_type"] == "default" and share != 1:
-        rule = "be 1 with rope_type 'default'"
-        require(False, f"{name}.partial_rotary_factor", rule, share, "Use 'proportional'.")
+    fits = _is_positive(share) and (share == 1 or (share < 1 and rope["rope_type"] == "proportional"))
+    require(fits, f"{name}.partial_rotary_factor", "be 1, or in (0, 1) with rope_type 'proportional'", share)
     unknown = sorted(set(rope) - {"rope_type", "rope_theta", "partial_rotary_factor"})
-    if unknown:
-        raise ValueError(f"{name} has fields dgemma does not implement: {unknown}.")
+    require(not unknown, name, "have no fields that dgemma does not implement", unknown)
+
+
+def _check_fixed(owner: str, published: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]]) -> None:
+    for name, accepted in fixed.items():
+        value = published.get(name, accepted[0])
+        fix = "dgemma implements only that value."
+        require(value in accepted, f"{owner}.{name}", f"be {accepted[0]!r}", value, fix)
+
+
+def _check_numbers(config: Any, rule: str, *names: str, fix: str = "") -> None:
+    """Raise unless the fields with these names are numbers of one kind: `_SIZE`, `_COUNT`, `_TOKEN`, ..."""
+    for name in names:
+        value = getattr(config, name)
+        if rule in (_SIZE, _COUNT, _TOKEN):
+            fits = _is_int(value, 1 if rule == _SIZE else 0) and (rule != _TOKEN or value < config.vocab_size)
+        else:
+            fits = _is_positive(value) or (rule == _NOT_NEGATIVE and value == 0)
+        require_field(fits, config, name, f"be {rule}", fix)
 
 
 def _is_int(value: object, smallest: int) -> bool:
@@ -426,14 +458,8 @@ def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value) and value > 0
 
 
-_RUN_SIZES = ("vocab_size", "canvas_length", "max_position_embeddings")
 _LAYER_SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "num_global_key_value_heads", "global_head_dim", "num_experts", "top_k_experts"),
     *("moe_intermediate_size", "sliding_window"),
 )
-_REQUIRED = {"vocab_size", *_LAYER_SIZES}
-
-
-def _check_size(config: DenoiserConfig, name: str) -> None:
-    require_field(_is_int(getattr(config, name), 1), config, name, f"be an integer from 1 to {_LARGEST_SIZE}")

@@ -67,10 +67,7 @@ class Denoiser(Generic[CacheT]):
         """
         if images is None:
             return self.encode(tokens, cache, attention_mask)
-        if not self.takes_images:
-            raise ValueError(
-                f"images must be None for a {type(self).__name__} without a vision tower. Load another model."
-            )
+        require_vision(self)
         return self.encode(tokens, cache, attention_mask, images=images)  # type: ignore[call-arg]
 
     def denoise(
@@ -143,6 +140,15 @@ class Denoiser(Generic[CacheT]):
         Example: `left, broken, stray = model.read_ahead(record.verdict)`.
         """
         return values.tolist()
+
+
+def require_vision(model: Denoiser[Any]) -> None:
+    """Raise for a denoiser that takes no images."""
+    if not model.takes_images:
+        raise ValueError(
+            f"images must be None for a {type(model).__name__} without a vision tower. Load a model with one, or build "
+            "one from dgemma.presets.tiny(vision=True)."
+        )
 
 
 def check_denoiser(owner: str, model: Any) -> None:

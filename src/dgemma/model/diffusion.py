@@ -17,9 +17,9 @@ from dgemma.checks import read_device, read_dtype, require, typed
 from dgemma.diffusion.prediction import Prediction, SoftCap
 from dgemma.model.attention import Mask
 from dgemma.model.backbone import KeysValues, Layer
-from dgemma.model.cache import LayerCache, PrefixCache
+from dgemma.model.cache import PrefixCache
 from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig
-from dgemma.model.denoiser import Denoiser
+from dgemma.model.denoiser import Denoiser, require_vision
 from dgemma.model.experts import Experts, ReleasedExperts
 from dgemma.model.inputs import check_cache, check_condition, check_ids, check_prefix, check_tokens
 from dgemma.model.layers import GatedMLP, RMSNorm, rms_norm, wide_dtype
@@ -83,14 +83,11 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         conventions: Conventions | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(config, ModelConfig):
-            raise ValueError(
-                f"DiffusionGemma config must be a ModelConfig, got {config!r}. "
-                "Pass dgemma.presets.tiny(), or use DiffusionGemma.from_pretrained(path)."
-            )
+        fix = "Pass dgemma.presets.tiny(), or use DiffusionGemma.from_pretrained(path)."
+        require(isinstance(config, ModelConfig), "DiffusionGemma config", "be a ModelConfig", config, fix)
+        fits = isinstance(conventions, Conventions | None)
+        require(fits, "DiffusionGemma conventions", "be a Conventions", conventions)
         dtype = read_dtype("DiffusionGemma", dtype)
-        if conventions is not None and not isinstance(conventions, Conventions):
-            require(False, "DiffusionGemma conventions", "be a Conventions", conventions)
         self.config = config
         self.generation = GenerationDefaults()
         self.dequantized: dict[str, str] = {}  # names of decoded weights, and their formats in the files
@@ -219,8 +216,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         Example: `cache = model.encode(prompt_tokens)`.
         """
         cache = self._cache_for(tokens, cache)
-        real = check_prefix(self, tokens, cache, attention_mask)
-        self._read(tokens, cache, real, images)
+        self._read(tokens, cache, attention_mask, images)
         return cache
 
     def causal_logits(
@@ -236,9 +232,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
 
         Example: `model.causal_logits(tokens)[:, -1].argmax(-1)` is the greedy next token.
         """
-        cache = self._cache_for(tokens, cache)
-        real = check_prefix(self, tokens, cache, attention_mask)
-        return self._head(self._read(tokens, cache, real, images)).logits
+        return self._head(self._read(tokens, self._cache_for(tokens, cache), attention_mask, images)).logits
 
     def denoise(
         self,
@@ -263,17 +257,13 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         positions = cache.lengths[:, None] + torch.arange(canvas.shape[1], device=canvas.device)
         masks: list[Tensor | None] = [None] * len(cache.layers)
         if cache.ragged:
-            masks = self._shared_masks(
-                cache,
-                lambda layer: canvas_mask(
-                    layer.filled(cache.lengths), layer.num_filled(cache.num_slots), canvas.shape[1]
-                ),
-            )
-        x, _ = self.run(x, positions, self._pasts(cache), masks, causal=False)
+            masks = cache.by_kind(lambda layer: canvas_mask(cache, layer, canvas.shape[1]))
+        x, _ = self.run(x, positions, cache.views(), masks, causal=False)
         return self._head(x)
 
-    def _read(self, tokens: Tensor, cache: PrefixCache, real: Tensor | None, images: Images | None) -> Tensor:
+    def _read(self, tokens: Tensor, cache: PrefixCache, attention_mask: Tensor | None, images: Images | None) -> Tensor:
         """Run tokens (B, T) causally in chunks, append keys and values, return the last hidden state (B, T, D)."""
+        real = check_prefix(self, tokens, cache, attention_mask)
         cache.reserve(cache.num_slots + tokens.shape[1])
         embedded, blocks = self.embed_prompt(tokens, images)
         hidden = [embedded[:, :0]]
@@ -285,34 +275,10 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
     def _read_chunk(self, x: Tensor, cache: PrefixCache, real: Tensor | None, blocks: Tensor | None) -> Tensor:
         counted = torch.ones(x.shape[:2], dtype=torch.int64, device=x.device) if real is None else real.long()
         positions = (cache.lengths[:, None] + counted.cumsum(1) - 1).clamp(min=0)
-        masks = self._shared_masks(
-            cache,
-            lambda layer: causal_mask(
-                positions,
-                real,
-                cache.lengths,
-                layer.filled(cache.lengths),
-                layer.num_filled(cache.num_slots),
-                layer.window,
-                blocks,
-            ),
-        )
-        x, new = self.run(x, positions, self._pasts(cache), masks, causal=True)
+        masks = cache.by_kind(lambda layer: causal_mask(cache, layer, positions, real, blocks))
+        x, new = self.run(x, positions, cache.views(), masks, causal=True)
         cache.append(new, real)
         return x
-
-    @staticmethod
-    def _shared_masks(cache: PrefixCache, make: Callable[[LayerCache], Tensor]) -> list[Tensor | None]:
-        """Return one mask per kind of layer; all layers of a kind share it."""
-        masks: dict[int | None, Tensor] = {}
-        for layer in cache.layers:
-            if layer.keep not in masks:
-                masks[layer.keep] = make(layer)
-        return [masks[layer.keep] for layer in cache.layers]
-
-    @staticmethod
-    def _pasts(cache: PrefixCache) -> list[KeysValues | None]:
-        return [layer.view(cache.num_slots) if cache.num_slots else None for layer in cache.layers]
 
     def run(
         self,
@@ -350,8 +316,8 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         embedded = self.embed(tokens)
         if images is None:
             return embedded, None
-        if self.vision is None:
-            raise ValueError("DiffusionGemma images must be None for a model without a vision tower. Load another one.")
+        require_vision(self)
+        assert self.vision is not None
         blocks = find_blocks(tokens, images, self.config.image_token_id)
         return insert_features(embedded, self.vision(images.to(self.device)), blocks), blocks
 
@@ -362,11 +328,9 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         """
         embedded = self.embed(canvas)
         if self.noise_level_embedding is not None:
-            if noise_level is None:
-                raise ValueError(
-                    "DiffusionGemma.denoise noise_level must be a tensor (B,) or (B, C), got None. "
-                    "config.noise_conditioning is on, so the model needs it."
-                )
+            rule, fix = "be a tensor (B,) or (B, C)", "config.noise_conditioning is on, so the model needs it."
+            require(noise_level is not None, "DiffusionGemma.denoise noise_level", rule, noise_level, fix)
+            assert noise_level is not None
             level = self.noise_level_embedding(noise_level)
             embedded = embedded + (level[:, None] if noise_level.dim() == 1 else level)
         return self.self_conditioning(embedded, signal)

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from dgemma.checks import require
+
 GEMMA4_TYPES = ("gemma4", "gemma4_text")
 
 _KEPT = ("vision_config", "boi_token_id", "eoi_token_id", "image_token_id", "eos_token_id", "dtype")
@@ -36,16 +38,12 @@ def config_from_gemma4(published: Mapping[str, Any]) -> dict[str, Any]:
     Example: `config_from_gemma4({"model_type": "gemma4_text", "enable_moe_block": True, ...})["model_type"]`.
     """
     text = published.get("text_config", published)
-    if not isinstance(text, Mapping):
-        raise ValueError(f"ModelConfig.text_config must be a dictionary, got {text!r}.")
-    text = dict(text)
+    require(isinstance(text, Mapping), "ModelConfig.text_config", "be a dictionary", text)
+    text, fix = dict(text), "Choose a Gemma 4 with experts, such as the 26B-A4B."
     for name, (default, needed) in _SWITCHES.items():
         value = text.pop(name, default)
-        if (value or None) != (needed or None):
-            raise ValueError(
-                f"ModelConfig.{name} must be {needed!r} to start from a Gemma 4 checkpoint, got {value!r}. "
-                "Choose a Gemma 4 with experts, such as the 26B-A4B."
-            )
+        rule = f"be {needed!r} to start from a Gemma 4 checkpoint"
+        require((value or None) == (needed or None), f"ModelConfig.{name}", rule, value, fix)
     text = {**_DEFAULTS, **{name: value for name, value in text.items() if value is not None}}
     text["model_type"] = "diffusion_gemma_text"
     other = {name: published[name] for name in _KEPT if name in published and "text_config" in published}

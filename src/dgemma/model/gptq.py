@@ -10,10 +10,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from dgemma.checks import require
 from dgemma.diffusion.noise import Noise
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import Experts
-from dgemma.model.quantize import Quantization, choose_scale, require_finite
+from dgemma.model.quantize import Quantization, check_weight, choose_scale
 from dgemma.model.quantized import IntWeight, pack_nibbles, set_weight
 from dgemma.printing import progress_bar
 
@@ -58,11 +59,8 @@ def calibration(
 
     Example: `quantize_with_calibration(model, Quantization(), calibration(tokens, noise, canvas_len=64))`.
     """
-    if tokens.dim() != 2 or tokens.shape[1] <= canvas_len or not len(tokens):
-        raise ValueError(
-            f"calibration tokens must be rows of more than {canvas_len} tokens, got {tuple(tokens.shape)}. "
-            "Use more text, or a smaller canvas_len."
-        )
+    fits, rule = tokens.dim() == 2 and tokens.shape[1] > canvas_len, f"be rows of more than {canvas_len} tokens"
+    require(fits and len(tokens) > 0, "calibration tokens", rule, tokens, "Use more text, or a smaller canvas_len.")
     generator = torch.Generator().manual_seed(seed)
     levels = (torch.randperm(len(tokens), generator=generator) + 0.5) / len(tokens)
     prefix, text = tokens.cpu().split([tokens.shape[1] - canvas_len, canvas_len], dim=1)
@@ -93,9 +91,7 @@ def gptq(
     Example: `gptq(linear.weight, inputs.T @ inputs)`.
     """
     shape, width = weight.shape, weight.shape[-1]
-    if width % group_size:
-        raise ValueError(f"gptq group_size must divide the weight's {width} columns, got {group_size}. Use 32 or 64.")
-    require_finite(weight, "gptq")
+    check_weight(weight, group_size, "gptq")
     if weight.dim() == 3 and len(weight) > _EXPERTS_AT_ONCE:
         pairs = zip(weight.split(_EXPERTS_AT_ONCE), second_moments.split(_EXPERTS_AT_ONCE), strict=True)
         parts = [
@@ -122,11 +118,9 @@ def gptq(
         rest[..., group.stop :] -= errors @ factor[:, group, group.stop :]
         scales.append(scale.to(scale_dtype))
         zeros.append(zero.to(torch.uint8))
-    return IntWeight(
-        codes=pack_nibbles(codes).view(*shape[:-1], -1),
-        scale=torch.stack(scales, dim=-1).view(*shape[:-1], -1),
-        zero_point=None if symmetric else torch.stack(zeros, dim=-1).view(*shape[:-1], -1),
-    )
+    joined = (pack_nibbles(codes), torch.stack(scales, dim=-1), torch.stack(zeros, dim=-1))
+    codes, scale, zero = (tensor.view(*shape[:-1], -1) for tensor in joined)
+    return IntWeight(codes=codes, scale=scale, zero_point=None if symmetric else zero)
 
 
 def _inverse_factor(moments: Tensor) -> Tensor:

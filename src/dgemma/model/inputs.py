@@ -1,23 +1,15 @@
 """Checks of what `encode` and `denoise` get: tokens, their mask, a cache and self-conditioning."""
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dgemma.checks import require, require_tensor
+from dgemma.checks import in_range, require, require_tensor
 from dgemma.diffusion.prediction import Prediction
 from dgemma.model.cache import Cache, PrefixCache
 from dgemma.model.config import ModelConfig
-
-_REAL = "be a tensor of 1 for a real token and 0 for padding"
-
-
-class _Model(Protocol):
-    config: ModelConfig
-
-    @property
-    def device(self) -> torch.device: ...
+from dgemma.model.denoiser import Denoiser
 
 
 def check_ids(tokens: Tensor, name: str) -> None:
@@ -25,7 +17,7 @@ def check_ids(tokens: Tensor, name: str) -> None:
     require_tensor(tokens, f"DiffusionGemma {name}", rule, shape=(None, None), dtypes=(torch.int64, torch.int32))
 
 
-def check_tokens(model: _Model, tokens: Tensor, cache: Cache, name: str) -> None:
+def check_tokens(model: Denoiser[Any], tokens: Tensor, cache: Cache, name: str) -> None:
     """Check tokens (B, T), the prefix's or a canvas's, against the cache they are read with."""
     check_ids(tokens, name)
     owner, config, (batch_size, num_new) = f"DiffusionGemma {name}", model.config, tokens.shape
@@ -35,35 +27,29 @@ def check_tokens(model: _Model, tokens: Tensor, cache: Cache, name: str) -> None
     require(batch_size == cache.batch_size, owner, f"have the cache's batch size {cache.batch_size}", batch_size, fix)
     end, most = cache.num_slots + num_new, config.max_position_embeddings
     require(end <= most, owner, f"end within max_position_embeddings {most}", end, "Shorten the prompt.")
-    # A GPU is not checked: it would have to synchronise, and a wrong id raises a device-side assertion anyway.
-    if tokens.device.type == "cpu" and not torch.compiler.is_compiling() and tokens.numel():
-        low, high = int(tokens.min()), int(tokens.max())
-        fits, rule = low >= 0 and high < config.vocab_size, f"hold ids in [0, {config.vocab_size})"
-        require(fits, owner, rule, f"{low}..{high}", "Use the checkpoint's own tokenizer.")
+    # On a GPU, a wrong id raises a device-side assertion.
+    if not in_range(tokens, config.vocab_size):
+        rule, ids = f"hold ids in [0, {config.vocab_size})", f"{int(tokens.min())}..{int(tokens.max())}"
+        require(False, owner, rule, ids, "Use the checkpoint's own tokenizer.")
 
 
-def check_prefix(model: _Model, tokens: Tensor, cache: Cache, attention_mask: Tensor | None) -> Tensor | None:
+def check_prefix(model: Denoiser[Any], tokens: Tensor, cache: Cache, attention_mask: Tensor | None) -> Tensor | None:
     """Check the arguments of `encode`; return which of tokens (B, T) are real, None if all are."""
     check_tokens(model, tokens, cache, "tokens")
     if attention_mask is None:
         return None
     owner, (batch_size, num_new) = "DiffusionGemma.encode attention_mask", tokens.shape
-    require_tensor(attention_mask, owner, _REAL, shape=(None, None))
-    require(attention_mask.is_meta == tokens.is_meta, owner, f"be on {tokens.device}", attention_mask)
     whole, new = (batch_size, cache.num_seen + num_new), (batch_size, num_new)
-    if tuple(attention_mask.shape) not in (whole, new):
-        raise ValueError(
-            f"{owner} must be (batch, cached + new) = {whole} or (batch, new) = {new}, got "
-            f"{tuple(attention_mask.shape)}. Give 1 for a real token and 0 for padding."
-        )
+    rule = f"be a tensor (batch, cached + new) = {whole} or (batch, new) = {new}, 1 for real tokens and 0 for padding"
+    fits = isinstance(attention_mask, Tensor) and attention_mask.layout is torch.strided
+    require(fits and tuple(attention_mask.shape) in (whole, new), owner, rule, attention_mask)
+    require(attention_mask.is_meta == tokens.is_meta, owner, f"be on {tokens.device}", attention_mask)
     seen, real = attention_mask.to(model.device, torch.bool).tensor_split([-num_new], dim=1)
     if torch.compiler.is_compiling():
         return real
     if seen.shape[1] and not torch.equal(seen.sum(1), cache.lengths):
-        raise ValueError(
-            f"{owner} must keep the mask of the cached tokens: {cache.lengths.tolist()} real tokens per row, got "
-            f"{seen.sum(1).tolist()}."
-        )
+        rule = f"keep the mask of the cached tokens: {cache.lengths.tolist()} real tokens per row"
+        require(False, owner, rule, seen.sum(1).tolist())
     return None if bool(real.all()) else real
 
 

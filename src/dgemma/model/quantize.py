@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dgemma.checks import check_count, require_field
+from dgemma.checks import check_count, require, require_field
 from dgemma.model.quantized import (
     E2M1,
     NVFP4_GROUP,
@@ -70,9 +70,8 @@ class Quantization:
         if to is None:
             return weight
         try:
-            if to == "int4":
-                return quantize(weight, to, group_size=self.group_size, symmetric=self.symmetric)
-            return quantize(weight, to)
+            group_size, symmetric = (self.group_size, self.symmetric) if to == "int4" else (None, True)
+            return quantize(weight, to, group_size=group_size, symmetric=symmetric)
         except ValueError as error:
             raise ValueError(f"{name} cannot be quantised: {error}") from None
 
@@ -93,48 +92,38 @@ def quantize(
 
     Example: `quantize(experts.down_proj, "int4", group_size=32).decode(torch.bfloat16)`.
     """
-    if to not in FORMATS:
-        raise ValueError(f"quantize argument 'to' must be one of {', '.join(FORMATS)}, got {to!r}.")
-    if not weight.is_floating_point() or weight.ndim not in (2, 3) or not weight.numel():
-        raise ValueError(
-            f"quantize weight must be a float (N, K) or (E, N, K), got {weight.dtype} {tuple(weight.shape)}."
-        )
-    require_finite(weight, "quantize")
-    width = weight.shape[-1]
+    require(to in FORMATS, "quantize argument 'to'", f"be one of {', '.join(FORMATS)}", to)
+    fits = weight.is_floating_point() and weight.ndim in (2, 3) and weight.numel() > 0
+    require(fits, "quantize weight", "be a float (N, K) or (E, N, K)", weight)
+    *rows, width = weight.shape
     size = {"nvfp4": NVFP4_GROUP, "int4": group_size or 64, "int8": group_size or width, "fp8": width}[to]
-    if width % size or (to == "int4" and width % 2):
-        raise ValueError(f"quantize group_size must divide the weight's {width} columns, got {size}. Use 32 or 64.")
-    rows = weight.reshape(-1, width)
-    chunks = rows.split(max(1, _CHUNK // width))
+    require(to != "int4" or width % 2 == 0, "quantize weight", "have an even number of columns for int4", width)
+    check_weight(weight, size, "quantize")
+    chunks = weight.reshape(-1, width).split(max(1, _CHUNK // width))
     if to == "fp8":
         values, scale = _joined(_float8(chunk) for chunk in chunks)
-        return Float8Weight(values=values.view(weight.shape), scale=scale.view(weight.shape[:-1]))
+        return Float8Weight(values=values.view(weight.shape), scale=scale.view(rows))
     if to == "nvfp4":
         # One scale per matrix, as in files. It maps the largest block scale to float8's largest.
-        flat = weight.reshape(-1, weight.shape[-2] * width)
+        flat = weight.reshape(-1, rows[-1] * width)
         largest = torch.linalg.vector_norm(flat, torch.inf, dim=-1).float().clamp(min=_SMALLEST)
-        row_scale = (largest / (_LARGEST_E2M1 * LARGEST_E4M3)).repeat_interleave(weight.shape[-2])  # (R,)
+        row_scale = (largest / (_LARGEST_E2M1 * LARGEST_E4M3)).repeat_interleave(rows[-1])  # (R,)
         parts = zip(chunks, row_scale.split(chunks[0].shape[0]), strict=True)
-        codes, scale = _joined(_nvfp4(chunk, part) for chunk, part in parts)
-        return NvFp4Weight(
-            codes=codes.view(*weight.shape[:-1], -1),
-            scale=scale.view(*weight.shape[:-1], -1),
-            row_scale=row_scale.view(weight.shape[:-1]),
-        )
+        codes, scale = (t.view(*rows, -1) for t in _joined(_nvfp4(chunk, part) for chunk, part in parts))
+        return NvFp4Weight(codes=codes, scale=scale, row_scale=row_scale.view(rows))
     bits = int(to.removeprefix("int"))
-    codes, scale, zero = _joined(_integers(chunk, bits, size, symmetric, scale_dtype) for chunk in chunks)
-    return IntWeight(
-        codes=codes.view(*weight.shape[:-1], -1),
-        scale=scale.view(*weight.shape[:-1], -1),
-        zero_point=None if symmetric else zero.view(*weight.shape[:-1], -1),
-        bits=bits,
-    )
+    coded = (_integers(chunk, bits, size, symmetric, scale_dtype) for chunk in chunks)
+    codes, scale, zero = (t.view(*rows, -1) for t in _joined(coded))
+    return IntWeight(codes=codes, scale=scale, zero_point=None if symmetric else zero, bits=bits)
 
 
-def require_finite(weight: Tensor, owner: str) -> None:
-    """Raise if a weight has NaN or infinity: its whole group would become NaN."""
-    if not bool(torch.linalg.vector_norm(weight.flatten(), torch.inf).isfinite()):
-        raise ValueError(f"{owner} weight must be finite, got NaN or infinity. Repair or load another checkpoint.")
+def check_weight(weight: Tensor, group_size: int, owner: str) -> None:
+    """Raise if groups do not divide the columns, or for NaN or infinity: their whole group would become NaN."""
+    width = weight.shape[-1]
+    fits, rule = width % group_size == 0, f"divide the weight's {width} columns"
+    require(fits, f"{owner} group_size", rule, group_size, "Use 32 or 64.")
+    is_finite = bool(torch.linalg.vector_norm(weight.flatten(), torch.inf).isfinite())
+    require(is_finite, f"{owner} weight", "be finite", "NaN or infinity", "Repair or load another checkpoint.")
 
 
 def requantize(values: Tensor, like: QuantizedWeight) -> QuantizedWeight:

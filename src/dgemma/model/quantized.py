@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dgemma.checks import require
 from dgemma.doors import replaceable
 
 # Values of the sixteen e2m1 codes: a sign bit, two bits of exponent, one bit of mantissa.
@@ -30,6 +29,11 @@ class QuantizedWeight(nn.Module):
     """
 
     format: str
+
+    def __init__(self, **tensors: Tensor | None) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
 
     @property
     def shape(self) -> torch.Size:
@@ -116,31 +120,8 @@ class IntWeight(QuantizedWeight):
         group_index: Tensor | None = None,
         bits: int = 4,
     ) -> None:
-        super().__init__()
-        if bits not in (4, 8):
-            raise ValueError(f"IntWeight.bits must be 4 or 8, got {bits}.")
-        if zero_point is not None and bias is not None:
-            raise ValueError("IntWeight.zero_point and bias must not both be set.")
+        super().__init__(codes=codes, scale=scale, zero_point=zero_point, bias=bias, group_index=group_index)
         self.bits = bits
-        for name, tensor in (
-            ("codes", codes),
-            ("scale", scale),
-            ("zero_point", zero_point),
-            ("bias", bias),
-            ("group_index", group_index),
-        ):
-            self.register_buffer(name, tensor)
-        require(codes.dtype == torch.uint8, "IntWeight.codes", "be uint8", codes)
-        require(scale.is_floating_point() and scale.shape[:-1] == codes.shape[:-1], "IntWeight.scale", _ROWS, scale)
-        for name, tensor in (("zero_point", zero_point), ("bias", bias)):
-            fits = tensor is None or tensor.shape == scale.shape
-            require(fits, f"IntWeight.{name}", "have the shape of scale", tensor)
-        if group_index is None:
-            fits, rule = self.shape[-1] % scale.shape[-1] == 0, f"have groups that divide {self.shape[-1]} columns"
-            require(fits, "IntWeight.scale", rule, scale)
-        else:
-            fits = group_index.shape == (*self.shape[:-2], self.shape[-1])
-            require(fits, "IntWeight.group_index", "name one group per column", group_index)
 
     @property
     def format(self) -> str:  # type: ignore[override]
@@ -203,12 +184,7 @@ class Float8Weight(QuantizedWeight):
     scale: Tensor  # (..., N) float32
 
     def __init__(self, *, values: Tensor, scale: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("values", values)
-        self.register_buffer("scale", scale)
-        require(values.dtype == torch.float8_e4m3fn, "Float8Weight.values", "be float8_e4m3fn", values)
-        fits = scale.dtype == torch.float32 and scale.shape == values.shape[:-1]
-        require(fits, "Float8Weight.scale", "be float32 with one scale per row", scale)
+        super().__init__(values=values, scale=scale)
 
     @property
     def shape(self) -> torch.Size:
@@ -237,16 +213,7 @@ class NvFp4Weight(QuantizedWeight):
     row_scale: Tensor  # (..., N) float32
 
     def __init__(self, *, codes: Tensor, scale: Tensor, row_scale: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("codes", codes)
-        self.register_buffer("scale", scale)
-        self.register_buffer("row_scale", row_scale)
-        groups = codes.shape[-1] * 2 // NVFP4_GROUP
-        require(codes.dtype == torch.uint8, "NvFp4Weight.codes", "be uint8", codes)
-        fits = scale.dtype == torch.float8_e4m3fn and scale.shape == (*codes.shape[:-1], groups)
-        require(fits, "NvFp4Weight.scale", "be float8_e4m3fn with one scale per 16 columns", scale)
-        fits = row_scale.dtype == torch.float32 and row_scale.shape == codes.shape[:-1]
-        require(fits, "NvFp4Weight.row_scale", "be float32 with one scale per row", row_scale)
+        super().__init__(codes=codes, scale=scale, row_scale=row_scale)
 
     @property
     def shape(self) -> torch.Size:
@@ -273,8 +240,6 @@ def _e2m1_values(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 Weight = Tensor | QuantizedWeight
-
-_ROWS = "be a float tensor with as many rows as the codes"
 
 
 class QuantizedLinear(nn.Module):

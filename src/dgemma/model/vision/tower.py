@@ -12,9 +12,9 @@ from einops import rearrange, reduce
 from torch import Tensor, nn
 
 from dgemma.checks import require
+from dgemma.model.config import VisionConfig
 from dgemma.model.layers import GatedMLP, RMSNorm, rms_norm, wide_dtype
 from dgemma.model.rotary import rotate
-from dgemma.model.vision.config import VisionConfig
 from dgemma.model.vision.images import Images
 
 
