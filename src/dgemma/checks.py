@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
-from typing import Annotated, Any, TextIO, TypeVar, get_type_hints
+from typing import Annotated, Any, NamedTuple, TextIO, TypeVar, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -90,16 +90,57 @@ def typed(function: Function) -> Function:
     return checked  # type: ignore[return-value]
 
 
+class ValueRule(NamedTuple):
+    """A rule in the annotation of a field, which `check_types` applies to every value but None."""
+
+    text: str
+    accepts: Callable[[Any], bool]
+    fix: str = ""
+
+
+def at_least(least: float) -> ValueRule:
+    """Return the rule of a number >= `least`. Infinity is allowed.
+
+    Example: `history: Annotated[int, at_least(1)] = 2`.
+    """
+    return ValueRule(f"be >= {least}", lambda value: value >= least)
+
+
+def above(least: float) -> ValueRule:
+    """Return the rule of a number > `least`. Infinity is allowed."""
+    return ValueRule(f"be > {least}", lambda value: value > least)
+
+
+FINITE = ValueRule("be finite", math.isfinite)
+Count = Annotated[int, at_least(1)]
+Probability = Annotated[float, ValueRule("be a probability", lambda value: 0 <= value <= 1)]
+
+
 def check_types(owner: Any) -> None:
-    """Check the fields of a dataclass against their annotations, as `typed` does for arguments.
+    """Check the fields of a dataclass against their annotations, as `typed` does for arguments, and their rules.
 
     Example: `check_types(self)` in `__post_init__`.
     """
     kind: Any = type(owner)
     hints = _hints_of(kind)
     for field in fields(owner):
+        value, name = getattr(owner, field.name), f"{kind.__name__}.{field.name}"
         if field.name in hints:
-            _check_type(getattr(owner, field.name), hints[field.name], f"{kind.__name__}.{field.name}")
+            _check_type(value, hints[field.name], name)
+        for rule in _rules_in(field.type):
+            require(value is None or rule.accepts(value), name, rule.text, value, rule.fix)
+
+
+class Checked:
+    """Base class of dataclasses whose fields are checked by `check_types` and nothing else."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+
+def _rules_in(hint: Any) -> list[ValueRule]:
+    """Return the rules in an annotation such as `Probability | None`."""
+    return [rule for part in get_args(hint) for rule in ([part] if isinstance(part, ValueRule) else _rules_in(part))]
 
 
 @functools.cache
@@ -166,12 +207,6 @@ def check_finite(owner: Any, field: str, *, above: float | None = None, fix: str
     """Apply `check_size`, and also refuse infinity."""
     check_size(owner, field, above=above, fix=fix)
     require_field(math.isfinite(getattr(owner, field)), owner, field, "be finite", fix)
-
-
-def check_block_len(owner: Any) -> None:
-    """Require the `block_len` of a sampler with sub-blocks to be None or at least 1."""
-    if owner.block_len is not None:
-        check_count(owner, "block_len", fix="Use None for the whole canvas.")
 
 
 def as_int(value: Any) -> int | None:

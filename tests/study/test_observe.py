@@ -147,5 +147,5 @@ def test_requests_that_do_not_fit_are_refused(model):
         pass
     with pytest.raises(ValueError, match="must record"), observe(model):
         pass
-    with pytest.raises(ValueError, match=r"must get a DiffusionGemma, .* got object"), observe(object(), router=True):
+    with pytest.raises(ValueError, match=r"be a DiffusionGemma, .* the class object"), observe(object(), router=True):
         pass

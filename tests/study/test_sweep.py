@@ -97,13 +97,13 @@ def test_the_plot_shows_every_sampler(monkeypatch):
 
 
 def test_sweeps_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="at least one sampler and one seed, got 0 and 1"):
+    with pytest.raises(ValueError, match=r"at least one sampler and one seed, got \(0, 1\)"):
         sweep(lambda sampler, seed: None, [])
-    with pytest.raises(ValueError, match=r"samplers must be a list, got one EntropyBound. Write \[sampler\]"):
+    with pytest.raises(ValueError, match=r"samplers must be a list, got EntropyBound.* Write \[sampler\]"):
         sweep(lambda sampler, seed: None, dgemma.EntropyBound())
-    with pytest.raises(ValueError, match=r"must return \(quality, generation\), got float"):
+    with pytest.raises(ValueError, match=r"must return \(quality, generation\), got 0.5"):
         sweep(lambda sampler, seed: 0.5, [EntropyBound()])
-    with pytest.raises(ValueError, match=r"got EntropyBound\(\) twice"):
+    with pytest.raises(ValueError, match=r"must differ from one another, got \['EntropyBound\(\)'\]"):
         sweep(lambda sampler, seed: 0.5, [EntropyBound(), EntropyBound(bound=0.1)])
 
 
@@ -126,7 +126,7 @@ def test_differences_are_paired_by_example_after_the_mean_over_seeds():
     value, error = result.compare("'a'", "'b'")
     assert value == pytest.approx(0.25)
     assert error == pytest.approx(4.303 * 0.25 / math.sqrt(3), rel=1e-3)
-    with pytest.raises(KeyError, match="No sampler is named"):
+    with pytest.raises(KeyError, match="c"):
         result.compare("'a'", "c")
 
 
@@ -144,7 +144,7 @@ def test_the_area_under_parallelism_is_that_of_the_paper():
     # 1 · 0.8 for the slowest, then two trapezoids; 0.78 weighs exp(-3 (1 - 0.975)); 0.5 is too far below 0.8.
     assert areas["EB"] == pytest.approx(0.8 + 0.8 + 2 * (0.8 + 0.78 * math.exp(-0.075)) / 2)
     assert areas["T"] == pytest.approx(1.8)
-    with pytest.raises(ValueError, match=r"aup must have qualities in \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"Sweep.aup must have qualities in \[0, 1\]"):
         Sweep((row("nats", 4.2, 1.0),)).aup()
 
 

@@ -85,7 +85,7 @@ def test_a_sudoku_is_drawn_as_a_board_with_coloured_clues(board, tmp_path):
 
     assert cells_in([0x82, 0xB4, 0xFF]) == [0, 1, 2, 3]
     assert cells_in([0xF5, 0xF1, 0xE8]) == list(range(4, 81))
-    with pytest.raises(ValueError, match="to_gif with a Board needs a run of one canvas of 81 tokens"):
+    with pytest.raises(ValueError, match=r"to_gif trajectory must have one canvas of 81 tokens for a Board"):
         to_gif(record("short", canvas_len=8)[0].trajectory, tmp_path / "other.gif", tokenizer=Board())
 
 

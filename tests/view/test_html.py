@@ -285,7 +285,7 @@ def test_a_sudoku_is_a_board_of_its_digits(board, browser, tmp_path):
 
 
 def test_a_board_needs_81_cells(recorded, tmp_path):
-    with pytest.raises(ValueError, match=r"to_html with a Board needs a run of one canvas of 81 tokens, got 2"):
+    with pytest.raises(ValueError, match=r"to_html trajectory must have one canvas of 81 tokens for a Board, got \(2"):
         to_html(recorded[0].trajectory, tokenizer=Board())
 
 

@@ -27,7 +27,7 @@ def test_without_a_tokenizer_ids_are_shown_and_the_mask_is_a_block():
 
 
 def test_a_tokenizer_of_another_library_is_refused():
-    with pytest.raises(ValueError, match=r"must be a dgemma.Tokenizer or None, got dict. Use dgemma.Tokenizer.from"):
+    with pytest.raises(ValueError, match=r"must be a dgemma.Tokenizer or None, got the class dict. Use"):
         Pieces({})
 
 

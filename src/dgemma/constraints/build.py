@@ -1,15 +1,14 @@
 """Builds of automata in other processes: at most two at a time, each with limits on time and memory."""
 
-import io
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
 import threading
 
-from dgemma.checks import require
-from dgemma.constraints.builder import MOST_STATES, build_tokens, pack_task, read_result
+from dgemma.constraints.builder import MOST_STATES, build_tokens
 from dgemma.constraints.token_automaton import TokenAutomaton, TooLarge
 
 SECONDS = 5  # of CPU time
@@ -39,13 +38,15 @@ def build_automaton(pattern: str, texts: list[bytes | None], owner: str) -> Toke
         if not sys.executable:  # Python is part of another program
             return build_tokens(pattern, texts)
         with _places:
-            return read_result(io.BytesIO(_run(pack_task(pattern, texts))))
+            result = pickle.loads(_run(pickle.dumps((pattern, texts))))
+        if isinstance(result, Exception):
+            raise result
+        return result
     except TooLarge as error:
         # A repetition such as .* before a counted one such as .{30} can double the states with each character.
         rule = f"have at most {MOST_STATES} states, built in {SECONDS} s and {GIBIBYTES} GiB"
         fix = "Shorten counted repetitions such as {0,1000}, a schema's maxLength and maxItems, and long texts."
-        require(False, owner, rule, str(error), fix)
-        raise
+        raise ValueError(f"{owner} must {rule}, got {str(error)!r}. {fix}") from None
 
 
 def stop_builds() -> None:

@@ -4,13 +4,11 @@ Some short patterns have billions of states, as `.*a.{30}` does: each further co
 So `build` starts this module in another process. It imports NumPy and outlines-core, and no torch.
 """
 
-import json
-import math
 import os
+import pickle
 import re
 import sys
 import warnings
-from typing import BinaryIO
 
 import numpy as np
 
@@ -51,9 +49,6 @@ class BadPattern(Exception):
         except RecursionError:
             pass
         return str(self)
-
-
-_ERRORS = {kind.__name__: kind for kind in (NoText, BadPattern, TooLarge)}
 
 
 def build_tokens(pattern: str, texts: list[bytes | None]) -> TokenAutomaton:
@@ -102,15 +97,8 @@ def read_pattern(pattern: str) -> ByteAutomaton:
     return ByteAutomaton(table, is_final).minimised()
 
 
-def pack_task(pattern: str, texts: list[bytes | None]) -> bytes:
-    """Return the pattern and each token's text as bytes, for `main`."""
-    lengths = np.array([-1 if text is None else len(text) for text in texts], np.int32)
-    header = json.dumps({"pattern": pattern, "num_tokens": len(texts)}).encode() + b"\n"
-    return header + lengths.tobytes() + b"".join(text for text in texts if text is not None)
-
-
 def main(seconds: int, gibibytes: int) -> None:
-    """Build the automaton of a task on stdin within limits, and write it to stdout."""
+    """Read a pickled pattern and texts from stdin, and write their automaton, or why there is none, to stdout."""
     try:
         import resource
     except ImportError:
@@ -119,30 +107,11 @@ def main(seconds: int, gibibytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
         resource.setrlimit(resource.RLIMIT_AS, (gibibytes << 30, gibibytes << 30))
         os.nice(19)
-    task, out = sys.stdin.buffer, sys.stdout.buffer
+    result: TokenAutomaton | Exception
     try:
-        header = json.loads(task.readline())
-        texts: list[bytes | None] = []
-        for length in np.frombuffer(task.read(4 * header["num_tokens"]), np.int32).tolist():
-            texts.append(None if length < 0 else task.read(length))
-        automaton = build_tokens(header["pattern"], texts)
+        result = build_tokens(*pickle.load(sys.stdin.buffer))
     except MemoryError:
-        out.write(b'["TooLarge", "more memory"]\n')
-    except tuple(_ERRORS.values()) as error:
-        out.write(json.dumps([type(error).__name__, str(error)]).encode() + b"\n")
-    else:
-        out.write(json.dumps([table.shape for table in automaton]).encode() + b"\n")
-        for table in automaton:
-            out.write(table.tobytes())
-
-
-def read_result(result: BinaryIO) -> TokenAutomaton:
-    """Read what `main` has written; raise its error."""
-    header = json.loads(result.readline())
-    if isinstance(header[0], str):
-        raise _ERRORS[header[0]](header[1])
-    tables = [
-        np.frombuffer(result.read(math.prod(shape) * np.dtype(kind).itemsize), kind).reshape(shape).copy()  # writable
-        for shape, kind in zip(header, (np.int32, np.int32, np.bool_), strict=True)
-    ]
-    return TokenAutomaton(*tables)
+        result = TooLarge("more memory")
+    except (NoText, BadPattern, TooLarge) as error:
+        result = error
+    pickle.dump(result, sys.stdout.buffer)

@@ -37,23 +37,22 @@ def _pattern(grammar: str, depth: int, lark: Any) -> str:
     except Exception as error:  # lark raises many types
         reason = " ".join(str(error).split())
         raise ValueError(f"Grammar.grammar must be in Lark's notation, got an error: {reason}") from None
-    if parser.ignore_tokens:
-        raise ValueError("Grammar.grammar must not use %ignore. Write white space into the rules.")
+    ignored, fix = parser.ignore_tokens, "Write white space into the rules."
+    require(not ignored, "Grammar.grammar", "not use %ignore", ignored, fix)
     terminals = {terminal.name: _terminal(terminal) for terminal in parser.terminals}
     rules: dict[str, list[list[Any]]] = {}
     for rule in parser.rules:
         rules.setdefault(rule.origin.name, []).append(list(rule.expansion))
-    endless = _endless_rule(rules)
-    fix = "It leads back to itself in every alternative. Add one without it."
-    require(endless is None, "Grammar.grammar", "have rules whose texts can end", str(endless), fix)
+    endless, fix = _endless_rules(rules), "Give each an alternative that does not lead back to it."
+    require(not endless, "Grammar.grammar", "have rules whose texts can end", endless, fix)
     pattern = _expand("start", rules, terminals, depth, (), Size("Grammar.grammar"))
-    if pattern is None:
-        raise ValueError(f"Grammar.depth must be enough for the shallowest text of the grammar, got {depth}. Raise it.")
-    return pattern
+    rule = "be enough for the shallowest text of the grammar"
+    require(pattern is not None, "Grammar.depth", rule, depth, "Raise it.")
+    return str(pattern)
 
 
-def _endless_rule(rules: dict[str, list[list[Any]]]) -> str | None:
-    """A rule that derives no finite text because it needs itself, None if every rule ends."""
+def _endless_rules(rules: dict[str, list[list[Any]]]) -> list[str]:
+    """The rules that derive no finite text."""
     ending: set[str] = set()
     while True:
         found = {
@@ -62,22 +61,8 @@ def _endless_rule(rules: dict[str, list[list[Any]]]) -> str | None:
             if any(all(symbol.is_term or symbol.name in ending for symbol in symbols) for symbols in expansions)
         }
         if found == ending:
-            break
+            return sorted(map(str, rules.keys() - ending))
         ending = found
-    needs = {name: _references(expansions) - ending for name, expansions in rules.items() if name not in ending}
-    for name in needs:
-        reached: set[str] = set()
-        newest = {name}
-        while newest:
-            newest = set().union(*(needs[other] for other in newest)) - reached
-            reached |= newest
-        if name in reached:
-            return name
-    return None
-
-
-def _references(expansions: list[list[Any]]) -> set[str]:
-    return {symbol.name for symbols in expansions for symbol in symbols if not symbol.is_term}
 
 
 def _expand(

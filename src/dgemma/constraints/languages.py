@@ -88,14 +88,10 @@ class JsonSchema(Regex):
     """
 
     def __init__(self, schema: Any, tokenizer: Any, *, whitespace: str = "[ ]?", depth: int = 3) -> None:
-        self._set(schema=_read_schema(schema), tokenizer=tokenizer)
-        self._set(pattern=schema_pattern(self.schema, Notation(space=whitespace, depth=depth)))
+        object.__setattr__(self, "schema", _read_schema(schema))
+        super().__init__(schema_pattern(self.schema, Notation(space=whitespace, depth=depth)), tokenizer)
 
     schema: Any
-
-    def _set(self, **values: Any) -> None:
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
 
     @property
     def _source(self) -> Any:
@@ -113,8 +109,7 @@ class Choice(Regex):
         are_texts = is_list and all(isinstance(option, str) for option in options)
         require(are_texts, "Choice.options", "be texts, at least one", options)
         object.__setattr__(self, "options", tuple(options))
-        object.__setattr__(self, "pattern", "|".join(map(re.escape, dict.fromkeys(options))))
-        object.__setattr__(self, "tokenizer", tokenizer)
+        super().__init__("|".join(map(re.escape, dict.fromkeys(options))), tokenizer)
 
     options: tuple[str, ...]
 
@@ -131,8 +126,7 @@ class Grammar(Regex):
     def __init__(self, grammar: str, tokenizer: Any, *, depth: int = 4) -> None:
         require(isinstance(grammar, str), "Grammar.grammar", "be a text in Lark's notation", grammar)
         object.__setattr__(self, "grammar", grammar)
-        object.__setattr__(self, "pattern", grammar_pattern(grammar, depth))
-        object.__setattr__(self, "tokenizer", tokenizer)
+        super().__init__(grammar_pattern(grammar, depth), tokenizer)
 
     grammar: str
 
@@ -163,21 +157,14 @@ class ToolCalls(Regex):
             parameters = tool.get("parameters") or {"type": "object", "additionalProperties": False}
             calls.append(f"call:{_bare_key(tool['name'])}{schema_pattern(parameters, notation)}")
         require(bool(calls), "ToolCalls.tools", "hold at least one tool", tools)
-        object.__setattr__(self, "pattern", f"(?:{opened}(?:{'|'.join(calls)}){closed}){{1,{most}}}")
-        object.__setattr__(self, "tokenizer", tokenizer)
+        super().__init__(f"(?:{opened}(?:{'|'.join(calls)}){closed}){{1,{most}}}", tokenizer)
 
 
 def _read_schema(schema: Any) -> Any:
     if hasattr(schema, "model_json_schema"):
         return schema.model_json_schema()
     if isinstance(schema, type) and dataclasses.is_dataclass(schema):
-        try:
-            pydantic = importlib.import_module("pydantic")
-        except ImportError:
-            raise ImportError(
-                "JsonSchema needs pydantic to read a dataclass. Install it with: pip install pydantic"
-            ) from None
-        return pydantic.TypeAdapter(schema).json_schema()
+        return importlib.import_module("pydantic").TypeAdapter(schema).json_schema()
     if isinstance(schema, str):
         try:
             with refuse_deep("JsonSchema.schema"):

@@ -9,8 +9,6 @@ from torch import Tensor
 from dgemma.checks import require, short_repr
 from dgemma.diffusion.state import DenoiseState
 
-_DTYPES = (torch.int64, torch.bool, torch.bool)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
@@ -27,10 +25,9 @@ class Decision:
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        dtypes = (self.tokens.dtype, self.write.dtype, self.renoise.dtype)
-        require(dtypes == _DTYPES, "Decision", "hold int64 tokens and boolean write and renoise", dtypes)
-        shapes = [tuple(tensor.shape) for tensor in (self.tokens, self.write, self.renoise)]
-        require(len(set(shapes)) == 1, "Decision", "hold tensors of one shape (B, C)", shapes)
+        fits = self.tokens.dtype == torch.int64 and self.write.dtype == self.renoise.dtype == torch.bool
+        fits = fits and self.tokens.shape == self.write.shape == self.renoise.shape
+        require(fits, "Decision", "hold int64 tokens and boolean write and renoise of one shape (B, C)", self)
 
 
 def transition(x0: Tensor, state: DenoiseState) -> Decision:

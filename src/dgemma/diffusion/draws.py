@@ -58,13 +58,8 @@ def uniform(seeds: Tensor, block: Tensor, step: Tensor, num_positions: int, purp
 
     Example: `uniform(torch.tensor([7]), torch.tensor([0]), torch.tensor([3]), 256, "token")`.
     """
-    return uniform_of_word(seeds, block, step, num_positions, purpose_word(purpose))
-
-
-def uniform_of_word(seeds: Tensor, block: Tensor, step: Tensor, num_positions: int, word: int) -> Tensor:
-    """`uniform` for the counter word of a purpose: the part that torch can compile."""
     position = torch.arange(num_positions, device=seeds.device)
-    return uniform_at(seeds, block, step, position, torch.full_like(position, word))
+    return uniform_at(seeds, block, step, position, torch.full_like(position, purpose_word(purpose)))
 
 
 def uniform_at(seeds: Tensor, block: Tensor, step: Tensor, position: Tensor, word: Tensor) -> Tensor:

@@ -48,8 +48,7 @@ def integrand(
     Example: `nelbo.integrand(noise, model.denoise(z, cache).logits, x, z, level).sum(-1)` estimates the bound on
     -log p(x), if the time of `level` is uniform.
     """
-    _check(noise, logits)
-    logits = _without_mask(noise, logits if logits.dtype == torch.float64 else logits.float())
+    logits = _read(noise, logits)
     if weights is None:
         weights = exact_weights(noise, x, z, noise_level)
     level = _per_position(noise_level)
@@ -92,8 +91,7 @@ def reconstruction(
 
     Example: the integral of `integrand` from level 1e-3 to 1, plus this at 1e-3, bounds -log p(x) for any network.
     """
-    _check(noise, logits)
-    logits = _without_mask(noise, logits if logits.dtype == torch.float64 else logits.float())
+    logits = _read(noise, logits)
     if noise.kind == "mask":
         return torch.where(noise.masked(z), _cross_entropy(logits, x), 0.0)
     if parametrisation == "loo":
@@ -148,10 +146,15 @@ def _cross_entropy(logits: Tensor, x: Tensor) -> Tensor:
     return logits.logsumexp(-1) - logits.gather(-1, x[..., None])[..., 0]
 
 
-def _without_mask(noise: Noise, logits: Tensor) -> Tensor:
+def _read(noise: Noise, logits: Tensor) -> Tensor:
+    """Return the logits in float32 or float64, without the mask token; raise if they do not fit the noise."""
+    check_process(noise)
+    num_tokens, rule = logits.shape[-1], f"cover the noise's {noise.vocab_size} tokens"
+    require(num_tokens == noise.vocab_size, "nelbo logits", rule, num_tokens, "Pass the noise the model's vocab_size.")
+    logits = logits if logits.dtype == torch.float64 else logits.float()
     if noise.mask_token is None:
         return logits
-    return logits.masked_fill(torch.arange(noise.vocab_size, device=logits.device) == noise.mask_token, -torch.inf)
+    return logits.masked_fill(torch.arange(num_tokens, device=logits.device) == noise.mask_token, -torch.inf)
 
 
 def check_process(noise: Noise) -> None:
@@ -161,9 +164,3 @@ def check_process(noise: Noise) -> None:
     """
     rule, fix = "be MaskNoise, UniformNoise or HybridNoise itself", "Train with CrossEntropy."
     require(type(noise) in (MaskNoise, UniformNoise, HybridNoise), "nelbo noise", rule, noise, fix)
-
-
-def _check(noise: Noise, logits: Tensor) -> None:
-    check_process(noise)
-    num_tokens, rule = logits.shape[-1], f"cover the noise's {noise.vocab_size} tokens"
-    require(num_tokens == noise.vocab_size, "nelbo logits", rule, num_tokens, "Pass the noise the model's vocab_size.")

@@ -213,7 +213,6 @@ class Prediction:
     @typed
     def top(self, k: int) -> Top:
         """The k most probable tokens and their probabilities, best first."""
-        require(k >= 0, "Prediction.top k", "be at least 0", k)
         k = min(k, self.vocab_size)
         parts = [self._shaped(positions).topk(k, dim=-1) for positions in self._slices()]
         logits, tokens = torch.cat([p.values for p in parts], dim=1), torch.cat([p.indices for p in parts], dim=1)

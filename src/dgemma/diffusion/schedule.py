@@ -6,11 +6,12 @@ Papers use "cosine" for two curves: `OneMinusCosine` is the one of MD4 (arXiv:24
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from dgemma.checks import check_size, require_field
+from dgemma.checks import Checked, above, require_field
 
 LEAST_NOISE = 1 - 1e-6  # from this level on, a canvas has less than 1e-4 nats of information per token: pure noise
 
@@ -83,16 +84,13 @@ class PlainCosine(Schedule):
 
 
 @dataclass(frozen=True)
-class Polynomial(Schedule):
+class Polynomial(Schedule, Checked):
     """1 - α = t**exponent.
 
     Example: `Polynomial(2.0).alpha(torch.tensor(0.5))` is 0.75.
     """
 
-    exponent: float = 2.0
-
-    def __post_init__(self) -> None:
-        check_size(self, "exponent", above=0, fix="1 is the linear schedule.")
+    exponent: Annotated[float, above(0)] = 2.0
 
     def alpha(self, t: Tensor) -> Tensor:
         return 1 - t**self.exponent
@@ -163,8 +161,7 @@ class ClippedLinear(Schedule):
     high: float = 1.0
 
     def __post_init__(self) -> None:
-        require_field(0 < self.high <= 1, self, "high", "lie in (0, 1]", "It is a noise level.")
-        require_field(0 <= self.low < self.high, self, "low", f"lie in [0, {self.high})", "It is a noise level.")
+        require_field(0 <= self.low < self.high <= 1, self, "low", f"be a noise level below high, {self.high}")
 
     def alpha(self, t: Tensor) -> Tensor:
         return 1 - self.low - (self.high - self.low) * t
@@ -213,8 +210,8 @@ class Loop(Schedule):
 
     def __post_init__(self) -> None:
         require_field(0 < self.plateau < 1, self, "plateau", "lie in (0, 1)", "It is the α at which the loop runs.")
-        require_field(0 < self.start < 1, self, "start", "lie in (0, 1)")
-        require_field(0 < self.stop < self.start, self, "stop", f"lie in (0, {self.start})", "t falls from 1 to 0.")
+        fits = 0 < self.stop < self.start < 1
+        require_field(fits, self, "stop", f"be a time below start, {self.start}", "t falls from 1 to 0.")
 
     def alpha(self, t: Tensor) -> Tensor:
         before = self.plateau * (1 - t) / (1 - self.start)

@@ -6,16 +6,14 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dgemma.checks import check_types
-from dgemma.diffusion.decision import Decision, transition
-from dgemma.diffusion.law import Law, log_transition
-from dgemma.diffusion.prediction import Prediction
-from dgemma.diffusion.state import DenoiseState
-from dgemma.sampling.base import Sampler
+from dgemma.checks import Checked
+from dgemma.diffusion.decision import transition
+from dgemma.diffusion.law import log_transition
+from dgemma.sampling.base import Decision, DenoiseState, Law, Prediction, Sampler
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ancestral(Sampler):
+class Ancestral(Sampler, Checked):
     """Draw x0, then the next canvas from q(z_s | z_t, x0). It is exact for an exact network in the limit of many steps.
 
     parametrisation: what the network predicts. "mean" is p(x0 | z), which a network learns with cross-entropy
@@ -28,9 +26,6 @@ class Ancestral(Sampler):
 
     parametrisation: Literal["mean", "loo"] = "mean"
     redecides: ClassVar[frozenset[str]] = frozenset({"uniform", "hybrid"})
-
-    def __post_init__(self) -> None:
-        check_types(self)
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         return transition(self._mean(prediction, state).sample(state.uniform("token")), state)

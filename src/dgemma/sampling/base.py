@@ -15,6 +15,8 @@ from dgemma.diffusion.law import Law
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 
+__all__ = ["Decision", "DenoiseState", "Law", "Prediction", "Sampler"]  # every sampler's file needs them
+
 
 class Sampler:
     """Base class: from a prediction, decides what to write to the canvas and what to return to noise.
@@ -44,12 +46,6 @@ class Sampler:
     # The checkpoint's stop rule ends a canvas when predictions are confident. False for a sampler that corrects such
     # predictions: it then runs without that rule by default.
     stops_when_certain: ClassVar[bool] = True
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        unknown = sorted({*cls.valid_for, *cls.redecides} - {"mask", "uniform", "hybrid"})
-        if unknown:
-            raise ValueError(f'{cls.__name__}.valid_for must hold "mask", "uniform" or "hybrid", got {unknown}.')
 
     @property
     def revises(self) -> bool:

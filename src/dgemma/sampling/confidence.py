@@ -2,18 +2,15 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from dgemma.checks import check_block_len, check_finite, check_types, require_field
+from dgemma.checks import FINITE, Count, at_least, check_types, require_field
 from dgemma.diffusion import draws
-from dgemma.diffusion.decision import Decision
-from dgemma.diffusion.law import Law, law_of_rule
-from dgemma.diffusion.prediction import Prediction
-from dgemma.diffusion.state import DenoiseState
-from dgemma.sampling.base import Sampler
+from dgemma.diffusion.law import law_of_rule
+from dgemma.sampling.base import Decision, DenoiseState, Law, Prediction, Sampler
 from dgemma.sampling.ranking import (
     SubBlock,
     best,
@@ -50,16 +47,14 @@ class Confidence(Sampler):
 
     order: Literal["confidence", "log_confidence", "margin", "entropy", "random"] = "confidence"
     quota: Literal["fixed", "cosine"] = "fixed"
-    block_len: int | None = None
-    order_temperature: float = 0.0
+    block_len: Count | None = None
+    order_temperature: Annotated[float, at_least(0), FINITE] = 0.0
     anneal: bool = False
     greedy: bool = False
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask"})
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_block_len(self)
-        check_finite(self, "order_temperature", fix="Use 0 for a strict order.")
         if self.order == "random":
             fix = "That order has no score to add noise to."
             require_field(self.order_temperature == 0, self, "order_temperature", "be 0 for order 'random'", fix)

@@ -1,22 +1,19 @@
 """Token editing (LLaDA2.1, arXiv:2602.08676): fill masks above a threshold, and rewrite committed tokens."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
-from dgemma.checks import check_count, check_probability
-from dgemma.diffusion.decision import Decision
-from dgemma.diffusion.law import Law, law_of_rule
-from dgemma.diffusion.prediction import Prediction
-from dgemma.diffusion.state import DenoiseState
-from dgemma.sampling.base import Sampler
+from dgemma.checks import Checked, Probability, at_least
+from dgemma.diffusion.law import law_of_rule
+from dgemma.sampling.base import Decision, DenoiseState, Law, Prediction, Sampler
 from dgemma.sampling.ranking import best
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenEditing(Sampler):
+class TokenEditing(Sampler, Checked):
     """Write the most probable token: on a mask if its confidence is > `tau_mask`, on a token if it is > `tau_edit`.
 
     The most confident mask is always filled. Edits need a network that was trained on wrong tokens. They can alternate
@@ -26,15 +23,10 @@ class TokenEditing(Sampler):
     Example: `TokenEditing(tau_mask=0.7, tau_edit=0.5)`, quality; `TokenEditing(tau_mask=0.5, tau_edit=0.0)`, speed.
     """
 
-    tau_mask: float = 0.7
-    tau_edit: float = 0.5
-    max_edit_steps: int = 16
+    tau_mask: Probability = 0.7
+    tau_edit: Probability = 0.5
+    max_edit_steps: Annotated[int, at_least(0)] = 16
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask"})
-
-    def __post_init__(self) -> None:
-        for name in ("tau_mask", "tau_edit"):
-            check_probability(self, name, fix="No confidence exceeds 1.")
-        check_count(self, "max_edit_steps", least=0, fix="Use 0 for no edits after the canvas is full.")
 
     @property
     def revises(self) -> bool:

@@ -1,22 +1,19 @@
 """Entropy-bound acceptance (Ben-Hamu et al., arXiv:2505.24857), the sampler DiffusionGemma was published with."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from dgemma.checks import check_size, check_types
-from dgemma.diffusion.decision import Decision
-from dgemma.diffusion.law import Law, law_of_rule
-from dgemma.diffusion.prediction import Prediction
-from dgemma.diffusion.state import DenoiseState
-from dgemma.sampling.base import Sampler
+from dgemma.checks import Checked, at_least
+from dgemma.diffusion.law import law_of_rule
+from dgemma.sampling.base import Decision, DenoiseState, Law, Prediction, Sampler
 from dgemma.sampling.ranking import certainty, propose
 
 
 @dataclass(frozen=True, kw_only=True)
-class EntropyBound(Sampler):
+class EntropyBound(Sampler, Checked):
     """Accept the most certain positions while Σh - max h of their entropies stays within `bound` nats.
 
     This difference is an upper bound on the information that the accepted tokens share. If it is small, drawing them
@@ -31,16 +28,12 @@ class EntropyBound(Sampler):
     Example: `EntropyBound(bound=0.1)`; `EntropyBound(bound=0.0)` accepts one position per step.
     """
 
-    bound: float = 0.1
+    bound: Annotated[float, at_least(0)] = 0.1  # nats
     order: Literal["entropy", "confidence", "margin"] = "entropy"
     greedy: bool = False
     commit: Literal["argmax", "canvas"] = "argmax"
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask", "uniform"})
     redecides: ClassVar[frozenset[str]] = frozenset({"uniform"})
-
-    def __post_init__(self) -> None:
-        check_size(self, "bound", unit="nats", fix="Use 0 for one token per step.")
-        check_types(self)
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         score = certainty(prediction, self.order).masked_fill(~state.open, -torch.inf)

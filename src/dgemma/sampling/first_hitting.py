@@ -6,11 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dgemma.diffusion.decision import Decision
-from dgemma.diffusion.law import Law, log_written
-from dgemma.diffusion.prediction import Prediction
-from dgemma.diffusion.state import DenoiseState
-from dgemma.sampling.base import Sampler
+from dgemma.diffusion.law import log_written
+from dgemma.sampling.base import Decision, DenoiseState, Law, Prediction, Sampler
 from dgemma.sampling.ranking import is_choice, log_random_choice
 
 

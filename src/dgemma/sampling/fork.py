@@ -3,17 +3,14 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dgemma.checks import check_probability
-from dgemma.diffusion.decision import Decision
-from dgemma.diffusion.law import Law, law_of_rule
-from dgemma.diffusion.prediction import Prediction
-from dgemma.diffusion.state import DenoiseState
-from dgemma.sampling.base import Sampler
+from dgemma.checks import Checked, Probability
+from dgemma.diffusion.law import law_of_rule
+from dgemma.sampling.base import Decision, DenoiseState, Law, Prediction, Sampler
 from dgemma.sampling.ranking import propose
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fork(Sampler):
+class Fork(Sampler, Checked):
     """Commit every open position whose confidence is at least `tau`. If there is none, commit the leftmost open one.
 
     A step of the second kind is a fork: the model is not sure, and the token that it draws decides how the text goes
@@ -22,12 +19,9 @@ class Fork(Sampler):
     Example: `Fork(tau=0.9)`.
     """
 
-    tau: float = 0.9
+    tau: Probability = 0.9
     greedy: bool = False
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask", "uniform"})
-
-    def __post_init__(self) -> None:
-        check_probability(self, "tau", fix="Use 1 to write from left to right.")
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         sure = state.open & (prediction.confidence >= self.tau)

@@ -1,24 +1,22 @@
 """Gibbs corrector for uniform diffusion: resample positions given all others (arXiv:2605.22765)."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from dgemma.checks import check_count, check_size, check_types
+from dgemma.checks import Checked, Count, at_least
 from dgemma.diffusion import draws
-from dgemma.diffusion.decision import Decision, transition
-from dgemma.diffusion.law import Law, log_transition
-from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.decision import transition
+from dgemma.diffusion.law import log_transition
 from dgemma.diffusion.reductions import safe_log
-from dgemma.diffusion.state import DenoiseState
-from dgemma.sampling.base import Sampler
+from dgemma.sampling.base import Decision, DenoiseState, Law, Prediction, Sampler
 from dgemma.sampling.ranking import is_choice, log_gumbel_choice, log_random_choice
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeaveOneOutGibbs(Sampler):
+class LeaveOneOutGibbs(Sampler, Checked):
     """Take ancestral steps. Between two of them, `corrections` steps correct the canvas at its noise level.
 
     A correction picks `num_positions` positions. It redraws the token of each from
@@ -36,20 +34,13 @@ class LeaveOneOutGibbs(Sampler):
     Example: `LeaveOneOutGibbs(corrections=2)` with `noise=UniformNoise(vocab_size)`.
     """
 
-    corrections: int = 2
-    num_positions: int = 1
-    choice_temperature: float | None = None
+    corrections: Count = 2
+    num_positions: Count = 1
+    choice_temperature: Annotated[float, at_least(0)] | None = None
     parametrisation: Literal["mean", "loo"] = "mean"
     valid_for: ClassVar[frozenset[str]] = frozenset({"uniform"})
     redecides: ClassVar[frozenset[str]] = frozenset({"uniform"})
     stops_when_certain: ClassVar[bool] = False  # p(x0 | z) is confident because it sees the token itself
-
-    def __post_init__(self) -> None:
-        check_count(self, "corrections", fix="Use Ancestral for no corrections.")
-        check_count(self, "num_positions", fix="Use 1 for exact corrections.")
-        if self.choice_temperature is not None:
-            check_size(self, "choice_temperature", fix="Use None to pick at random.")
-        check_types(self)
 
     def start(self, state: DenoiseState) -> Tensor:
         return state.noise_level

@@ -1,17 +1,14 @@
 """KLASS, KL-adaptive stability sampling (Kim et al., arXiv:2511.05664)."""
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dgemma.checks import check_block_len, check_count, check_probability, check_size
-from dgemma.diffusion.decision import Decision
-from dgemma.diffusion.law import Law, law_of_rule
-from dgemma.diffusion.prediction import Prediction
-from dgemma.diffusion.state import DenoiseState
-from dgemma.sampling.base import Sampler
+from dgemma.checks import Checked, Count, Probability, above
+from dgemma.diffusion.law import law_of_rule
+from dgemma.sampling.base import Decision, DenoiseState, Law, Prediction, Sampler
 from dgemma.sampling.ranking import best, choose_sub_block, even_share, propose
 
 
@@ -23,7 +20,7 @@ class Recent(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KLASS(Sampler):
+class KLASS(Sampler, Checked):
     """Commit open positions that are confident (c > `tau`) and whose last `history` KL(pₙ‖pₙ₋₁) are all < `kl_bound`.
 
     A row without such positions commits an even share of its open positions, the most confident first. The memory holds
@@ -33,18 +30,12 @@ class KLASS(Sampler):
     Example: `KLASS(tau=0.9, kl_bound=0.01, greedy=True)`.
     """
 
-    tau: float = 0.9
-    kl_bound: float = 0.01
-    history: int = 2
-    block_len: int | None = None
+    tau: Probability = 0.9
+    kl_bound: Annotated[float, above(0)] = 0.01  # nats
+    history: Count = 2
+    block_len: Count | None = None
     greedy: bool = False
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask"})
-
-    def __post_init__(self) -> None:
-        check_probability(self, "tau", fix="Use 0.9, as published.")
-        check_size(self, "kl_bound", above=0, unit="nats", fix="Use 0.01, as published.")
-        check_count(self, "history", fix="Use Threshold to ignore stability.")
-        check_block_len(self)
 
     def start(self, state: DenoiseState) -> Recent:
         # log 0 makes the first divergence infinite, so nothing is stable before `history` real divergences exist.

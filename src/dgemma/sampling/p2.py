@@ -1,24 +1,22 @@
 """Path planning, P2-self (Peng et al., arXiv:2502.03540): unmask high scores and mask low scores again."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
-from dgemma.checks import check_size
-from dgemma.diffusion.decision import Decision
-from dgemma.diffusion.law import Law, law_of_rule, log_mean
-from dgemma.diffusion.prediction import Allow, Prediction
-from dgemma.diffusion.state import DenoiseState
-from dgemma.sampling.base import Sampler
+from dgemma.checks import Checked, at_least
+from dgemma.diffusion.law import law_of_rule, log_mean
+from dgemma.diffusion.prediction import Allow
+from dgemma.sampling.base import Decision, DenoiseState, Law, Prediction, Sampler
 from dgemma.sampling.ranking import best, is_choice, propose
 
 _ROUNDING = 1e-9  # in floating point (1 - 0.9) · 10 is below 1, but it must count as 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class P2(Sampler):
+class P2(Sampler, Checked):
     """After each step, mask the positions of lowest score, committed or not, as many as the noise level requires.
 
     This number is ⌊L (1 - α)⌋. L counts the unfrozen positions, and 1 - α is the noise level after the step. In the
@@ -31,12 +29,9 @@ class P2(Sampler):
     Example: `P2(eta=1.0)`.
     """
 
-    eta: float = 1.0
+    eta: Annotated[float, at_least(0)] = 1.0
     greedy: bool = False
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask"})
-
-    def __post_init__(self) -> None:
-        check_size(self, "eta", fix="Use 0 to never mask a committed token again.")
 
     @property
     def revises(self) -> bool:

@@ -5,17 +5,14 @@ from typing import ClassVar
 
 import torch
 
-from dgemma.checks import check_probability
-from dgemma.diffusion.decision import Decision
-from dgemma.diffusion.law import Law, law_of_rule
-from dgemma.diffusion.prediction import Prediction
-from dgemma.diffusion.state import DenoiseState
-from dgemma.sampling.base import Sampler
+from dgemma.checks import Checked, Probability
+from dgemma.diffusion.law import law_of_rule
+from dgemma.sampling.base import Decision, DenoiseState, Law, Prediction, Sampler
 from dgemma.sampling.ranking import best, propose
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockRefinement(Sampler):
+class BlockRefinement(Sampler, Checked):
     """Commit the most confident positions up to a growing quota, and every position with a confidence above `tau`.
 
     At step n of N, counted from 0, the quota is ⌈(n+1) L / N⌉ of the L unfrozen positions. The rest returns to noise.
@@ -26,15 +23,10 @@ class BlockRefinement(Sampler):
     Example: `BlockRefinement(tau=0.95, greedy=True)`.
     """
 
-    tau: float = 0.95
-    tau_edit: float | None = None
+    tau: Probability = 0.95
+    tau_edit: Probability | None = None
     greedy: bool = False
     valid_for: ClassVar[frozenset[str]] = frozenset({"uniform"})
-
-    def __post_init__(self) -> None:
-        check_probability(self, "tau", fix="Use 1 for the quota alone.")
-        if self.tau_edit is not None:
-            check_probability(self, "tau_edit", fix="Use None for no editing.")
 
     @property
     def revises(self) -> bool:

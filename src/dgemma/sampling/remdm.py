@@ -6,14 +6,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dgemma.checks import check_probability, check_types, require, require_field
-from dgemma.diffusion.decision import Decision
-from dgemma.diffusion.law import Law, log_written
-from dgemma.diffusion.prediction import Prediction
+from dgemma.checks import Probability, check_types, require, require_field
+from dgemma.diffusion.law import log_written
 from dgemma.diffusion.reductions import safe_log
 from dgemma.diffusion.schedule import Loop
-from dgemma.diffusion.state import DenoiseState
-from dgemma.sampling.base import Sampler
+from dgemma.sampling.base import Decision, DenoiseState, Law, Prediction, Sampler
 
 Strategy = Literal["cap", "rescale", "conf", "loop"]
 _PUBLISHED_ETA = {"cap": 0.008, "rescale": 0.015, "loop": 0.02}
@@ -38,14 +35,13 @@ class ReMDM(Sampler):
     """
 
     strategy: Strategy = "cap"
-    eta: float | None = None
+    eta: Probability | None = None
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask"})
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.eta is not None:
-            require_field(self.strategy != "conf", self, "eta", 'be None for strategy "conf"', "Its σ has no scale.")
-            check_probability(self, "eta", fix="It is the probability of masking a token again.")
+        fits = self.strategy != "conf" or self.eta is None
+        require_field(fits, self, "eta", 'be None for strategy "conf"', "Its σ has no scale.")
 
     @property
     def revises(self) -> bool:

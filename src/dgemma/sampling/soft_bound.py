@@ -1,15 +1,14 @@
 """Entropy-bound acceptance with random positions, whose probabilities have gradients (Plackett-Luce)."""
 
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 
-from dgemma.checks import check_finite
+from dgemma.checks import FINITE, above
 from dgemma.diffusion import draws
-from dgemma.diffusion.decision import Decision
-from dgemma.diffusion.law import Law, law_of_rule
-from dgemma.diffusion.prediction import Prediction
-from dgemma.diffusion.state import DenoiseState
+from dgemma.diffusion.law import law_of_rule
+from dgemma.sampling.base import Decision, DenoiseState, Law, Prediction
 from dgemma.sampling.entropy_bound import EntropyBound
 from dgemma.sampling.ranking import best, certainty, is_choice, log_gumbel_choice
 
@@ -25,11 +24,7 @@ class SoftEntropyBound(EntropyBound):
     Example: `SoftEntropyBound(bound=0.1, softness=0.05)`.
     """
 
-    softness: float = 0.05
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_finite(self, "softness", above=0, fix="Use EntropyBound for a strict order.")
+    softness: Annotated[float, above(0), FINITE] = 0.05
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         hard = super().__call__(prediction, state)

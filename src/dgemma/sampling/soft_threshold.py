@@ -1,24 +1,21 @@
 """Threshold decoding with random positions: one Bernoulli draw per position, whose probability has a gradient."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgemma.checks import check_finite, check_probability
+from dgemma.checks import FINITE, Checked, Probability, above
 from dgemma.diffusion import draws
-from dgemma.diffusion.decision import Decision
-from dgemma.diffusion.law import Law, law_of_rule
-from dgemma.diffusion.prediction import Prediction
-from dgemma.diffusion.state import DenoiseState
-from dgemma.sampling.base import Sampler
+from dgemma.diffusion.law import law_of_rule
+from dgemma.sampling.base import Decision, DenoiseState, Law, Prediction, Sampler
 from dgemma.sampling.ranking import best, propose
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoftThreshold(Sampler):
+class SoftThreshold(Sampler, Checked):
     """Commit each open position with probability sigmoid((confidence - `tau`) / `softness`).
 
     If no position is drawn, one is drawn from softmax(confidence / softness). So the probability of a run is a smooth
@@ -28,14 +25,10 @@ class SoftThreshold(Sampler):
     Example: `SoftThreshold(tau=0.9, softness=0.05)`.
     """
 
-    tau: float = 0.9
-    softness: float = 0.05
+    tau: Probability = 0.9
+    softness: Annotated[float, above(0), FINITE] = 0.05
     greedy: bool = False
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask", "uniform"})
-
-    def __post_init__(self) -> None:
-        check_probability(self, "tau", fix="Use 0.9, as published for Threshold.")
-        check_finite(self, "softness", above=0, fix="Use Threshold for a strict rule.")
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         score = self._score(prediction)

@@ -1,12 +1,12 @@
 """Stop rules: frozen values that decide when a canvas is finished, combined with `|` and `&`."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
-from dgemma.checks import as_int, check_count, check_size, check_types, require, require_field
+from dgemma.checks import Checked, Count, above, as_int, at_least, require, require_field
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 
@@ -79,7 +79,7 @@ class _Both(_Pair):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StableAndConfident(StopRule):
+class StableAndConfident(StopRule, Checked):
     """Done when the argmax equals that of the last `stability` steps and the mean entropy is < `confidence` nats.
 
     This is the published rule. It ignores frozen positions. `compare` is what the argmax is compared with: the last
@@ -90,14 +90,9 @@ class StableAndConfident(StopRule):
     Example: `StableAndConfident(stability=1, confidence=0.005)`.
     """
 
-    stability: int = 1
-    confidence: float = 0.005
+    stability: Annotated[int, at_least(0)] = 1
+    confidence: Annotated[float, above(0)] = 0.005
     compare: Literal["argmax", "canvas"] = "argmax"
-
-    def __post_init__(self) -> None:
-        check_count(self, "stability", least=0, fix="Use 0 for entropy alone.")
-        check_size(self, "confidence", above=0, unit="nats", fix="Use 0.005, as published.")
-        check_types(self)
 
     def start(self, state: DenoiseState) -> Tensor:
         batch_size, canvas_len = state.canvas.shape
@@ -199,16 +194,13 @@ class Unchanged(StopRule):
 
 
 @dataclass(frozen=True)
-class StepCap(StopRule):
+class StepCap(StopRule, Checked):
     """Done `steps` steps after the rule started, even if the run allows more.
 
     Example: `StableAndConfident() | StepCap(16)`.
     """
 
-    steps: int
-
-    def __post_init__(self) -> None:
-        check_count(self, "steps", fix="A canvas needs one step.")
+    steps: Count
 
     def start(self, state: DenoiseState) -> Tensor:
         return state.step

@@ -1,15 +1,19 @@
 """Temperature as a function of the step: `(step, num_steps) -> temperature`, all (B,)."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from dgemma.checks import as_number, check_finite, require, require_field, require_tensor
+from dgemma.checks import Checked, ValueRule, as_number, require, require_tensor
 
-_GREEDY = "Use a sampler's greedy=True for the argmax."
 _LEAST, _MOST = 1e-30, 1e30  # the range in which float32 logits can be divided
+_IN_RANGE = ValueRule(
+    f"be from {_LEAST:g} to {_MOST:g}",
+    lambda value: _LEAST <= value <= _MOST,
+    fix="Use a sampler's greedy=True for the argmax.",
+)
 
 
 @runtime_checkable
@@ -23,23 +27,20 @@ class Temperature(Protocol):
 
 
 @dataclass(frozen=True)
-class ConstantTemperature:
+class ConstantTemperature(Checked):
     """The same temperature at every step.
 
     Example: `ConstantTemperature(0.7)`.
     """
 
-    value: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check(self, "value")
+    value: Annotated[float, _IN_RANGE] = 1.0
 
     def __call__(self, step: Tensor, num_steps: Tensor) -> Tensor:
         return torch.full_like(step, self.value, dtype=torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearTemperature:
+class LinearTemperature(Checked):
     """From `start` towards `end`: end + (start - end) · n/N with n steps left, the published schedule.
 
     n counts down from N to 1, so the last step is still (start - end)/N away from `end`.
@@ -47,23 +48,13 @@ class LinearTemperature:
     Example: `LinearTemperature(start=0.8, end=0.4)` over 48 steps is 0.8, 0.7917, ..., 0.4083.
     """
 
-    start: float = 0.8
-    end: float = 0.4
-
-    def __post_init__(self) -> None:
-        for name in ("start", "end"):
-            _check(self, name)
+    start: Annotated[float, _IN_RANGE] = 0.8
+    end: Annotated[float, _IN_RANGE] = 0.4
 
     def __call__(self, step: Tensor, num_steps: Tensor) -> Tensor:
         # float32 as in transformers. After the last step the share is 0.
         share_left = (num_steps - step).clamp(min=0).float() / num_steps.float()
         return self.end + (self.start - self.end) * share_left
-
-
-def _check(owner: Any, field: str) -> None:
-    check_finite(owner, field, above=0, fix=_GREEDY)
-    fits = _LEAST <= getattr(owner, field) <= _MOST
-    require_field(fits, owner, field, f"be from {_LEAST:g} to {_MOST:g}", _GREEDY)
 
 
 def check_temperature(temperature: Temperature, num_steps: int, device: torch.device) -> None:
@@ -75,12 +66,7 @@ def check_temperature(temperature: Temperature, num_steps: int, device: torch.de
         return
     step = torch.arange(num_steps, device=device)
     name = f"The temperature {getattr(temperature, '__qualname__', type(temperature).__name__)}"
-    try:
-        values = temperature(step, torch.full_like(step, num_steps))
-    except Exception as error:
-        raise ValueError(
-            f"{name} must be a function of step (B,) and num_steps (B,), but it raises {type(error).__name__}: {error}."
-        ) from error
+    values = temperature(step, torch.full_like(step, num_steps))
     require_tensor(values, name, "return floats (B,) for step (B,)", shape=(num_steps,))
     require(bool(((values >= _LEAST) & (values <= _MOST)).all()), name, "be above 0 at every step", values.tolist())
 

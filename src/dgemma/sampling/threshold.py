@@ -1,21 +1,18 @@
 """Confidence-aware parallel decoding: a fixed threshold or a factor (Fast-dLLM, arXiv:2505.22618)."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 
-from dgemma.checks import check_block_len, check_probability, check_size
-from dgemma.diffusion.decision import Decision
-from dgemma.diffusion.law import Law, law_of_rule
-from dgemma.diffusion.prediction import Prediction
-from dgemma.diffusion.state import DenoiseState
-from dgemma.sampling.base import Sampler
+from dgemma.checks import Checked, Count, Probability, above
+from dgemma.diffusion.law import law_of_rule
+from dgemma.sampling.base import Decision, DenoiseState, Law, Prediction, Sampler
 from dgemma.sampling.ranking import best, choose_sub_block, propose
 
 
 @dataclass(frozen=True, kw_only=True)
-class Threshold(Sampler):
+class Threshold(Sampler, Checked):
     """Commit every open position whose confidence is at least `tau`, and always the most confident one.
 
     The comparison is ≥, as in Fast-dLLM; LLaDA2.0 published the same rule with > and tau = 0.95. With
@@ -24,14 +21,10 @@ class Threshold(Sampler):
     Example: `Threshold(tau=0.9, block_len=32, greedy=True)`.
     """
 
-    tau: float = 0.9
-    block_len: int | None = None
+    tau: Probability = 0.9
+    block_len: Count | None = None
     greedy: bool = False
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask"})
-
-    def __post_init__(self) -> None:
-        check_probability(self, "tau", fix="Use 0.9, as published.")
-        check_block_len(self)
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         among = state.open & choose_sub_block(state, self.block_len).span
@@ -45,7 +38,7 @@ class Threshold(Sampler):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FactorThreshold(Sampler):
+class FactorThreshold(Sampler, Checked):
     """Commit the n most confident open positions; n is the largest with (n + 1)(1 - the n-th confidence) < `factor`.
 
     n is at least 1. With factor ≤ 1 and `greedy`, the written tokens are also the most probable ones of their joint
@@ -54,14 +47,10 @@ class FactorThreshold(Sampler):
     Example: `FactorThreshold(factor=1.0, greedy=True)`.
     """
 
-    factor: float = 1.0
-    block_len: int | None = None
+    factor: Annotated[float, above(0)] = 1.0
+    block_len: Count | None = None
     greedy: bool = False
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask"})
-
-    def __post_init__(self) -> None:
-        check_size(self, "factor", above=0, fix="Use 1.0, as published.")
-        check_block_len(self)
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         among = state.open & choose_sub_block(state, self.block_len).span

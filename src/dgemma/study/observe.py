@@ -111,16 +111,13 @@ def observe(
             generate(model, prompt)
         observation.steps[3].router[0].experts  # (B, C, A), step 3, layer 0
     """
-    if not isinstance(getattr(model, "layers", None), torch.nn.ModuleList):
-        raise ValueError(
-            f"observe must get a DiffusionGemma, whose layers can be hooked, got {type(model).__name__}. "
-            "Pass the reference model, not the accelerated one."
-        )
+    has_layers = isinstance(getattr(model, "layers", None), torch.nn.ModuleList)
+    fix = "Pass the reference model, not the accelerated one."
+    require(has_layers, "observe model", "be a DiffusionGemma, whose layers can be hooked", type(model), fix)
     num_layers = len(model.layers)
     requests = {"residuals": residuals, "attention": attention, "router": router}
     wanted = {name: _read_layers(name, layers, num_layers) for name, layers in requests.items()}
-    if not any(wanted.values()):
-        raise ValueError("observe must record residuals, attention or router, got none. Pass one as True.")
+    require(any(wanted.values()), "observe", "record residuals, attention or router", requests, "Pass one as True.")
     where = None if device is None else read_device("observe", device)
     observation = Observation(prefix=prefix, device=where)
     handles = [model.layers[0].register_forward_pre_hook(observation._begin)]

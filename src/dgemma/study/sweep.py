@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dgemma.checks import require
 from dgemma.files import write_text
 from dgemma.intervals import Estimate, mean_of
 from dgemma.printing import progress_bar
@@ -81,10 +82,7 @@ class Sweep:
 
     def __getitem__(self, name: str) -> SweepRow:
         """Return the row with this label."""
-        for row in self.rows:
-            if row.label == name:
-                return row
-        raise KeyError(f"No sampler is named {name!r}; the names are {[row.label for row in self.rows]}.")
+        return {row.label: row for row in self.rows}[name]
 
     @property
     def frontier(self) -> tuple[SweepRow, ...]:
@@ -113,11 +111,8 @@ class Sweep:
         Example: `print(result.compare("Threshold(tau=0.9)", "Confidence()"))` is "-0.0156 ± 0.0312".
         """
         pairs = [_by_example(self[name].examples) for name in (first, second)]
-        if pairs[0].keys() != pairs[1].keys() or not pairs[0]:
-            raise ValueError(
-                f"compare must get two samplers that ran on the same examples, got {len(pairs[0])} of {first} and "
-                f"{len(pairs[1])} of {second}."
-            )
+        fits = pairs[0].keys() == pairs[1].keys() and len(pairs[0]) > 0
+        require(fits, "Sweep.compare", "get two samplers that ran on the same examples", [first, second])
         return mean_of([pairs[0][example] - pairs[1][example] for example in pairs[0]], confidence)
 
     def aup(self, *, alpha: float = 3.0, drop: float = 0.05) -> dict[str, float]:
@@ -130,9 +125,10 @@ class Sweep:
 
         Example: `result.aup()["EntropyBound"]`.
         """
-        best = max(row.quality for row in self.rows)
-        if not (min(row.quality for row in self.rows) >= 0 and 0 < best <= 1):
-            raise ValueError("aup must have qualities in [0, 1], and one above 0. Let the task return shares.")
+        qualities = [row.quality for row in self.rows]
+        best, fits = max(qualities), min(qualities) >= 0 and 0 < max(qualities) <= 1
+        fix = "Let the task return shares."
+        require(fits, "Sweep.aup", "have qualities in [0, 1], and one above 0", qualities, fix)
         areas = {}
         for name, rows in self.families.items():
             kept = [row for row in rows if row.quality >= rows[0].quality - drop]
@@ -192,12 +188,13 @@ def sweep(
             return (out.new_tokens == answers).all(1).float(), out
         sweep(task, [EntropyBound(bound=b) for b in (0.05, 0.1, 0.5)], seeds=range(4))
     """
-    if isinstance(samplers, Sampler):
-        raise ValueError(f"sweep samplers must be a list, got one {type(samplers).__name__}. Write [sampler].")
-    named = dict(samplers) if isinstance(samplers, Mapping) else _name(samplers)
+    require(not isinstance(samplers, Sampler), "sweep samplers", "be a list", samplers, "Write [sampler].")
+    named = dict(samplers) if isinstance(samplers, Mapping) else {label(sampler): sampler for sampler in samplers}
+    fix = "Pass a dictionary with names as keys."
+    require(len(named) == len(samplers), "sweep samplers", "differ from one another", list(named), fix)
     seeds = list(seeds)
-    if not named or not seeds:
-        raise ValueError(f"sweep needs at least one sampler and one seed, got {len(named)} and {len(seeds)}.")
+    fits = len(named) > 0 and len(seeds) > 0
+    require(fits, "sweep", "get at least one sampler and one seed", (len(named), len(seeds)))
     settings = {"samplers": {name: identify(sampler) for name, sampler in named.items()}, "seeds": seeds}
     rows = []
     runs = progress_bar(total=len(named) * len(seeds), desc="sweep", unit="run", show=progress)
@@ -231,10 +228,9 @@ def _run(task: Task, sampler: Any, seed: int) -> _RunOutcome:
     result = task(sampler, seed)
     is_pair = isinstance(result, tuple) and len(result) == 2
     parts = [] if not is_pair else list(result[1]) if isinstance(result[1], list) else [result[1]]
-    if not parts or not all(hasattr(part, "tokens_per_forward") and hasattr(part, "steps") for part in parts):
-        raise ValueError(
-            f"sweep task must return (quality, generation), got {type(result).__name__}. Return the result of generate."
-        )
+    fits = len(parts) > 0 and all(hasattr(part, "tokens_per_forward") and hasattr(part, "steps") for part in parts)
+    fix = "Return the result of generate."
+    require(fits, "sweep task", "return (quality, generation)", result, fix)
     speeds = [torch.as_tensor(part.tokens_per_forward, dtype=torch.float64).reshape(-1) for part in parts]
     steps = [torch.as_tensor(part.steps, dtype=torch.float64) for part in parts]
     forwards = [count.reshape(len(speed), -1).sum(1) for count, speed in zip(steps, speeds, strict=True)]
@@ -277,15 +273,3 @@ def _by_example(examples: Sequence[SweepExample]) -> dict[tuple[int, int], float
     for example in examples:
         found.setdefault((example.seed if single else 0, example.example), []).append(example.quality)
     return {key: fmean(values) for key, values in found.items()}
-
-
-def _name(samplers: Sequence[Any]) -> dict[str, Any]:
-    named: dict[str, Any] = {}
-    for sampler in samplers:
-        name = label(sampler)
-        if name in named:
-            raise ValueError(
-                f"sweep samplers must differ from one another, got {name} twice. Pass a dictionary with names as keys."
-            )
-        named[name] = sampler
-    return named

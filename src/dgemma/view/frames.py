@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dgemma.checks import as_lists
+from dgemma.checks import as_int, require
 from dgemma.printing import printable
 from dgemma.run.records import RecordedStep
 from dgemma.run.trajectory import Trajectory
@@ -56,28 +56,11 @@ class Frames:
         return (self.renoised | self.open) & ~self.accepted & ~self.frozen
 
 
-def read_rows(row: Any) -> list[Any]:
-    """Return one row number or several as a list."""
-    listed = as_lists(row)
-    return listed if isinstance(listed, list) else [listed]
-
-
-def check_row(trajectory: Trajectory, row: object, *, owner: str) -> None:
-    """Require a trajectory with steps and an existing row."""
-    if not len(trajectory):
-        raise ValueError(f"{owner} needs a trajectory with at least one step, got {trajectory!r}.")
-    if not isinstance(row, int) or isinstance(row, bool) or not 0 <= row < trajectory.batch_size:
-        raise ValueError(f"{owner} row must be in [0, {trajectory.batch_size}), got {row!r}.")
-
-
 def check_canvas(trajectory: Trajectory, tokenizer: object, *, owner: str) -> None:
     """Require one canvas of 81 tokens for a board."""
-    plan = trajectory.plan
-    if isinstance(tokenizer, Board) and (plan.canvas_len, plan.num_blocks) != (NUM_CELLS, 1):
-        raise ValueError(
-            f"{owner} with a Board needs a run of one canvas of {NUM_CELLS} tokens, got {plan.num_blocks} of "
-            f"{plan.canvas_len}. Use a Tokenizer for texts."
-        )
+    shape = trajectory.plan.num_blocks, trajectory.plan.canvas_len
+    fits, rule = not isinstance(tokenizer, Board) or shape == (1, NUM_CELLS), "have one canvas of 81 tokens for a Board"
+    require(fits, f"{owner} trajectory", rule, shape, "Use a Tokenizer for texts.")
 
 
 def read_prompt(trajectory: Trajectory, row: int, pieces: Pieces, *, num_tokens: int) -> str:
@@ -98,8 +81,11 @@ def read_prompt_tokens(trajectory: Trajectory, row: int) -> list[int]:
     return found
 
 
-def read_frames(trajectory: Trajectory, row: int) -> Frames:
+def read_frames(trajectory: Trajectory, row: int, *, owner: str) -> Frames:
     """Return the frames of a row, without the steps after it was done."""
+    require(len(trajectory) > 0, f"{owner} trajectory", "have at least one step", trajectory)
+    fits = as_int(row) is not None and 0 <= row < trajectory.batch_size
+    require(fits, f"{owner} row", f"be in [0, {trajectory.batch_size})", row)
     places: list[tuple[int, int]] = []
     frames: list[dict[str, Array]] = []
     for step in trajectory.steps:

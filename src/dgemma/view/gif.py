@@ -17,7 +17,7 @@ from dgemma.printing import install_command
 from dgemma.run.trajectory import Trajectory
 from dgemma.view import board
 from dgemma.view.board import Board
-from dgemma.view.frames import Frames, check_canvas, check_row, read_frames, read_prompt
+from dgemma.view.frames import Frames, check_canvas, read_frames, read_prompt
 from dgemma.view.heat import DARK, LEVELS
 from dgemma.view.pieces import STATIC, Pieces, width
 
@@ -45,12 +45,11 @@ def to_gif(
 
     Example: `to_gif(out.trajectory, "run.gif", tokenizer=tokenizer)`.
     """
-    check_row(trajectory, row, owner="to_gif")
+    frames = read_frames(trajectory, row, owner="to_gif")
     check_canvas(trajectory, tokenizer, owner="to_gif")
     for name, value, low, high in (("columns", columns, 16, 200), ("max_lines", max_lines, 1, 100)):
         require(value is None or low <= value <= high, f"to_gif {name}", f"be in [{low}, {high}]", value)
     pieces = Pieces(tokenizer, mask_token=trajectory.plan.noise.mask_token)
-    frames = read_frames(trajectory, row)
     texts = [text for line in frames.final.tolist() for text in pieces(line)]
     for i in range(len(texts)):
         block, position = divmod(i, frames.canvas.shape[1])

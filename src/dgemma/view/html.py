@@ -23,22 +23,12 @@ from typing import Any
 import numpy as np
 
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.checks import typed
+from dgemma.checks import as_lists, require, typed
 from dgemma.files import write_text
 from dgemma.run.trajectory import Trajectory
 from dgemma.values import label
 from dgemma.view.board import Board
-from dgemma.view.frames import (
-    Array,
-    Frames,
-    check_canvas,
-    check_row,
-    read_frames,
-    read_prompt,
-    read_prompt_tokens,
-    read_rows,
-    settled,
-)
+from dgemma.view.frames import Array, Frames, check_canvas, read_frames, read_prompt, read_prompt_tokens, settled
 from dgemma.view.heat import DARK, LEVELS, LIGHT
 from dgemma.view.pieces import Pieces
 
@@ -85,16 +75,14 @@ def to_html(
 
     Example: `to_html(out.trajectory, "run.html", tokenizer=tokenizer)`.
     """
-    rows = list(range(trajectory.batch_size)) if row is None else read_rows(row)
-    if not rows:
-        raise ValueError("to_html row must name at least one row, got none. Use None for all rows.")
-    for one in rows:
-        check_row(trajectory, one, owner="to_html")
+    listed = as_lists(range(trajectory.batch_size) if row is None else row)
+    rows = listed if isinstance(listed, list) else [listed]
+    require(len(rows) > 0, "to_html row", "name at least one row", rows, "Use None for all rows.")
+    frames = [read_frames(trajectory, one, owner="to_html") for one in rows]
     check_canvas(trajectory, tokenizer, owner="to_html")
     plan = trajectory.plan
     pieces = Pieces(tokenizer, mask_token=plan.noise.mask_token)
     table = _Table(pieces)
-    frames = [read_frames(trajectory, one) for one in rows]
     arrays = [_arrays(one, table) for one in frames]
     content = {
         "rows": [

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.checks import require
 from dgemma.printing import printable
 from dgemma.view.board import Board
 
@@ -25,11 +26,9 @@ class Pieces:
     """
 
     def __init__(self, tokenizer: Tokenizer | Board | None, *, mask_token: int | None = None) -> None:
-        if tokenizer is not None and not isinstance(tokenizer, Tokenizer | Board):
-            raise ValueError(
-                f"tokenizer must be a dgemma.Tokenizer or None, got {type(tokenizer).__name__}. "
-                "Use dgemma.Tokenizer.from_pretrained(folder)."
-            )
+        fits = tokenizer is None or isinstance(tokenizer, Tokenizer | Board)
+        fix = "Use dgemma.Tokenizer.from_pretrained(folder)."
+        require(fits, "tokenizer", "be a dgemma.Tokenizer or None", type(tokenizer), fix)
         self.tokenizer = tokenizer
         self._known: dict[int, str] = {} if mask_token is None else {mask_token: MASK}
         self._broken: set[int] = set()

@@ -13,7 +13,7 @@ from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.printing import install_command
 from dgemma.run.trajectory import Trajectory
 from dgemma.study.sweep import Sweep
-from dgemma.view.frames import Array, check_row, read_frames, settled
+from dgemma.view.frames import Array, read_frames, settled
 from dgemma.view.heat import LIGHT
 from dgemma.view.pieces import Pieces
 
@@ -33,9 +33,8 @@ def plot_entropy(
 
     Example: `plot_entropy(out.trajectory).savefig("entropy.png")`.
     """
-    check_row(trajectory, row, owner="plot_entropy")
+    frames = read_frames(trajectory, row, owner="plot_entropy")
     figure, ax = _axes(ax, "plot_entropy", size=(9, 4.2))
-    frames = read_frames(trajectory, row)
     num_steps, canvas_len = int(frames.step.max()) + 1, frames.canvas.shape[1]
     grid = np.full((num_steps, frames.num_blocks * canvas_len), np.nan)
     for i in np.flatnonzero(frames.step >= 0):
@@ -60,9 +59,8 @@ def plot_order(
 
     Example: `plot_order(out.trajectory, tokenizer=tokenizer).savefig("order.png")`.
     """
-    check_row(trajectory, row, owner="plot_order")
+    frames = read_frames(trajectory, row, owner="plot_order")
     figure, ax = _axes(ax, "plot_order", size=(9, 3.2))
-    frames = read_frames(trajectory, row)
     for block, steps in enumerate(settled(frames)):
         positions = block * len(steps) + np.arange(len(steps))
         ax.plot(positions, steps + 1, ".", markersize=5)
