@@ -22,7 +22,7 @@ from dgemma.sampling.named import describe_noise, describe_sampler
 from dgemma.train.log import TrainLog
 from dgemma.view import Board, LiveView, to_html
 from fuzz.files import TINY, _steady_source, prompt, tiny_model
-from fuzz.harness import Family
+from fuzz.harness import Family, signature_names
 
 V, C = TINY.vocab_size, TINY.canvas_length
 PLAIN: list[Any] = [
@@ -83,11 +83,14 @@ def _objects(model: dgemma.DiffusionGemma) -> list[Any]:
 
 
 class Target:
-    """A function and the arguments of a valid call. `make(context)` builds them anew for every case."""
+    """A function and some arguments of a valid call. `make(context)` builds them anew for every case.
+
+    A case replaces any parameter of the function, whether the valid call passes it or not.
+    """
 
     def __init__(self, function: Callable[..., Any], make: Callable[[Any], dict[str, Any]], name: str = "") -> None:
         self.function, self.make = function, make
-        self.name = name or getattr(function, "__qualname__", repr(function))
+        self.name, self.parameters = name or function.__qualname__, signature_names(function)
 
 
 def _samplers(context: Any) -> Iterator[Target]:
@@ -126,29 +129,14 @@ def _full_run(context: Any) -> dict[str, Any]:
 
 def _state(context: Any) -> dict[str, Any]:
     knobs = dgemma.Knobs(sampler=dgemma.EntropyBound(), temperature=dgemma.LinearTemperature())
-    return {
-        "knobs": knobs,
-        "noise": dgemma.UniformNoise(V),
-        "seeds": torch.arange(2),
-        "canvas_len": C,
-        "num_steps": 2,
-        "block": 0,
-        "rows": None,
-        "canvas": torch.full((2, C), -1),
-        "frozen": torch.zeros(2, C, dtype=torch.bool),
-        "allowed": torch.ones(2, C, V, dtype=torch.bool),
-        "noise_level": 1.0,
-    }
+    noise, seeds = dgemma.UniformNoise(V), torch.arange(2)
+    return {"knobs": knobs, "noise": noise, "seeds": seeds, "canvas_len": C, "num_steps": 2}
 
 
 def _step(context: Any) -> dict[str, Any]:
     state = _state(context)
-    return {
-        "denoiser": context.model,
-        "state": dgemma.start_state(**state),
-        "cache": context.model.encode(prompt()),
-        "knobs": state["knobs"],
-    }
+    cache, knobs = context.model.encode(prompt()), state["knobs"]
+    return {"denoiser": context.model, "state": dgemma.start_state(**state), "cache": cache, "knobs": knobs}
 
 
 def _evaluate(context: Any) -> dict[str, Any]:
@@ -159,24 +147,13 @@ def _evaluate(context: Any) -> dict[str, Any]:
 def _train(context: Any) -> dict[str, Any]:
     objective = train.recipes.dgemma(TINY, noise=dgemma.UniformNoise(V), fill_token=1)
     config = train.TrainConfig(steps=1, batch_size=2, precision="weights", progress=False)
-    return {
-        "model": tiny_model(),
-        "objective": objective,
-        "source": _steady_source,
-        "config": config,
-        "out": context.folder / "run",
-        "on_step": None,
-        "evaluate": None,
-        "optimizer": None,
-    }
+    out = context.folder / "run"
+    return {"model": tiny_model(), "objective": objective, "source": _steady_source, "config": config, "out": out}
 
 
 def _batch(context: Any) -> dict[str, Any]:
     batch = _steady_source(0, range(2))
-    return {
-        **{name: getattr(batch, name) for name in ("tokens", "prompt_len", "length")},
-        **dict.fromkeys(("truncated", "frozen", "documents", "text", "fill")),
-    }
+    return {name: getattr(batch, name) for name in ("tokens", "prompt_len", "length")}
 
 
 def targets(context: Any) -> list[Target]:
@@ -188,86 +165,28 @@ def targets(context: Any) -> list[Target]:
     byte = dgemma.ByteTokenizer()
     puzzles = sudoku.generate_puzzles(2, givens=60)
     run, file = context.trajectory, context.file
-    listed = [
+    template, short = ["a ", dgemma.Slot(["b", "cd"]), " e"], {"steps": 2, "progress": False}
+    return [
         Target(dgemma.generate, _full_run),
         Target(dgemma.generate, _run()),
+        Target(dgemma.stream, lambda c: {k: v for k, v in _run()(c).items() if k != "progress"}),
         Target(
-            lambda **arguments: list(dgemma.stream(**arguments)),
-            lambda c: {k: v for k, v in _run()(c).items() if k != "progress"},
-            "stream",
+            dgemma.generate_many,
+            lambda c: {"model": model, "prompts": [[130, 131], [140]], "max_new_tokens": C, "batch_size": 2, **short},
         ),
-        Target(
-            dgemma.infill,
-            lambda c: {
-                "model": model,
-                "tokens": tokens,
-                "holes": tokens.bool(),
-                "steps": 2,
-                "progress": False,
-                "attention_mask": torch.ones(2, C),
-                "tail_token_id": 1,
-                "seed": 0,
-                "allowed": None,
-                "record": False,
-            },
-        ),
-        Target(
-            dgemma.edit,
-            lambda c: {
-                "model": model,
-                "tokens": tokens,
-                "noise_level": 0.5,
-                "steps": 2,
-                "progress": False,
-                "frozen": tokens.bool() & (torch.arange(C) < 3),
-                "seed": 0,
-                "temperature": 1.0,
-            },
-        ),
+        Target(dgemma.infill, lambda c: {"model": model, "tokens": tokens, "holes": [(2, 4)], **short}),
+        Target(dgemma.edit, lambda c: {"model": model, "tokens": tokens, "noise_level": 0.5, **short}),
         Target(
             dgemma.generate_causal,
-            lambda c: {
-                "model": model,
-                "prompt_tokens": prompt(),
-                "max_new_tokens": 2,
-                "temperature": 1.0,
-                "top_k": 3,
-                "top_p": 0.5,
-                "seed": 0,
-                "attention_mask": torch.ones(2, 4),
-                "eos_token_ids": [1],
-            },
+            lambda c: {"model": model, "prompt_tokens": prompt(), "max_new_tokens": 2, "top_k": 3},
         ),
-        Target(
-            dgemma.slots,
-            lambda c: {
-                "model": model,
-                "template": ["a ", dgemma.Slot(["b", "cd"]), " e"],
-                "tokenizer": byte,
-                "seed": 0,
-                "horizon": 2,
-                "num_draws": 1,
-                "tail_token_id": 1,
-                "batch_size": 2,
-                "greedy": True,
-                "noise": None,
-                "mode": "joint",
-                "temperature": 2.0,
-                "threshold": 0.5,
-            },
-        ),
-        Target(
-            lambda **arguments: list(dgemma.decide_many(**arguments)),
-            lambda c: {"model": model, "templates": [["a ", dgemma.Slot(["b", "cd"])]], "tokenizer": byte},
-            "decide_many",
-        ),
-        Target(dgemma.Slot, lambda c: {"options": ["a", "b"], "name": "x"}),
+        Target(dgemma.slots, lambda c: {"model": model, "template": template, "tokenizer": byte, "num_draws": 1}),
+        Target(dgemma.decide_many, lambda c: {"model": model, "templates": [template], "tokenizer": byte}),
+        Target(dgemma.Slot, lambda c: {"options": ["a", "b"]}),
         Target(dgemma.start_state, _state),
         Target(dgemma.step, _step),
         Target(
-            lambda **arguments: apply_changes(**arguments),
-            lambda c: {"changes": {"top_k": 3}, "state": _step(c)["state"], "knobs": _step(c)["knobs"]},
-            "apply_changes",
+            apply_changes, lambda c: {"changes": {"top_k": 3}, "state": _step(c)["state"], "knobs": _step(c)["knobs"]}
         ),
         *(
             Target(
@@ -277,27 +196,14 @@ def targets(context: Any) -> list[Target]:
             )
             for name in ("canvas", "frozen", "allowed", "top_k", "sampler", "temperature", "self_cond", "seeds")
         ),
-        Target(
-            dgemma.Knobs,
-            lambda c: {
-                "sampler": dgemma.EntropyBound(),
-                "temperature": dgemma.LinearTemperature(),
-                "stop": None,
-                "top_k": 3,
-                "top_p": 0.5,
-            },
-        ),
-        Target(dgemma.LinearTemperature, lambda c: {"start": 0.8, "end": 0.4}),
-        Target(dgemma.UniformNoise, lambda c: {"vocab_size": V, "schedule": schedule.Linear()}),
-        Target(dgemma.MaskNoise, lambda c: {"vocab_size": V, "mask_token_id": 4, "schedule": schedule.Linear()}),
-        Target(dgemma.HybridNoise, lambda c: {"vocab_size": V, "mask_token_id": 4, "schedule": schedule.Linear()}),
-        Target(noise.prior, lambda c: {"u": u, "allowed": None}, "Noise.prior"),
-        Target(noise.refill, lambda c: {"u": u, "noise_level": level, "allowed": None}, "Noise.refill"),
-        Target(
-            noise.corrupt,
-            lambda c: {"tokens": tokens, "noise_level": level, "u_event": u, "u_token": u},
-            "Noise.corrupt",
-        ),
+        Target(dgemma.Knobs, lambda c: {"sampler": dgemma.EntropyBound(), "temperature": dgemma.LinearTemperature()}),
+        Target(dgemma.LinearTemperature, lambda c: {}),
+        Target(dgemma.UniformNoise, lambda c: {"vocab_size": V}),
+        Target(dgemma.MaskNoise, lambda c: {"vocab_size": V, "mask_token_id": 4}),
+        Target(dgemma.HybridNoise, lambda c: {"vocab_size": V, "mask_token_id": 4}),
+        Target(noise.prior, lambda c: {"u": u}),
+        Target(noise.refill, lambda c: {"u": u, "noise_level": level}),
+        Target(noise.corrupt, lambda c: {"tokens": tokens, "noise_level": level, "u_event": u, "u_token": u}),
         Target(dgemma.Prediction, lambda c: {"logits": torch.zeros(2, C, V)}),
         Target(
             lambda **arguments: prediction().shaped(**arguments).entropy,
@@ -310,23 +216,9 @@ def targets(context: Any) -> list[Target]:
         Target(
             model.encode,
             lambda c: {"tokens": prompt(), "cache": model.encode(prompt()), "attention_mask": torch.ones(2, 4)},
-            "encode",
         ),
-        Target(
-            model.causal_logits,
-            lambda c: {"tokens": prompt(), "cache": None, "attention_mask": torch.ones(2, 4)},
-            "causal_logits",
-        ),
-        Target(
-            model.denoise,
-            lambda c: {
-                "canvas": tokens,
-                "cache": model.encode(prompt()),
-                "self_cond": None,
-                "self_cond_mask": torch.ones(2).bool(),
-            },
-            "denoise",
-        ),
+        Target(model.causal_logits, lambda c: {"tokens": prompt(), "attention_mask": torch.ones(2, 4)}),
+        Target(model.denoise, lambda c: {"canvas": tokens, "cache": model.encode(prompt())}),
         Target(
             lambda rows: model.encode(prompt()).select(rows),
             lambda c: {"rows": torch.tensor([0])},
@@ -337,134 +229,68 @@ def targets(context: Any) -> list[Target]:
             lambda c: {"mark": model.encode(prompt()).mark()},
             "PrefixCache.rollback",
         ),
-        Target(lambda batch_size: model.new_cache(batch_size), lambda c: {"batch_size": 2}, "new_cache"),
-        Target(
-            lambda **arguments: dgemma.DiffusionGemma(**arguments),
-            lambda c: {"config": TINY, "device": "cpu", "dtype": torch.float32, "conventions": None},
-            "DiffusionGemma",
-        ),
-        Target(
-            dgemma.DiffusionGemma.from_pretrained,
-            lambda c: {"path_or_repo": c.checkpoint, "dtype": None, "device": "cpu", "conventions": None},
-            "from_pretrained",
-        ),
-        Target(
-            lambda **arguments: model.save_pretrained(**arguments),
-            lambda c: {"path": c.folder / "saved", "max_shard_size": "5GB"},
-            "save_pretrained",
-        ),
+        Target(model.new_cache, lambda c: {"batch_size": 2}),
+        Target(dgemma.DiffusionGemma, lambda c: {"config": TINY}),
+        Target(dgemma.DiffusionGemma.from_pretrained, lambda c: {"path_or_repo": c.checkpoint}),
+        Target(model.save_pretrained, lambda c: {"path": c.folder / "saved"}),
         *(
             Target(
                 lambda value, name=name: TINY.replace(**{name: value}), lambda c: {"value": 4}, f"ModelConfig.{name}"
             )
             for name in ("canvas_length", "layer_types", "rope_parameters", "rms_norm_eps", "vocab_size")
         ),
-        Target(dgemma.ModelConfig.from_hf, lambda c: {"source": TINY.to_hf()}, "ModelConfig.from_hf"),
+        Target(dgemma.ModelConfig.from_hf, lambda c: {"source": TINY.to_hf()}),
         Target(
-            lambda **arguments: dgemma.generate(
-                dgemma.Guided(**arguments), prompt(), max_new_tokens=C, steps=1, progress=False
-            ),
+            lambda **arguments: dgemma.generate(dgemma.Guided(**arguments), prompt(), max_new_tokens=C, **short),
             lambda c: {"denoiser": model, "strength": 1.0, "unconditional": 4},
             "Guided",
         ),
-        Target(
-            dgemma.observe,
-            lambda c: {
-                "model": model,
-                "residuals": [0],
-                "attention": True,
-                "router": False,
-                "prefix": False,
-                "device": None,
-            },
-        ),
-        Target(
-            lambda **arguments: dgemma.Trajectory(**arguments), lambda c: {"plan": run.plan, "top": 3}, "Trajectory"
-        ),
-        Target(run.array, lambda c: {"name": "entropy"}, "Trajectory.array"),
-        Target(run.at, lambda c: {"block": 0, "step": 1}, "Trajectory.at"),
-        Target(
-            run.fork,
-            lambda c: {"model": model, "block": 0, "step": 1, "seed": 4, "top_k": 3, "on_step": None, "cache": None},
-            "Trajectory.fork",
-        ),
-        Target(run.moment, lambda c: {"model": model, "block": 0, "step": 1, "cache": None}, "Trajectory.moment"),
-        Target(run.replay, lambda c: {"model": model, "cache": None}, "Trajectory.replay"),
-        Target(run.save, lambda c: {"path": c.folder / "run.safetensors"}, "Trajectory.save"),
-        Target(dgemma.Trajectory.load, lambda c: {"path": c.saved, "classes": ()}, "Trajectory.load"),
-        Target(to_html, lambda c: {"trajectory": run, "path": c.folder / "page.html", "tokenizer": byte, "row": 0}),
-        Target(
-            LiveView,
-            lambda c: {"tokenizer": byte, "prefix": "x", "row": 0, "file": None, "leave": False, "eos_token_ids": [1]},
-        ),
-        Target(byte.encode, lambda c: {"text": "hi", "bos": True}, "Tokenizer.encode"),
-        Target(byte.decode, lambda c: {"tokens": [130], "skip_special": True}, "Tokenizer.decode"),
-        Target(byte.encode_batch, lambda c: {"prompts": ["a", [1, 2]]}, "Tokenizer.encode_batch"),
-        Target(byte.decode_batch, lambda c: {"tokens": [[1, 2]]}, "Tokenizer.decode_batch"),
-        Target(
-            byte.chat,
-            lambda c: {"messages": [{"role": "user", "content": "x"}], "thinking": False, "tools": None},
-            "Tokenizer.chat",
-        ),
-        Target(byte.reply, lambda c: {"tokens": [130]}, "Tokenizer.reply"),
-        Target(byte.token_id, lambda c: {"token": "a"}, "Tokenizer.token_id"),
-        Target(dgemma.Tokenizer.from_pretrained, lambda c: {"path_or_repo": c.checkpoint}, "Tokenizer.from_pretrained"),
+        Target(dgemma.observe, lambda c: {"model": model, "residuals": [0]}),
+        Target(dgemma.Trajectory, lambda c: {"plan": run.plan, "top": 3}),
+        Target(run.array, lambda c: {"name": "entropy"}),
+        Target(run.at, lambda c: {"block": 0, "step": 1}),
+        Target(run.fork, lambda c: {"model": model, "block": 0, "step": 1, "seed": 4}),
+        Target(run.moment, lambda c: {"model": model, "block": 0, "step": 1}),
+        Target(run.replay, lambda c: {"model": model}),
+        Target(run.save, lambda c: {"path": c.folder / "run.safetensors"}),
+        Target(dgemma.Trajectory.load, lambda c: {"path": c.saved}),
+        Target(to_html, lambda c: {"trajectory": run, "path": c.folder / "page.html", "tokenizer": byte}),
+        Target(LiveView, lambda c: {"tokenizer": byte}),
+        Target(byte.encode, lambda c: {"text": "hi"}),
+        Target(byte.decode, lambda c: {"tokens": [130]}),
+        Target(byte.encode_batch, lambda c: {"prompts": ["a", [1, 2]]}),
+        Target(byte.decode_batch, lambda c: {"tokens": [[1, 2]]}),
+        Target(byte.chat, lambda c: {"messages": [{"role": "user", "content": "x"}]}),
+        Target(byte.reply, lambda c: {"tokens": [130]}),
+        Target(byte.token_id, lambda c: {"token": "a"}),
+        Target(dgemma.Tokenizer.from_pretrained, lambda c: {"path_or_repo": c.checkpoint}),
         Target(describe_sampler, lambda c: {"sampler": dgemma.EntropyBound()}),
         Target(describe_noise, lambda c: {"noise": noise}),
-        Target(train.LoRA, lambda c: {"rank": 2, "alpha": 4.0, "targets": ("attention",)}),
-        Target(
-            lambda **arguments: train.add_lora(tiny_model(), **arguments),
-            lambda c: {"lora": train.LoRA(rank=2), "seed": 0},
-            "add_lora",
-        ),
+        Target(train.LoRA, lambda c: {"rank": 2}),
+        Target(train.add_lora, lambda c: {"model": tiny_model(), "lora": train.LoRA(rank=2)}),
         Target(train.load_lora, lambda c: {"model": tiny_model(), "path": c.folder / "none"}),
-        Target(
-            train.TrainConfig,
-            lambda c: {
-                "steps": 3,
-                "minutes": None,
-                "batch_size": 2,
-                "micro_batch_size": 1,
-                "lr": 0.1,
-                "betas": (0.9, 0.99),
-                "weight_decay": 0.0,
-                "clip": 1.0,
-                "warmup": 1,
-                "final_lr": 0.1,
-                "ema_decay": 0.9,
-                "precision": "mixed",
-                "seed": 0,
-                "log_every": 1,
-                "evaluate_every": None,
-                "checkpoint_every": 1,
-                "keep_last": 1,
-            },
-        ),
+        Target(train.TrainConfig, lambda c: {"steps": 3, "batch_size": 2}),
         Target(train.TrainBatch, _batch),
         Target(train.Objective, lambda c: {"noise": noise, "canvas_len": C}),
         Target(train.recipes.dgemma, lambda c: {"config": TINY, "noise": noise, "fill_token": 1}),
-        Target(train.recipes.mdlm, lambda c: {"config": TINY, "mask_token_id": 4, "schedule": None}),
+        Target(train.recipes.mdlm, lambda c: {"config": TINY, "mask_token_id": 4}),
         Target(train.evaluate, _evaluate),
         Target(train.train, _train),
         Target(train.muon, lambda c: {"parameters": dict(model.named_parameters()), "lr": 0.1}),
-        Target(TextSource, lambda c: {"file": file, "canvas_len": 8, "num_canvases": 2, "batch_size": 2, "seed": 0}),
+        Target(TextSource, lambda c: {"file": file, "canvas_len": 8, "num_canvases": 2, "batch_size": 2}),
         Target(
-            lambda step, rows: TextSource(file=file, canvas_len=8, num_canvases=2, batch_size=2)(step, rows),
+            TextSource(file=file, canvas_len=8, num_canvases=2, batch_size=2),
             lambda c: {"step": 0, "rows": range(2)},
             "TextSource()",
         ),
-        Target(PromptSource, lambda c: {"file": file, "max_len": 20, "batch_size": 2, "seed": 0}),
+        Target(PromptSource, lambda c: {"file": file, "max_len": 20, "batch_size": 2}),
         Target(scan, lambda c: {"file": file, "row_len": 16, "context": 8}),
-        Target(TokenFile.open, lambda c: {"folder": c.tokens}, "TokenFile.open"),
-        Target(
-            lambda **arguments: list(read_documents(**arguments)),
-            lambda c: {"paths": c.text, "separator": "\f"},
-            "read_documents",
-        ),
+        Target(TokenFile.open, lambda c: {"folder": c.tokens}),
+        Target(read_documents, lambda c: {"paths": c.text}),
         Target(TrainLog, lambda c: {"path": c.folder / "log.jsonl"}),
         Target(sudoku.parse, lambda c: {"text": "1" * 81}),
         Target(sudoku.to_text, lambda c: {"digits": puzzles.puzzles}),
-        Target(sudoku.solve, lambda c: {"puzzles": puzzles.puzzles, "limit": 2}),
+        Target(sudoku.solve, lambda c: {"puzzles": puzzles.puzzles}),
         Target(
             sudoku.is_solution,
             lambda c: {"puzzles": torch.from_numpy(puzzles.puzzles), "grids": torch.from_numpy(puzzles.solutions)},
@@ -472,33 +298,11 @@ def targets(context: Any) -> list[Target]:
         Target(sudoku.canvas_tokens, lambda c: {"digits": puzzles.puzzles}),
         Target(sudoku.prompt_tokens, lambda c: {"puzzles": puzzles.puzzles}),
         Target(sudoku.canvas_digits, lambda c: {"tokens": sudoku.canvas_tokens(puzzles.puzzles)}),
-        Target(
-            sudoku.generate_puzzles, lambda c: {"count": 1, "givens": 60, "split": "train", "seed": 0, "exact": True}
-        ),
+        Target(sudoku.generate_puzzles, lambda c: {"count": 1, "givens": 60}),
         Target(sudoku.sudoku_noise, lambda c: {"kind": "mask"}),
         Target(Board, lambda c: {}),
         *_samplers(context),
     ]
-    many = getattr(dgemma, "generate_many", None)
-    if many is not None:
-        listed.append(
-            Target(
-                lambda **arguments: list(many(**arguments)),
-                lambda c: {
-                    "model": model,
-                    "prompts": [[130, 131], [140]],
-                    "batch_size": 2,
-                    "max_new_tokens": C,
-                    "steps": 2,
-                    "progress": False,
-                    "seed": 0,
-                    "out": None,
-                    "tokenizer": None,
-                },
-                "generate_many",
-            )
-        )
-    return listed
 
 
 def prepare(folder: Path) -> Any:
@@ -524,8 +328,8 @@ def attempt(context: Any, source: random.Random, folder: Path) -> None:
     target = source.choice(context.targets)
     arguments = target.make(context)
     for _ in range(source.choice((1, 1, 1, 2))):
-        if arguments:
-            name, value = source.choice(sorted(arguments)), odd_value(context, source)
+        if names := sorted({*arguments, *target.parameters}):
+            name, value = source.choice(names), odd_value(context, source)
             if name not in _CALLBACKS or not callable(value):  # errors in a callback are the caller's
                 arguments[name] = value
     try:

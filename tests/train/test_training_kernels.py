@@ -25,6 +25,12 @@ CONFIG = {
     "moe_intermediate_size": 64,
     "canvas_length": 8,
 }
+COMPILED = {  # ahead of the first step
+    adapters: ("expand",),
+    grouped: ("contract_and_outer", "group_choices"),
+    heads: ("norm_heads", "norm_heads_gradient"),
+    residual: ("after_attention_gradient", "after_experts", "after_experts_gradient", "rms_norm_gradient"),
+}
 
 
 @pytest.fixture
@@ -49,11 +55,10 @@ def kernels_on_cpu(monkeypatch):
         monkeypatch.setattr(fused, "COMPILED_ON", ("cpu",))
         monkeypatch.setattr(adapted_experts, "is_hopper", lambda device: True)
     ran = set()
-    for package in (adapters, grouped, heads, residual):
-        for name in package.__all__:
-            if name not in ("fits", "fits_groups", "fits_product", "HeadInputs"):
-                function = getattr(package, name)
-                monkeypatch.setattr(package, name, lambda *a, f=function, n=name, **k: ran.add(n) or f(*a, **k))
+    others = [(grouped, "multiply"), (residual, "rms_norm")]
+    for module, name in [*((module, name) for module, names in COMPILED.items() for name in names), *others]:
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, f=function, n=name, **k: ran.add(n) or f(*a, **k))
     return ran
 
 
@@ -123,12 +128,6 @@ def test_a_compiled_step_in_float64_uses_no_kernel_that_computes_in_float32(kern
 def test_the_first_step_starts_to_compile_its_kernels_ahead(rank, kernels_on_cpu, monkeypatch):
     compiling._start.cache_clear()
     compiled, launched = [], []
-    names = {
-        adapters: ("expand",),
-        grouped: ("contract_and_outer", "group_choices"),
-        heads: ("norm_heads", "norm_heads_gradient"),
-        residual: ("after_attention_gradient", "after_experts", "after_experts_gradient", "rms_norm_gradient"),
-    }
 
     def describe(name, *args, **options):
         """Return what decides which kernel runs: the tensors that are there, and their sizes except the first."""
@@ -155,7 +154,9 @@ def test_the_first_step_starts_to_compile_its_kernels_ahead(rank, kernels_on_cpu
     def record(package, name):
         # Sizes matter here, and values do not. References are faster than interpreted kernels. References of
         # `grouped` return other types, so its own functions run.
-        references = package if package is grouped else import_module(f"{package.__name__}.reference")
+        references = (
+            package if package is grouped else import_module(package.__name__.removesuffix("kernel") + "reference")
+        )
         faster = getattr(references, name, getattr(package, name))
 
         def run(*args, **options):
@@ -167,7 +168,7 @@ def test_the_first_step_starts_to_compile_its_kernels_ahead(rank, kernels_on_cpu
         run.__name__ = name
         return run
 
-    for package, functions in names.items():
+    for package, functions in COMPILED.items():
         for name in functions:
             monkeypatch.setattr(package, name, record(package, name))
     monkeypatch.setattr(grouped, "multiply", multiply)
