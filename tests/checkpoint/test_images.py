@@ -104,7 +104,7 @@ def test_bad_pictures_get_one_sentence(monkeypatch, tmp_path):
         (b"", "must be a picture that Pillow can read"),
         (b"not a picture", "must be a picture that Pillow can read"),
         (saved(noise(90, 90))[:5000], "must be a picture that Pillow can read"),
-        (bomb(), "must be a picture that Pillow can read, got: .*exceeds limit"),
+        (bomb(), r"must be a picture that Pillow can read \(.*exceeds limit"),
         (saved(frames[0], "GIF", save_all=True, append_images=frames[1:]), "must be a still picture, got 'several"),
         (Image.new("F", (4, 4)), "must have 8 bits per channel, got 'mode F'"),
         (Image.new("I;16", (4, 4)), "must have 8 bits per channel, got 'mode I;16'"),
@@ -150,7 +150,7 @@ def test_settings_come_from_the_checkpoint(tmp_path):
     assert ImageProcessor.from_pretrained(tmp_path, max_soft_tokens=70).max_soft_tokens == 70
     nested = {"image_processor": {"max_soft_tokens": 560, "do_normalize": True}}
     (tmp_path / "processor_config.json").write_text(json.dumps(nested))
-    with pytest.raises(ValueError, match=r"do_normalize in .*processor_config.json must be False, got True"):
+    with pytest.raises(ValueError, match=r"processor_config.json must be .*, got {'do_normalize': True}"):
         ImageProcessor.from_pretrained(tmp_path)
 
 

@@ -400,15 +400,15 @@ def test_tokens_that_the_config_alone_lists_are_read_as_transformers_does(words_
 @pytest.mark.parametrize(
     ("listed", "sentence"),
     [
-        (_listed(**{"<mask>": (9, {})}), r"must continue the ids of tokenizer\.json, got '<mask>' at 9 instead of 7"),
-        ({"7": "<mask>"}, r"must hold a token's content and flags by its id, got '<mask>' at '7' in"),
-        ({"seven": {"content": "<mask>"}}, r"must hold a token's content and flags by its id, got .* at 'seven' in"),
+        (_listed(**{"<mask>": (9, {})}), r"must continue the ids of tokenizer\.json with '<mask>' at 7, got 9"),
+        ({"7": "<mask>"}, "must hold a token's content and flags by its id, got {'7': '<mask>'}"),
+        ({"seven": {"content": "<mask>"}}, "must hold a token's content and flags by its id, got {'seven'"),
     ],
     ids=["gap", "text", "no-id"],
 )
 def test_listed_tokens_with_invalid_ids_or_content_are_refused(words_folder, listed, sentence):
     _rewritten(words_folder, "tokenizer_config.json", lambda config: config.update(added_tokens_decoder=listed))
-    with pytest.raises(ValueError, match=rf"Tokenizer\.added_tokens_decoder {sentence}"):
+    with pytest.raises(ValueError, match=rf"added_tokens_decoder in .*tokenizer_config\.json {sentence}"):
         Tokenizer.from_pretrained(words_folder)
 
 
@@ -504,7 +504,7 @@ def test_ids_of_numpy_decode_like_any_others():
 
 
 def test_the_error_for_a_list_of_texts_names_encode_batch():
-    with pytest.raises(ValueError, match=r"Tokenizer\.encode text must be one str, got list\. Use encode_batch"):
+    with pytest.raises(ValueError, match=r"Tokenizer\.encode text must be one str, got \['a'\]\. Use encode_batch"):
         ByteTokenizer().encode(["a"])
     assert repr(ByteTokenizer()) == f"ByteTokenizer(vocab_size={ByteTokenizer().vocab_size})"
 

@@ -8,8 +8,7 @@ import binascii
 import hashlib
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -19,7 +18,7 @@ import torch
 from einops import rearrange
 
 from dgemma.checkpoint.location import resolve, stored_folder
-from dgemma.checkpoint.tokenizer import IMAGE_MARKER, Tokenizer
+from dgemma.checkpoint.tokenizer import IMAGE_MARKER, Tokenizer, explained
 from dgemma.checks import check_count, check_types, require, show
 from dgemma.files import read_bytes, read_json
 from dgemma.model.config import ModelConfig
@@ -69,12 +68,12 @@ class ImageProcessor:
             if (folder / name).is_file():
                 stored = read_json(folder / name)
                 stored = stored.get("vision_config" if name == "config.json" else "image_processor", stored) or {}
-                require(
-                    isinstance(stored, Mapping), f"the image settings of {folder / name}", "be a dictionary", stored
-                )
-                for key, value in _FIXED.items():
-                    fits = stored.get(key, value) == value
-                    require(fits, f"{key} in {folder / name}", f"be {value}", stored.get(key), "dgemma has no other.")
+                owner = f"the image settings of {folder / name}"
+                require(isinstance(stored, Mapping), owner, "be a dictionary", stored)
+                others = {
+                    key: stored.get(key, value) for key, value in _FIXED.items() if stored.get(key, value) != value
+                }
+                require(not others, owner, f"be {_FIXED}", others, "dgemma has no others.")
                 settings |= {key: stored[key] for key in _SETTINGS if key in stored}
         return cls(**settings | ({} if max_soft_tokens is None else {"max_soft_tokens": max_soft_tokens}))
 
@@ -127,20 +126,21 @@ def open_image(source: "ImageSource") -> "Image":
         require(fits, "image array", "be uint8 of shape (H, W, 3)", f"{source.dtype} of shape {source.shape}")
         source = Image.fromarray(source)
     name = f"image {show(source)}" if isinstance(source, str | Path) else "image"
+    problem, fix = f"{name} must be a picture that Pillow can read", "Save it again, or as PNG."
     if not isinstance(source, Image.Image):
         data = io.BytesIO(_read(source))
-        with _explained(name):
+        with explained(problem, fix):
             source = Image.open(data, formats=_FORMATS)
     # The header has the size and the mode, so nothing is decoded before these checks.
     width, height = source.size
     fits = 0 < width * height <= _MOST_PIXELS
     require(fits, name, f"have 1 to {_MOST_PIXELS:,} pixels", f"{width} × {height}", "Resize it.")
-    with _explained(name):
+    with explained(problem, fix):
         is_animated = getattr(source, "is_animated", False)
     require(not is_animated, name, "be a still picture", "several frames", "Pass one frame.")
     is_wide = source.mode in ("I", "F") or ";" in source.mode
     require(not is_wide, name, "have 8 bits per channel", f"mode {source.mode}", "Convert it to RGB.")
-    with _explained(name):
+    with explained(problem, fix):
         image = ImageOps.exif_transpose(source)
         if image.has_transparency_data:
             image = image.convert("RGBA")
@@ -204,16 +204,6 @@ def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, A
         return {**message, "content": [mark(part) for part in content]} if isinstance(content, list) else dict(message)
 
     return [mark_all(message) for message in messages], sources
-
-
-@contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Turn any error of Pillow, whose decoders raise many kinds, into a ValueError."""
-    try:
-        yield
-    except Exception as error:
-        reason = str(error).rstrip(".") or type(error).__name__
-        raise ValueError(f"{name} must be a picture that Pillow can read, got: {show(reason)}.") from error
 
 
 def _read(source: str | Path | bytes) -> bytes:

@@ -19,7 +19,7 @@ from dgemma.checkpoint.location import ASSETS
 from dgemma.checkpoint.names import VISION
 from dgemma.checkpoint.plan import LoadPlan, first, make_plan
 from dgemma.checkpoint.reading import Checkpoint, read_checkpoint
-from dgemma.checks import read_device, read_dtype
+from dgemma.checks import read_device, read_dtype, require
 from dgemma.files import open_tensors
 from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig
 from dgemma.model.diffusion import DiffusionGemma
@@ -53,10 +53,9 @@ def load_pretrained(
     device, dtype = read_device("from_pretrained", device), read_dtype("from_pretrained", dtype)
     checkpoint = read_checkpoint(path_or_repo)
     entries = checkpoint.contents.entries
-    if quantization is not None and any(entry.decode for entry in entries.values()):
-        raise ValueError(
-            "from_pretrained quantization must be None for a quantised checkpoint. Load an unquantised one."
-        )
+    fits = quantization is None or not any(entry.decode for entry in entries.values())
+    rule, fix = "be None for a quantised checkpoint", "Load an unquantised one."
+    require(fits, "from_pretrained quantization", rule, quantization, fix)
     model = _build_empty(cls, checkpoint, conventions)
     is_gemma4 = checkpoint.published.get("model_type") in GEMMA4_TYPES
     plan = make_plan(model.state_dict(), checkpoint.contents, plain_gemma4=is_gemma4)
@@ -68,11 +67,8 @@ def load_pretrained(
         _require_equal_copies(plan, read, dtype)
     fresh = _start_self_conditioning(model, plan.fresh, dtype, device)
     state = _set_weights(model, weights | fresh)
-    model.dequantized = {
-        name: plan.format_of(name)
-        for name, weight in weights.items()
-        if isinstance(weight, Tensor) and plan.is_quantized(name)
-    }
+    plain = (name for name, weight in weights.items() if isinstance(weight, Tensor))
+    model.dequantized = {name: plan.source(name).format for name in plain if plan.source(name).decode is not None}
     _give_notices(plan, checkpoint.contents, state, model.config)
     return model
 
@@ -80,10 +76,10 @@ def load_pretrained(
 def _build_empty(cls: type[Model], checkpoint: Checkpoint, conventions: Conventions | None) -> Model:
     """Return the model that the configs describe, on the "meta" device."""
     folder, published, stored = checkpoint.folder, checkpoint.published, checkpoint.stored
-    text = published.get("text_config", published)
-    layers = text.get("num_hidden_layers") if isinstance(text, Mapping) else None
-    if isinstance(layers, int) and layers > len(stored):  # a huge number would fill the memory
-        raise ValueError(f"ModelConfig.num_hidden_layers must fit the {len(stored)} tensors stored, got {layers}.")
+    for part in (published.get("text_config", published), published.get("vision_config")):
+        layers = part.get("num_hidden_layers") if isinstance(part, Mapping) else None
+        fits = not isinstance(layers, int) or layers <= len(stored)  # a huge number would fill the memory
+        require(fits, "ModelConfig.num_hidden_layers", f"fit the {len(stored)} tensors stored", layers)
     config = ModelConfig.from_hf(published)
     if not any(VISION.match(name) for name in stored):
         config = config.replace(vision_config=None)
@@ -95,11 +91,9 @@ def _build_empty(cls: type[Model], checkpoint: Checkpoint, conventions: Conventi
         model.generation = GenerationDefaults.from_hf(checkpoint.generation)
     except ValueError as error:
         raise ValueError(f"{error} Correct generation_config.json or config.json in {folder}.") from None
-    if model.generation.pad_token_id >= config.vocab_size:
-        raise ValueError(
-            f"GenerationDefaults.pad_token_id must be below the vocabulary's {config.vocab_size}, "
-            f"got {model.generation.pad_token_id}. Correct generation_config.json."
-        )
+    pad, rule = model.generation.pad_token_id, f"be below the vocabulary's {config.vocab_size}"
+    fits, fix = pad < config.vocab_size, "Correct generation_config.json."
+    require(fits, "GenerationDefaults.pad_token_id", rule, pad, fix)
     model.source = folder
     return model
 
@@ -129,7 +123,7 @@ def _read_weights(
     taken: set[str] = set()
 
     def file_of(ours: str) -> Path:
-        return checkpoint.stored[next(iter(plan.entries[plan.sources(ours)[0]].tensors.values()))].file
+        return checkpoint.stored[next(iter(plan.source(ours).tensors.values()))].file
 
     order = sorted((*plan.whole, *plan.parts), key=lambda ours: (file_of(ours), ours))
     with progress_bar(desc="loading", unit="weight", show=True, total=len(order)) as bar:
@@ -158,9 +152,8 @@ def _require_equal_copies(plan: LoadPlan, read: Callable[[str], Tensor], dtype: 
 
     unequal = [copy for copy, original in plan.copies if not torch.equal(values(copy), values(original))]
     if unequal:
-        raise ValueError(
-            f"The checkpoint holds copies that differ from the tensor they are tied to: {', '.join(first(unequal))}."
-        )
+        names = ", ".join(first(unequal))
+        raise ValueError(f"The checkpoint holds copies that differ from the tensor they are tied to: {names}.")
 
 
 def _set_weights(model: DiffusionGemma, weights: Mapping[str, Weight]) -> dict[str, Tensor]:
@@ -181,17 +174,14 @@ def _start_self_conditioning(
 ) -> dict[str, Weight]:
     """Initialise self-conditioning. `down_proj` is zero, so that the new block changes nothing at first."""
     generator = torch.Generator().manual_seed(0)
-    state: dict[str, Weight] = {}
-    for name in names:
+
+    def start(name: str) -> Tensor:
         shape = model.state_dict()[name].shape
-        if name.endswith("norm.weight"):
-            weight = torch.ones(shape)
-        elif name.endswith("down_proj.weight"):
-            weight = torch.zeros(shape)
-        else:
-            weight = torch.randn(shape, generator=generator) * model.config.initializer_range
-        state[name] = weight.to(device, dtype)
-    return state
+        if name.endswith(("norm.weight", "down_proj.weight")):
+            return torch.full(shape, 1.0 if name.endswith("norm.weight") else 0.0)
+        return torch.randn(shape, generator=generator) * model.config.initializer_range
+
+    return {name: start(name).to(device, dtype) for name in names}
 
 
 def _give_notices(plan: LoadPlan, contents: Contents, state: Mapping[str, Tensor], config: ModelConfig) -> None:

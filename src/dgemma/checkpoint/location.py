@@ -13,6 +13,7 @@ CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.jinja")
 _SHARED = {"text-mask": "text"}
 # A checkpoint folder has at least one of these files.
 _SIGNS = ("config.json", "tokenizer.json", "tokenizer_config.json", SINGLE_FILE, INDEX_FILE)
+_FIX = "Pass a checkpoint folder or owner/name."
 
 
 def resolve(path_or_repo: str | Path, files: Sequence[str] = CHECKPOINT_FILES) -> Path:
@@ -22,14 +23,10 @@ def resolve(path_or_repo: str | Path, files: Sequence[str] = CHECKPOINT_FILES) -
         if not (folder / "config.json").is_file() and (folder / "final" / "config.json").is_file():
             raise FileNotFoundError(f"{folder} is the folder of a training run. Use its result, {folder / 'final'}.")
         if not any((folder / name).is_file() for name in _SIGNS):
-            raise FileNotFoundError(
-                f"{folder} holds no checkpoint: there is no config.json. Pass a checkpoint folder or owner/name."
-            )
+            raise FileNotFoundError(f"{folder} holds no checkpoint: there is no config.json. {_FIX}")
         return folder
     if isinstance(path_or_repo, Path) or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path_or_repo):
-        raise FileNotFoundError(
-            f"{str(path_or_repo)!r} is neither a folder nor a hub id. Pass a checkpoint folder or owner/name."
-        )
+        raise FileNotFoundError(f"{str(path_or_repo)!r} is neither a folder nor a hub id. {_FIX}")
     owner, name = path_or_repo.split("/")
     if owner == "dgemma":
         if not (ASSETS / name).is_dir():

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dgemma.checkpoint.formats.entry import FLOATS, Contents, Entry
 from dgemma.checkpoint.names import AUDIO, VISION, our_names, published_name
+from dgemma.checks import require
 from dgemma.model.quantized import IntWeight, QuantizedWeight, Weight
 
 _MOST_NAMED = 5  # the most tensors or files that an error names
@@ -40,13 +41,9 @@ class LoadPlan:
         """Return the published names that one of our weights is read from."""
         return [self.whole[ours]] if ours in self.whole else [part.name for part in self.parts[ours].values()]
 
-    def format_of(self, ours: str) -> str:
-        """Return the format of one of our weights in the files."""
-        return self.entries[self.sources(ours)[0]].format
-
-    def is_quantized(self, ours: str) -> bool:
-        """Return True if the files store codes of one of our weights."""
-        return self.entries[self.sources(ours)[0]].decode is not None
+    def source(self, ours: str) -> Entry:
+        """Return the description of one of our weights in the files; of experts, that of the first part."""
+        return self.entries[self.sources(ours)[0]]
 
     def read_weight(self, ours: str, read: Callable[[str], Tensor]) -> Weight:
         """Read one of our weights, quantised or plain. `read` returns a stored tensor by its name in the files."""
@@ -126,9 +123,8 @@ def _add_part(plan: LoadPlan, found: set[str], name: str, match: re.Match[str]) 
     found.add(ours)
     if stored != shape:
         return [f"misshapen {name}: {stored}, not {shape}"]
-    part = plan.parts.setdefault(ours, {}).setdefault(
-        (number, rows.start), ExpertPart(name=name, expert=number, rows=rows)
-    )
+    part = ExpertPart(name=name, expert=number, rows=rows)
+    part = plan.parts.setdefault(ours, {}).setdefault((number, rows.start), part)
     if part.name != name:
         plan.copies.append((name, part.name))
     return []
@@ -169,9 +165,7 @@ def _assemble(parts: Iterable[ExpertPart], shape: Sequence[int], read: Callable[
             raise ValueError(f"{part.name} must be stored as the other experts are, with the same tensors and dtypes.")
         for name, tensor in tensors.items():
             if name == "group_index" and part.rows.start and not torch.equal(slots[name], tensor):
-                raise ValueError(
-                    f"{part.name} must group its columns as the gate of its expert does, got another order."
-                )
+                raise ValueError(f"{part.name} must group its columns as the gate of its expert does.")
             slots[name].copy_(tensor)
     assert like is not None
     return joined[""] if isinstance(like, Tensor) else like.with_tensors(joined)
@@ -179,14 +173,10 @@ def _assemble(parts: Iterable[ExpertPart], shape: Sequence[int], read: Callable[
 
 def _require_valid(weight: QuantizedWeight) -> None:
     if isinstance(weight, IntWeight) and weight.group_index is not None:
-        num_groups, size = weight.scale.shape[-1], weight.group_size
-        for groups in weight.group_index.long().view(-1, weight.shape[-1]):
-            in_range = bool(((groups >= 0) & (groups < num_groups)).all())
-            if not in_range or not bool((groups.bincount(minlength=num_groups) == size).all()):
-                raise ValueError(
-                    f"group indices must be below {num_groups}, with {size} columns in each group. "
-                    "Download the file again."
-                )
+        ordered = weight.group_index.long().view(-1, weight.shape[-1]).sort(-1).values
+        fits = torch.equal(ordered, _neighbours(weight).expand_as(ordered))
+        rule = f"be below {weight.scale.shape[-1]}, with {weight.group_size} columns in each group"
+        require(fits, "group indices", rule, weight.group_index, "Download the file again.")
     for role, tensor in weight.tensors().items():
         if role in ("scale", "bias", "row_scale") and not bool(tensor.float().isfinite().all()):
             raise ValueError(f"scales must be finite, got NaN or infinity in {role}. Download the file again.")
@@ -194,12 +184,15 @@ def _require_valid(weight: QuantizedWeight) -> None:
 
 def _without_trivial_index(weight: IntWeight) -> IntWeight:
     """Drop a group index that only repeats the order of the columns."""
-    if weight.group_index is None:
-        return weight
-    columns = torch.arange(weight.shape[-1], device=weight.device)
-    if not torch.equal(weight.group_index.long(), (columns // weight.group_size).expand_as(weight.group_index)):
+    index = weight.group_index
+    if index is None or not torch.equal(index.long(), _neighbours(weight).expand_as(index)):
         return weight
     return weight.with_tensors({name: t for name, t in weight.tensors().items() if name != "group_index"})
+
+
+def _neighbours(weight: IntWeight) -> Tensor:
+    """Return the group of each column (K,) if groups are neighbouring columns."""
+    return torch.arange(weight.shape[-1], device=weight.device) // weight.group_size
 
 
 def first(items: list[str]) -> list[str]:

@@ -11,6 +11,7 @@ from dgemma.checkpoint.formats.entry import Contents, Stored
 from dgemma.checkpoint.formats.gguf import find_gguf, read_gguf
 from dgemma.checkpoint.location import CHECKPOINT_FILES, INDEX_FILE, SINGLE_FILE, resolve, stored_folder
 from dgemma.checkpoint.plan import first
+from dgemma.checks import require
 from dgemma.files import open_tensors
 from dgemma.model.config import OWN_DEFAULTS, read_published
 
@@ -80,13 +81,13 @@ def _read_index(folder: Path) -> dict[str, str]:
         raise FileNotFoundError(
             f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}. Only safetensors are read, never pickles."
         )
-    weight_map = read_published(folder / INDEX_FILE, INDEX_FILE).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{folder / INDEX_FILE} must map tensors to files under 'weight_map'. Download it again.")
+    weight_map, owner = read_published(folder / INDEX_FILE, INDEX_FILE).get("weight_map"), f"{folder / INDEX_FILE}"
+    fits = isinstance(weight_map, dict) and len(weight_map) > 0
+    require(fits, owner, "map tensors to files under 'weight_map'", weight_map, "Download it again.")
+    assert isinstance(weight_map, dict)
     files = set(map(str, weight_map.values()))
     outside = sorted(file for file in files if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", file))
-    if outside:
-        raise ValueError(f"{folder / INDEX_FILE} must name safetensors files of its own folder, got {outside}.")
+    require(not outside, owner, "name safetensors files of its own folder", outside)
     absent = sorted(file for file in files if not (folder / file).is_file())
     if absent:
         raise FileNotFoundError(f"{folder} lacks the shards {', '.join(first(absent))}. Download them again.")

@@ -1,6 +1,7 @@
 """Saving of a model: a folder of safetensors files that transformers loads."""
 
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from dgemma.checkpoint.formats import compressed_tensors
 from dgemma.checkpoint.location import INDEX_FILE, SINGLE_FILE
 from dgemma.checkpoint.names import published_name
 from dgemma.checkpoint.plan import first
-from dgemma.checks import as_int
+from dgemma.checks import as_int, require
 from dgemma.files import clear_temporaries, fill_json, fill_tensors, new_files, writing
 from dgemma.model.config import OWN_DEFAULTS
 from dgemma.model.diffusion import DiffusionGemma
@@ -68,11 +69,11 @@ def _tensors_to_save(model: DiffusionGemma) -> dict[str, Tensor]:
     buffers = {f"{name}.{role}" for name, weight in quantized.items() for role in weight.tensors()}
     state = {name: weight for name, weight in model.state_dict().items() if name not in buffers}
     needed = type(model)(model.config, device="meta").state_dict().keys()
-    if state.keys() | quantized.keys() != needed:
+    extra, missing = state.keys() - needed, needed - state.keys() - quantized.keys()
+    if extra or missing:
         raise ValueError(
             "DiffusionGemma.save_pretrained must find exactly the published tensors, got "
-            f"{first(sorted(state.keys() - needed))} extra and {first(sorted(needed - state.keys()))} missing. "
-            "Merge adapters first."
+            f"{first(sorted(extra))} extra and {first(sorted(missing))} missing. Merge adapters first."
         )
     tensors = {published_name(name): weight for name, weight in state.items()}
     for name, weight in quantized.items():
@@ -95,12 +96,10 @@ def _pack(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
 
 def _num_bytes(size: int | str) -> int:
     number, unit = (size[:-2], size[-2:].upper()) if isinstance(size, str) else (str(as_int(size)), "")
-    factor = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}.get(unit)
-    if factor is None or not number.strip().isdigit() or int(number) == 0:
-        raise ValueError(
-            f"save_pretrained max_shard_size must be a number of bytes, or a text such as '5GB', got {size!r}."
-        )
-    return int(number) * factor
+    factor = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}.get(unit, 0)
+    limit = int(number) * factor if number.strip().isdigit() else 0
+    require(limit > 0, "save_pretrained max_shard_size", "be a number of bytes, or a text such as '5GB'", size)
+    return limit
 
 
 def _shard_names(folder: Path, num_shards: int) -> list[str]:
@@ -111,10 +110,6 @@ def _shard_names(folder: Path, num_shards: int) -> list[str]:
     """
     if num_shards == 1:
         return [SINGLE_FILE]
-    save = 0
-    while True:
-        stem = "model" if save == 0 else f"model.{save}"
-        names = [f"{stem}-{i + 1:05d}-of-{num_shards:05d}.safetensors" for i in range(num_shards)]
-        if not any((folder / name).exists() for name in names):
-            return names
-        save += 1
+    stems = ("model" if save == 0 else f"model.{save}" for save in count())
+    series = ([f"{stem}-{i + 1:05d}-of-{num_shards:05d}.safetensors" for i in range(num_shards)] for stem in stems)
+    return next(names for names in series if not any((folder / name).exists() for name in names))

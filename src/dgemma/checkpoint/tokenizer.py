@@ -180,13 +180,11 @@ class Tokenizer(ABC):
 
         Example: `tokens, attention_mask = tokenizer.encode_batch(["short", tokenizer.chat("longer?")])`.
         """
-        if isinstance(prompts, str):
-            raise ValueError(f"Tokenizer.encode_batch prompts must be a list of texts, got one. Write [{prompts!r}].")
-        rows = [self.encode(p, bos=bos) if isinstance(p, str) else _read_ids(p) for p in prompts]
-        if not rows or not all(rows):
-            raise ValueError(
-                f"Tokenizer.encode_batch prompts must hold at least one token each, got {list(prompts)!r}."
-            )
+        owner, rule = "Tokenizer.encode_batch prompts", "be texts or rows of token ids"
+        require(not isinstance(prompts, str), owner, "be a list of texts", prompts, "Write [text].")
+        rows = [self.encode(p, bos=bos) if isinstance(p, str) else _read_ids(p, owner, rule) for p in prompts]
+        fits = len(rows) > 0 and all(row and min(row) >= 0 for row in rows)
+        require(fits, owner, "hold at least one token each, with ids of at least 0", list(prompts))
         longest = max(map(len, rows))
         tokens = [[self.pad_token_id] * (longest - len(row)) + row for row in rows]
         mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
@@ -201,12 +199,9 @@ class Tokenizer(ABC):
 
         Example: `tokenizer.decode(out.new_tokens[0])`.
         """
-        listed = as_lists(tokens)
-        ids = [as_int(token) for token in listed] if isinstance(listed, list) else [None]
-        fix = "Use decode_batch for several."
-        require(None not in ids, "Tokenizer.decode tokens", "be one row (N,) of ids", tokens, fix)
+        ids = _read_ids(tokens, "Tokenizer.decode tokens", "be one row (N,) of ids", "Use decode_batch for several.")
         hidden = self._frame if skip_special else frozenset()
-        return self._decode([token for token in ids if token is not None and token not in hidden])
+        return self._decode([token for token in ids if token not in hidden])
 
     @typed
     def decode_batch(
@@ -240,19 +235,15 @@ class Tokenizer(ABC):
         Example: `tokenizer.chat([{"role": "user", "content": "2 + 2?"}], thinking=True)`.
         """
         turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        for turn in turns:
-            fits = isinstance(turn, Mapping) and isinstance(turn.get("role"), str)
-            require(fits, "Tokenizer.chat messages", 'be dictionaries with "role" and "content"', turn)
+        fits = all(isinstance(turn, Mapping) and isinstance(turn.get("role"), str) for turn in turns)
+        rule = 'hold at least one turn, and only dictionaries with "role" and "content"'
+        require(fits and len(turns) > 0, "Tokenizer.chat messages", rule, turns)
         history = [self._guard(_without_thought(message)) for message in turns]
-        if not history:
-            raise ValueError("Tokenizer.chat messages must hold at least one turn, got none.")
         options = {"tools": self._guard(tools), "add_generation_prompt": generation_prompt}
         ids = self._render(history, enable_thinking=thinking, **options)
-        if thinking and ids == self._render(history, enable_thinking=False, **options):
-            raise ValueError(
-                "Tokenizer.chat thinking must be False for this checkpoint: its chat template has no thinking switch. "
-                "Use thinking=False, or a checkpoint whose template reads enable_thinking."
-            )
+        fits = not thinking or ids != self._render(history, enable_thinking=False, **options)
+        rule = "be False for this checkpoint, whose chat template has no thinking switch"
+        require(fits, "Tokenizer.chat thinking", rule, thinking)
         return ids if images is None else self.place_images(ids, images)
 
     def place_images(self, ids: Sequence[int], images: Images) -> list[int]:
@@ -290,11 +281,9 @@ class Tokenizer(ABC):
         options = {"tools": self._guard(tools), "add_generation_prompt": False, "enable_thinking": False}
         whole = self._render([*history, dict(last)], **options)
         answer = whole[len(prompt) :]
-        if whole[: len(prompt)] != prompt:
-            raise ValueError(
-                "Tokenizer.chat_turn needs a template that writes the model's turn after its generation prompt. "
-                "This one does not. Use prompts and answers instead of chats."
-            )
+        fits, rule = whole[: len(prompt)] == prompt, "write the model's turn after its generation prompt"
+        fix = "Use prompts and answers instead of chats."
+        require(fits, "the chat template of Tokenizer.chat_turn", rule, "another one", fix)
         if end in answer:
             answer = answer[: len(answer) - answer[::-1].index(end)]  # without the line break after the turn
         return prompt, answer
@@ -328,7 +317,7 @@ class PretrainedTokenizer(Tokenizer):
                 "ByteTokenizer() for a model trained on bytes."
             )
         data = read_bytes(file, most=_MOST_BYTES)
-        with _explained(f"{file} holds no tokenizer", "Download it again."):
+        with explained(f"{file} holds no tokenizer", "Download it again."):
             self.backend_tokenizer = tokenizers.Tokenizer.from_buffer(data)
         self.backend_tokenizer.no_truncation()  # ignore truncation stored in the file
         self.backend_tokenizer.no_padding()
@@ -341,12 +330,10 @@ class PretrainedTokenizer(Tokenizer):
         for name in ("pad", "eos", "bos", "mask"):
             token = config.get(f"{name}_token")
             token = token.get("content") if isinstance(token, dict) else token
-            with _explained(f"{name}_token in {folder} is no text", "Complete its tokenizer_config.json."):
+            with explained(f"{name}_token in {folder} is no text", "Complete its tokenizer_config.json."):
                 token_id = self.backend_tokenizer.token_to_id(token) if isinstance(token, str) else None
-            if token_id is None and name != "mask":
-                raise ValueError(
-                    f"Tokenizer.{name}_token_id must be set, got None in {folder}. Complete its tokenizer_config.json."
-                )
+            fits, fix = token_id is not None or name == "mask", f"Complete tokenizer_config.json in {folder}."
+            require(fits, f"Tokenizer.{name}_token_id", "be set", token_id, fix)
             setattr(self, f"{name}_token_id", token_id)
 
     def _read_config(self) -> dict[str, Any]:
@@ -359,28 +346,19 @@ class PretrainedTokenizer(Tokenizer):
 
     def _add_tokens(self, config: Mapping[str, Any]) -> None:
         """Add tokens that are only in the config, at their ids."""
-        file = self._folder / "tokenizer_config.json"
-        listed: dict[int, tokenizers.AddedToken] = {}
+        owner, fix = f"added_tokens_decoder in {self._folder / 'tokenizer_config.json'}", "Download the file again."
         added = config.get("added_tokens_decoder") or {}
-        require(isinstance(added, dict), "Tokenizer.added_tokens_decoder", f"be a dictionary in {file}", added)
-        for key, token in added.items():
-            try:
-                listed[int(key)] = tokenizers.AddedToken(**token)
-            except (TypeError, ValueError):
-                raise ValueError(
-                    "Tokenizer.added_tokens_decoder must hold a token's content and flags by its id, "
-                    f"got {token!r} at {key!r} in {file}. Download the file again."
-                ) from None
-        listed = dict(sorted(listed.items()))
+        require(isinstance(added, dict), owner, "be a dictionary", added)
+        try:
+            listed = dict(sorted((int(key), tokenizers.AddedToken(**token)) for key, token in added.items()))
+        except (TypeError, ValueError):
+            require(False, owner, "hold a token's content and flags by its id", added, fix)
         new = {id: token for id, token in listed.items() if self.backend_tokenizer.token_to_id(token.content) is None}
         self.backend_tokenizer.add_tokens(list(listed.values()))  # in one call, because each call rebuilds the matcher
         for listed_id, token in new.items():
             found = self.backend_tokenizer.token_to_id(token.content)
-            if found != listed_id:
-                raise ValueError(
-                    "Tokenizer.added_tokens_decoder must continue the ids of tokenizer.json, "
-                    f"got {token.content!r} at {listed_id} instead of {found} in {file}. Download both files again."
-                )
+            rule = f"continue the ids of tokenizer.json with {token.content!r} at {found}"
+            require(found == listed_id, owner, rule, listed_id, fix)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -393,7 +371,7 @@ class PretrainedTokenizer(Tokenizer):
     def encode(self, text: str, *, bos: bool = True, markers: bool = True) -> list[int]:
         _require_text(text, bos=bos, markers=markers)
         text = text.encode(errors="replace").decode()  # a lone surrogate has no UTF-8 form and becomes "?"
-        with _explained(f"the tokenizer in {self._folder} cannot split this text", "Check its tokenizer.json."):
+        with explained(f"the tokenizer in {self._folder} cannot split this text", "Check its tokenizer.json."):
             ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=False).ids
             if not markers and not self._marker_ids.isdisjoint(ids):
                 ids = self._plain.encode(text, add_special_tokens=False).ids
@@ -438,7 +416,7 @@ class PretrainedTokenizer(Tokenizer):
             write_bytes(folder / _TEMPLATES[1] / template.name, read_bytes(template))
 
     def _decode(self, ids: list[int]) -> str:
-        with _explained(f"the tokenizer in {self._folder} cannot decode these ids", "Check its tokenizer.json."):
+        with explained(f"the tokenizer in {self._folder} cannot decode these ids", "Check its tokenizer.json."):
             text: str = self.backend_tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
@@ -448,7 +426,7 @@ class PretrainedTokenizer(Tokenizer):
                 f"Tokenizer.chat needs the checkpoint's chat template, got none in {self._folder}. "
                 "Put its chat_template.jinja there, or pass plain text to encode."
             )
-        with _explained(f"the chat template of {self._folder} refuses these messages", "Check their roles."):
+        with explained(f"the chat template of {self._folder} refuses these messages", "Check their roles."):
             rendered = self._hf.apply_chat_template(messages, tokenize=False, **options)
             if any(ord(char) >= _FIRST_GUARD for char in rendered):
                 return self._encode_guarded(rendered)
@@ -458,7 +436,7 @@ class PretrainedTokenizer(Tokenizer):
     def _hf(self) -> Any:
         from transformers import AutoTokenizer  # here, because the import takes seconds and only chats need it
 
-        with _explained(f"transformers cannot read the tokenizer in {self._folder}", "Download it again."):
+        with explained(f"transformers cannot read the tokenizer in {self._folder}", "Download it again."):
             return AutoTokenizer.from_pretrained(str(self._folder), trust_remote_code=False)
 
 
@@ -544,10 +522,8 @@ class ByteTokenizer(Tokenizer):
         return raw.decode("utf-8", errors="replace")
 
     def _render(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        if options["tools"]:
-            raise ValueError(
-                "ByteTokenizer.chat tools must be None: its template has no tools. Use the tokenizer of a checkpoint."
-            )
+        fix = "Its template has no tools. Use the tokenizer of a checkpoint."
+        require(not options["tools"], "ByteTokenizer.chat tools", "be None", options["tools"], fix)
         messages = [{**message, "content": _plain_text(message.get("content"))} for message in messages]
         system, text = "", ""
         if messages[0]["role"] == "system":
@@ -556,16 +532,15 @@ class ByteTokenizer(Tokenizer):
             text += "<|turn>system\n" + ("<|think|>\n" if options["enable_thinking"] else "") + f"{system}<turn|>\n"
         for message in messages:
             role = {"assistant": "model", "model": "model", "user": "user"}.get(message["role"])
-            if role is None:
-                raise ValueError(f"ByteTokenizer.chat role must be user or assistant here, got {message['role']!r}.")
+            require(role is not None, "ByteTokenizer.chat role", "be user or assistant here", message["role"])
             text += f"<|turn>{role}\n{message['content'].strip()}<turn|>\n"
         text += "<|turn>model\n" if options["add_generation_prompt"] else ""
         return [self.bos_token_id, *self._encode_guarded(text)]
 
 
 @contextmanager
-def _explained(problem: str, fix: str) -> Iterator[None]:
-    """Turn any error of tokenizers, transformers or a Jinja template into a ValueError: the problem and a fix."""
+def explained(problem: str, fix: str) -> Iterator[None]:
+    """Turn any error of another library, or of a Jinja template, into a ValueError: the problem and a fix."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -581,22 +556,18 @@ def _names_byte_tokenizer(folder: Path) -> bool:
     return config.is_file() and b'"dgemma.ByteTokenizer"' in read_bytes(config, most=_MOST_BYTES)
 
 
-def _read_ids(ids: Any) -> list[int]:
+def _read_ids(ids: Any, owner: str, rule: str, fix: str = "") -> list[int]:
     """Return a row of token ids as a list of ints."""
     listed = as_lists(ids)
     read = [as_int(token) for token in listed] if isinstance(listed, list) else [None]
-    if any(token is None or token < 0 for token in read):
-        require(False, "Tokenizer.encode_batch prompts", "be texts or rows of token ids", ids)
+    require(None not in read, owner, rule, ids, fix)
     return [token for token in read if token is not None]
 
 
 def _require_text(text: Any, **flags: Any) -> None:
     for name, flag in flags.items():
         require(isinstance(flag, bool), f"Tokenizer.encode {name}", "be True or False", flag)
-    if not isinstance(text, str):
-        raise ValueError(
-            f"Tokenizer.encode text must be one str, got {type(text).__name__}. Use encode_batch for several."
-        )
+    require(isinstance(text, str), "Tokenizer.encode text", "be one str", text, "Use encode_batch for several.")
 
 
 def _without_thought(message: Message) -> dict[str, Any]:
@@ -606,8 +577,7 @@ def _without_thought(message: Message) -> dict[str, Any]:
         return dict(message)
     if isinstance(content, str):
         return {**message, "content": _THOUGHT.sub("", content).strip()}
-    if not isinstance(content, list | tuple):
-        require(False, "Tokenizer.chat content", "be a text or a list of parts", content)
+    require(isinstance(content, list | tuple), "Tokenizer.chat content", "be a text or a list of parts", content)
     return {**message, "content": [_clean_part(part) for part in content]}
 
 

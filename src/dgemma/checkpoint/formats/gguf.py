@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dgemma.checkpoint.formats.entry import Contents, Entry, Stored
 from dgemma.checkpoint.formats.gguf_file import GgufFile
-from dgemma.checks import show
+from dgemma.checks import require
 from dgemma.model.config import FULL, SLIDING
 from dgemma.model.quantized import IntWeight, Weight, pack_nibbles
 from dgemma.printing import install_command
@@ -79,20 +79,18 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Stored], Contents]:
     stored, contents = {}, Contents(entries={})
     for tensor in opened.tensors:
         stored[tensor.name] = Stored(file, tensor.shape, tensor.kind, tensor.num_bytes)
-        name = _published_name(tensor.name)
+        name, kind = _published_name(tensor.name), tensor.kind
         if name is None and tensor.name != _FREQUENCIES:
             contents.problems.append(f"unexpected {tensor.name}")
-        elif tensor.kind != "F32" and len(tensor.shape) == 1:
-            contents.problems.append(f"unreadable {tensor.name}: stored as {tensor.kind}, not as F32")
-        elif tensor.kind in _NOT_WEIGHTS:
-            contents.problems.append(f"unreadable {tensor.name}: stored as {tensor.kind}, not as a float or as codes")
+        elif kind != "F32" and len(tensor.shape) == 1:
+            contents.problems.append(f"unreadable {tensor.name}: stored as {kind}, not as F32")
+        elif kind in _NOT_WEIGHTS:
+            contents.problems.append(f"unreadable {tensor.name}: stored as {kind}, not as a float or as codes")
         elif name is not None:
-            format, decode = _CODES.get(tensor.kind, (tensor.kind.lower(), partial(_dequantize, kind=tensor.kind)))
-            if tensor.kind in _FLOATS:
-                format, decode = tensor.kind, None
-            contents.entries[name] = Entry(
-                tensors={"weight": tensor.name}, shape=tensor.shape, format=format, decode=decode
-            )
+            own = (kind, None) if kind in _FLOATS else (kind.lower(), partial(_dequantize, kind=kind))
+            format, decode = _CODES.get(kind, own)
+            entry = Entry(tensors={"weight": tensor.name}, shape=tensor.shape, format=format, decode=decode)
+            contents.entries[name] = entry
     return _config(opened, stored), stored, contents
 
 
@@ -132,10 +130,12 @@ def _config(opened: GgufFile, stored: Mapping[str, Stored]) -> dict[str, Any]:
     """Return the config.json that the metadata describes."""
     metadata = opened.metadata
 
+    def check(fits: bool, key: str, rule: str, found: Any) -> None:
+        require(fits, f"GGUF {key}", rule, found, "Download the file of a DiffusionGemma again.")
+
     def value(key: str, kinds: type | tuple[type, ...], rule: str, default: Any = None) -> Any:
         found = metadata.get(key, default)
-        if not isinstance(found, kinds) or isinstance(found, bool):
-            raise ValueError(f"GGUF {key} must be {rule}, got {show(found)}. Download the file again.")
+        check(isinstance(found, kinds) and not isinstance(found, bool), key, f"be {rule}", found)
         return found
 
     def size(key: str, default: int | None = None) -> int:
@@ -145,31 +145,23 @@ def _config(opened: GgufFile, stored: Mapping[str, Stored]) -> dict[str, Any]:
     def real(key: str, default: float | None = None) -> float:
         return float(value(f"{_ARCHITECTURE}.{key}", (int, float), "a number", default))
 
-    if metadata.get("general.architecture") != _ARCHITECTURE:
-        raise ValueError(
-            f"GGUF general.architecture must be {_ARCHITECTURE!r}, got {show(metadata.get('general.architecture'))}. "
-            "Load a DiffusionGemma file."
-        )
-    embedding = stored.get("token_embd.weight")
-    if embedding is None or len(metadata.get("tokenizer.ggml.tokens", range(embedding.shape[0]))) != embedding.shape[0]:
-        raise ValueError("GGUF token_embd.weight must have a row for every token. Download the file again.")
-    num_layers = size("block_count")
-    if not 1 <= num_layers <= len(stored):  # a huge number would fill the memory
-        raise ValueError(f"GGUF block_count must fit the {len(stored)} tensors stored, got {num_layers}.")
+    architecture = metadata.get("general.architecture")
+    check(architecture == _ARCHITECTURE, "general.architecture", f"be {_ARCHITECTURE!r}", architecture)
+    num_tokens = stored["token_embd.weight"].shape[0] if "token_embd.weight" in stored else 0
+    fits = num_tokens > 0 and len(metadata.get("tokenizer.ggml.tokens", range(num_tokens))) == num_tokens
+    check(fits, "token_embd.weight", "have a row for every token", num_tokens)
+    num_layers, most = size("block_count"), len(stored)
+    check(1 <= num_layers <= most, "block_count", f"fit the {most} tensors stored", num_layers)  # or fill the memory
     pattern = value(f"{_ARCHITECTURE}.attention.sliding_window_pattern", np.ndarray, "a list of flags")
     sliding = [bool(flag) for flag in pattern]
-    kv_heads = value(f"{_ARCHITECTURE}.attention.head_count_kv", (int, np.ndarray), "one number per layer")
-    kv_heads = [
-        int(heads) for heads in np.broadcast_to(kv_heads, num_layers if np.ndim(kv_heads) == 0 else len(kv_heads))
-    ]
-    by_kind = {
-        kind: {heads for heads, flag in zip(kv_heads, sliding, strict=False) if flag == kind} for kind in (True, False)
-    }
-    if len(sliding) != num_layers or any(len(heads) > 1 for heads in by_kind.values()):
-        raise ValueError(f"GGUF head_count_kv must have one number per type of layer, got {kv_heads} for {sliding}.")
+    per_layer = value(f"{_ARCHITECTURE}.attention.head_count_kv", (int, np.ndarray), "one number per layer")
+    kv_heads = [per_layer] * num_layers if isinstance(per_layer, int) else [int(heads) for heads in per_layer]
+    pairs = set(zip(kv_heads, sliding, strict=False))
+    by_kind = {kind: {heads for heads, flag in pairs if flag == kind} for kind in (True, False)}
+    fits = len(sliding) == num_layers and all(len(heads) <= 1 for heads in by_kind.values())
+    check(fits, "head_count_kv", f"have one number per type of layer, {sliding}", kv_heads)
     full_head = size("attention.key_length")
-    if full_head < 1:
-        raise ValueError(f"GGUF attention.key_length must be at least 1, got {full_head}. Download the file again.")
+    check(full_head >= 1, "attention.key_length", "be at least 1", full_head)
     frequencies = [tensor for tensor in opened.tensors if tensor.name == _FREQUENCIES]
     # Pairs that do not rotate have a divisor of about 1e30.
     rotating = int((opened.read(frequencies[0]) < 1e6).sum()) if frequencies else full_head // 2
@@ -178,7 +170,7 @@ def _config(opened: GgufFile, stored: Mapping[str, Stored]) -> dict[str, Any]:
     sliding_rope = {"rope_type": "default", "rope_theta": real("rope.freq_base_swa", 10_000.0)}
     tokens = {"pad_token_id": ("padding", 0), "bos_token_id": ("bos", 2), "eos_token_id": ("eos", 1)}
     text = {
-        "vocab_size": embedding.shape[0],
+        "vocab_size": num_tokens,
         "hidden_size": size("embedding_length"),
         "intermediate_size": size("feed_forward_length"),
         "num_hidden_layers": num_layers,
