@@ -41,10 +41,7 @@ class WriteError(OSError):
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Open a regular file to read its bytes; raise for a folder, a pipe or a device instead of waiting for it.
-
-    Example: `with open_file("stories.txt") as file: file.read(1024)`.
-    """
+    """Open a regular file to read its bytes; raise for a folder, a pipe or a device instead of waiting for it."""
     path = Path(path)
     try:
         # Without O_NONBLOCK, opening a pipe waits for a writer.
@@ -83,10 +80,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 
 def parse_json(text: str, owner: str) -> dict[str, Any]:
-    """Return the JSON object in a text; `owner` names its place in errors.
-
-    Example: `parse_json(metadata["lora"], "the metadata of adapters.safetensors")["rank"]`.
-    """
+    """Return the JSON object in a text; `owner` names its place in errors."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -109,8 +103,6 @@ def open_tensors(path: str | Path, *, device: str = "cpu") -> Iterator[Any]:
     """Open a safetensors file as `safe_open` does; raise ValueError for a damaged one.
 
     safetensors checks every offset, shape and dtype against the length of the file.
-
-    Example: `with open_tensors("model.safetensors") as file: file.get_slice("weight").get_shape()`.
     """
     open_file(path).close()
     try:
@@ -130,10 +122,7 @@ def open_tensors(path: str | Path, *, device: str = "cpu") -> Iterator[Any]:
 
 
 def read_array(path: str | Path, *, dtypes: Collection[str]) -> np.ndarray:
-    """Read a NumPy .npy file whose dtype is one of `dtypes`.
-
-    Example: `read_array("lengths.npy", dtypes=("int64",)).shape`.
-    """
+    """Read a NumPy .npy file whose dtype is one of `dtypes`."""
     data = read_bytes(path, most=1 << 40)
     file = io.BytesIO(data)
     try:
@@ -152,10 +141,7 @@ def read_array(path: str | Path, *, dtypes: Collection[str]) -> np.ndarray:
 
 
 def map_array(path: str | Path, *, dtype: str, count: int) -> np.ndarray:
-    """Memory-map a file of exactly `count` numbers, read-only.
-
-    Example: `map_array("tokens.bin", dtype="uint16", count=1000)`.
-    """
+    """Memory-map a file of exactly `count` numbers, read-only."""
     with open_file(path) as file:
         size, needed = os.fstat(file.fileno()).st_size, count * np.dtype(dtype).itemsize
         if size != needed:
@@ -244,10 +230,7 @@ def writing(path: str | Path) -> Iterator[None]:
 
 
 def clear_temporaries(folder: Path) -> None:
-    """Remove the temporary files that killed processes of this machine left in a folder.
-
-    Example: `clear_temporaries(Path("checkpoint"))`.
-    """
+    """Remove the temporary files that killed processes of this machine left in a folder."""
     for path in folder.glob(".dgemma-*.new"):
         found = _TEMPORARY.fullmatch(path.name)
         if found and not _is_running(int(found[1])):
@@ -272,10 +255,7 @@ def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], *, metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file atomically. Other users can read it if the umask permits, unlike a file of `save_file`.
-
-    Example: `write_tensors("seeds.safetensors", {"seeds": torch.arange(4)})`.
-    """
+    """Write a safetensors file atomically. Unlike with `save_file`, other users can read it if the umask permits."""
     with new_file(path) as new:
         fill_tensors(new, tensors, metadata=metadata)
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import dgemma
-from dgemma.checkpoint.formats.entry import Contents
 from dgemma.cli import loading
 from dgemma.model.quantize import quantize
 
@@ -42,7 +41,6 @@ def test_the_kernels_get_the_requested_weights_and_the_model_is_released(stored,
 
     monkeypatch.setattr(loading, "pick_device", lambda arguments: torch.device("cuda"))
     monkeypatch.setattr(loading, "load_model", load)
-    monkeypatch.setattr(loading, "read_checkpoint", lambda name: SimpleNamespace(contents=Contents(entries={})))
     monkeypatch.setattr(
         kernels, "accelerate", lambda model, weights, release: SimpleNamespace(weights=weights, release=release)
     )
@@ -50,13 +48,3 @@ def test_the_kernels_get_the_requested_weights_and_the_model_is_released(stored,
     gc.collect()
     assert (denoiser.weights, denoiser.release) == (asked, release)
     assert loaded[0]() is None
-
-
-def test_a_format_that_the_kernels_lack_is_refused_before_weights_are_read(command, checkpoint, tmp_path, monkeypatch):
-    pytest.importorskip("dgemma_kernels")
-    assert command("quantize", checkpoint, "--to", "int8", "--out", tmp_path / "int8").code == 0
-    monkeypatch.setattr(loading, "pick_device", lambda arguments: torch.device("cuda"))
-    monkeypatch.setattr(loading, "load_model", lambda arguments: pytest.fail("weights were read"))
-    ran = command("generate", "-m", tmp_path / "int8", "--fast", "Once")
-    assert (ran.code, ran.out) == (2, "")
-    assert "--fast must run experts in one of bf16, packed, fp8, int4, nvfp4, got int8" in ran.err

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dgemma.checkpoint.reading import read_checkpoint
 from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.checks import read_device
 from dgemma.cli import output
 from dgemma.constraints.languages import Choice, JsonSchema, Regex
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
@@ -19,7 +19,6 @@ from dgemma.files import read_json
 from dgemma.model.denoiser import Denoiser
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.layout import lay_out_by_column
-from dgemma.model.quantize import FORMATS
 from dgemma.run.knobs import learnt_noise, warn_of_noise
 from dgemma.run.options import CanvasOptions, select
 
@@ -68,11 +67,7 @@ def pick_dtype(arguments: argparse.Namespace) -> torch.dtype | None:
 
 def pick_device(arguments: argparse.Namespace) -> torch.device:
     """Return the device of --device, or a GPU if there is one."""
-    available = torch.cuda.device_count()
-    device = torch.device(arguments.device or ("cuda" if available else "cpu"))
-    if device.type == "cuda" and (device.index or 0) >= available:
-        raise ValueError(f"--device must name one of the GPUs that torch can see, {available} here, got {device}.")
-    return device
+    return read_device("dgemma", arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def load_denoiser(arguments: argparse.Namespace) -> Denoiser:
@@ -94,16 +89,8 @@ def load_denoiser(arguments: argparse.Namespace) -> Denoiser:
     try:
         from dgemma_kernels import accelerate
         from dgemma_kernels.engine.weights import stored_format
-        from dgemma_kernels.formats import ENCODERS
     except ImportError as error:
         raise ValueError(f"--fast needs the kernels: {error}") from None
-    entries = read_checkpoint(arguments.model).contents.entries  # now, because reading weights may take minutes
-    unknown = {entry.format for name, entry in entries.items() if ".experts." in name} & set(FORMATS) - set(ENCODERS)
-    if unknown:
-        raise ValueError(
-            f"--fast must run experts in one of {', '.join(ENCODERS)}, got {unknown.pop()} in {arguments.model}. "
-            "Remove --fast."
-        )
     model = load_model(arguments)
     weights = arguments.weights or stored_format(model)
     return accelerate(model, weights, release=weights != "bf16")

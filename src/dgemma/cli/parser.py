@@ -152,19 +152,13 @@ def _number(convert: Callable[[str], Any], rule: str, fits: Callable[[Any], bool
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """Return a reader of whole numbers within bounds.
-
-    Example: `whole(20, 81)("30")` is 30.
-    """
+    """Return a reader of whole numbers within bounds."""
     bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
     return _number(int, f"must be a whole number {bounds}", lambda n: n >= least and (most is None or n <= most))
 
 
 def positive(most: float = math.inf) -> Callable[[str], float]:
-    """Return a reader of numbers above 0, up to `most`.
-
-    Example: `positive(1.0)("0.5")` is 0.5.
-    """
+    """Return a reader of numbers above 0, up to `most`."""
     bound = "" if most == math.inf else f", at most {most:g}"
     return _number(float, f"must be a number above 0{bound}", lambda number: 0 < number <= most and number != math.inf)
 

@@ -99,8 +99,6 @@ class Engine:
     Requests of a client with the same sampler, temperature, noise and constraint share a batch. Clients get equal
     shares of the time, and so do the batches of a client. While other clients wait, a client has at most half of the
     places. A request that fails, is cancelled or runs out of time frees its place; the others go on.
-
-    Example: `engine = Engine(model, batch_size=8, max_queue=64); job = engine.submit(Rows(plan), seconds=60)`.
     """
 
     def __init__(self, model: Denoiser, *, batch_size: int, max_queue: int) -> None:

@@ -6,10 +6,7 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 class ApiError(Exception):
-    """An error that a client gets as JSON.
-
-    Example: `ApiError(400, "temperature must be in [0, 2], got 3.", param="temperature").body()`.
-    """
+    """An error that a client gets as JSON."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

@@ -13,8 +13,6 @@ class GrowingText:
 
     The end of the text is held back while it may be the beginning of a stop string or a character that is not complete.
     With `as_reply`, thoughts and tool calls are kept out of the text.
-
-    Example: `text = GrowingText(tokenizer, stops=["."], max_tokens=64, eos=(1,), pad=0, as_reply=False)`.
     """
 
     def __init__(
