@@ -231,7 +231,7 @@ def test_loaded_adapters_set_the_noise_of_their_training(tmp_path):
     load_lora(other, tmp_path / "silent.safetensors")  # stores no noise, so nothing changes
     assert dgemma.learnt_noise(other) == noise
     bigger = dgemma.DiffusionGemma(dgemma.presets.tiny().replace(hidden_size=128))
-    with pytest.raises(ValueError, match="must fit the model, but its adapters"):
+    with pytest.raises(ValueError, match="must fit the names and shapes of the model"):
         load_lora(bigger, path)
     assert bigger.generation.noise is None
 
@@ -266,7 +266,7 @@ def test_wrong_calls_raise_errors_that_name_the_fix(tmp_path):
         add_lora(model)
     save_lora(model, tmp_path / "a.safetensors")
     bigger = dgemma.DiffusionGemma(dgemma.presets.tiny().replace(hidden_size=128))
-    with pytest.raises(ValueError, match="must fit the model, but its adapters"):
+    with pytest.raises(ValueError, match="must fit the names and shapes of the model"):
         load_lora(bigger, tmp_path / "a.safetensors")
     assert not is_adapted(bigger)
     with pytest.raises(FileNotFoundError, match="does not exist"):

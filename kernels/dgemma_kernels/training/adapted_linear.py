@@ -16,8 +16,7 @@ from dgemma.doors import plain
 from dgemma.model import layers as reference
 from dgemma.model.layers import replace_weights
 from dgemma.model.quantized import Weight
-from dgemma.train.lora import AdaptedLinear
-from dgemma.train.lora.adapters import adapted_modules
+from dgemma.train.lora import AdaptedLinear, adapted_modules
 from dgemma_kernels.ops.adapters import kernel as adapters
 from dgemma_kernels.training.fused import joined, runs_kernels
 

@@ -10,7 +10,7 @@
 | `objective.py` | the objective as a value: `Objective` |
 | `recipes.py` | the objectives of public recipes and papers; models prepared for training, balanced routers |
 | `likelihood.py`, `estimates.py` | `evaluate`: the bound on text, with intervals and curves |
-| `lora` | low-rank adapters: settings, adapted modules, files |
+| `lora.py` | low-rank adapters: settings, adapted modules, files |
 | `learning` | learning from runs: rewards, reinforcement learning, distillation |
 | `optimizer.py` | AdamW, Muon, the learning rate, averaged weights |
 | `config.py` | `TrainConfig` |

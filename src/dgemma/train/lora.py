@@ -1,34 +1,168 @@
-"""Adapters of a model: added to its modules, merged into its weights, removed, and stored in safetensors files.
+"""Low-rank adapters (LoRA, arXiv:2106.09685), which can be merged into the weights.
 
-The metadata of a file has the settings of the adapters and the noise of the training.
+A weight W (out, in) acts as W + scale · B A. A (rank, in) is random and B (out, rank) is zero, so training starts from
+the unchanged model. Experts are 3-D weights, with an A and a B for each. The adapted modules keep their names and their
+base weights. Adapters are additional parameters of those modules, saved separately. The base weights may be quantised
+(QLoRA, arXiv:2305.14314).
+
+A file of adapters is in the safetensors format. Its metadata has the settings of the adapters and the noise of the
+training.
 """
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgemma.checks import require, show, typed
+from dgemma.checks import check_count, check_finite, check_types, require, require_field, typed
+from dgemma.doors import replaceable
 from dgemma.files import open_tensors, parse_json, write_tensors
+from dgemma.model.config import GenerationDefaults
 from dgemma.model.diffusion import DiffusionGemma, require_experts
-from dgemma.model.experts import Experts
+from dgemma.model.experts import Experts, Routing, product_by_group
 from dgemma.model.identity import fingerprint
 from dgemma.model.quantize import requantize
-from dgemma.model.quantized import QuantizedWeight, quantized_weights, set_weight
-from dgemma.train.lora.experts import AdaptedExperts
-from dgemma.train.lora.linear import AdaptedLinear, LoRA, is_target
+from dgemma.model.quantized import (
+    QuantizedLinear,
+    QuantizedWeight,
+    Weight,
+    linear,
+    linear_layer,
+    quantized_weights,
+    set_weight,
+)
 from dgemma.values import describe_settings
 
 logger = logging.getLogger("dgemma")
 
-_EXPERT_WEIGHTS = {"gate_up_": "gate_up_proj", "down_": "down_proj"}  # by the prefix of their adapters
 _DTYPES = ("F64", "F32", "F16", "BF16")
+_TARGETS = {
+    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "dense": ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    "experts": ("experts",),
+    "router": ("router.proj",),
+    "self_conditioning": ("self_conditioning.gate_proj", "self_conditioning.up_proj", "self_conditioning.down_proj"),
+    "vision_projection": ("vision.embedding_projection",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRA:
+    """The settings of adapters: their rank, their strength and their targets. The update is alpha / rank · B A.
+
+    Targets are groups of weights: attention, dense, experts, router, self_conditioning, and vision_projection. The
+    vision tower itself is never adapted.
+
+    Example: `LoRA(rank=16, alpha=32, targets=("attention", "dense"))` is the choice of several public recipes.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    targets: tuple[str, ...] = ("attention", "dense", "experts", "router", "self_conditioning")
+
+    def __post_init__(self) -> None:
+        if isinstance(self.targets, list):
+            object.__setattr__(self, "targets", tuple(self.targets))
+        check_types(self)
+        check_count(self, "rank", fix="Use 8.")
+        check_finite(self, "alpha", above=0, fix="Use twice the rank.")
+        are_known = bool(self.targets) and all(target in [*_TARGETS] for target in self.targets)
+        require_field(are_known, self, "targets", f"be among {', '.join(_TARGETS)}", "Use one or more.")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+def is_target(name: str, targets: Iterable[str]) -> bool:
+    if name.startswith("vision.layers."):
+        return False
+    return any(name == end or name.endswith("." + end) for target in targets for end in _TARGETS[target])
+
+
+class AdaptedLinear(nn.Module):
+    """A linear layer whose output gains scale · B A x."""
+
+    weight: Weight
+    base_generation: GenerationDefaults  # of the base model; training adapters may change the model's noise
+
+    def __init__(self, base: nn.Linear | QuantizedLinear, lora: LoRA) -> None:
+        super().__init__()
+        self.weight, self.lora = base.weight, lora
+        self.lora_a, self.lora_b = new_pair(base.weight, lora.rank)
+
+    @replaceable
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight) + F.linear(
+            self.lora.scale * F.linear(x, self.lora_a.to(x.dtype)), self.lora_b.to(x.dtype)
+        )
+
+    def updates(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name of the base weight in this module, and the update of its adapter."""
+        yield "weight", self.lora_b @ self.lora_a * self.lora.scale
+
+    def base(self) -> nn.Linear | QuantizedLinear:
+        """Return the layer without its adapter."""
+        return linear_layer(self.weight)
+
+
+def pair_shapes(weight: Weight, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of A (…, rank, in) and B (…, out, rank)."""
+    *experts, num_out, num_in = weight.shape
+    return (*experts, rank, num_in), (*experts, num_out, rank)
+
+
+def new_pair(weight: Weight, rank: int) -> Iterator[nn.Parameter]:
+    """Yield A and B, both zeros; `add_lora` then draws A. They are float32 or wider, because updates are small."""
+    dtype = torch.promote_types(weight.dtype, torch.float32) if isinstance(weight, Tensor) else torch.float32
+    for shape in pair_shapes(weight, rank):
+        yield nn.Parameter(torch.zeros(shape, dtype=dtype, device=weight.device))
+
+
+class AdaptedExperts(Experts):
+    """Experts whose every product gains scale · B_e A_e x."""
+
+    base_generation: GenerationDefaults
+
+    def __init__(self, base: Experts, lora: LoRA) -> None:
+        nn.Module.__init__(self)
+        self.gate_up_proj, self.down_proj, self.lora = base.gate_up_proj, base.down_proj, lora
+        self.gate_up_lora_a, self.gate_up_lora_b = new_pair(base.gate_up_proj, lora.rank)
+        self.down_lora_a, self.down_lora_b = new_pair(base.down_proj, lora.rank)
+
+    @replaceable
+    def forward(self, x: Tensor, routing: Routing) -> Tensor:
+        return super().forward(x, routing)
+
+    def gate_up(self, rows: Tensor, ends: Tensor) -> Tensor:
+        return super().gate_up(rows, ends) + self._adapter(rows, self.gate_up_lora_a, self.gate_up_lora_b, ends)
+
+    def down(self, rows: Tensor, ends: Tensor) -> Tensor:
+        return super().down(rows, ends) + self._adapter(rows, self.down_lora_a, self.down_lora_b, ends)
+
+    def _adapter(self, rows: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+        """Return scale · B_e A_e row for rows (R, I) grouped by expert: (R, O)."""
+        narrow = product_by_group(rows, a.to(rows.dtype), ends)  # (R, rank)
+        return product_by_group(self.lora.scale * narrow, b.to(narrow.dtype), ends)
+
+    def updates(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name of each base weight in this module, and the update of its adapter."""
+        yield "gate_up_proj", self.gate_up_lora_b @ self.gate_up_lora_a * self.lora.scale
+        yield "down_proj", self.down_lora_b @ self.down_lora_a * self.lora.scale
+
+    def base(self) -> Experts:
+        """Return the experts without their adapters."""
+        experts = Experts.__new__(Experts)
+        nn.Module.__init__(experts)
+        experts.gate_up_proj, experts.down_proj = self.gate_up_proj, self.down_proj
+        return experts
 
 
 @typed
@@ -71,11 +205,10 @@ def merge_lora(
     """
     require_adapters(model, "merge_lora")
     adapted = list(adapted_modules(model))
-    if quantized is None and any(list(quantized_weights(module)) for _, module in adapted):
-        raise ValueError(
-            "merge_lora quantized must be 'dequantize' or 'requantize' for a quantised model, got None. The sum of a "
-            "quantised weight and its adapter fits the format only after rounding."
-        )
+    has_choice = quantized is not None or not any(list(quantized_weights(module)) for _, module in adapted)
+    fix = "The sum of a quantised weight and its adapter fits the format only after rounding."
+    rule = "be 'dequantize' or 'requantize' for a quantised model"
+    require(has_choice, "merge_lora quantized", rule, quantized, fix)
     errors = {}
     for name, module in adapted:
         merged = {}
@@ -152,17 +285,13 @@ def adapter_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def refuse_adapters(model: nn.Module, owner: str) -> None:
     require_experts(model, owner)
-    if is_adapted(model):
-        raise ValueError(
-            f"{owner} model must have no adapters, but it has some. Call merge_lora(model) or drop_lora(model) first."
-        )
+    fix = "Call merge_lora(model) or drop_lora(model) first."
+    require(not is_adapted(model), f"{owner} model", "have no adapters", adapters_of(model), fix)
 
 
 def require_adapters(model: nn.Module, owner: str) -> None:
-    if not is_adapted(model):
-        raise ValueError(
-            f"{owner} model must have adapters, but it has none. Call add_lora(model) or load_lora(model, path) first."
-        )
+    fix = "Call add_lora(model) or load_lora(model, path) first."
+    require(is_adapted(model), f"{owner} model", "have adapters", None, fix)
 
 
 def _set_module(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -198,13 +327,11 @@ def load_lora(model: DiffusionGemma, path: str | Path) -> LoRA:
         if "noise" in metadata:  # otherwise the model keeps its own
             generation = generation.after_learning(parse_json(metadata["noise"], f"the noise in {path}"))
         # Checked before anything is allocated, because a few bytes can name a huge rank.
-        if _adapter_shapes(model, lora) != {name: tuple(entry.get_shape()) for name, entry in slices.items()}:
-            raise ValueError(
-                f"{path} must fit the model, but its adapters have other names or shapes. Load the model it was made "
-                "for."
-            )
-        if any(entry.get_dtype() not in _DTYPES for entry in slices.values()):
-            raise ValueError(f"{path} must hold adapters as floats ({', '.join(_DTYPES)}), got another dtype.")
+        shapes = {name: tuple(entry.get_shape()) for name, entry in slices.items()}
+        dtypes = {entry.get_dtype() for entry in slices.values()}
+        fix = "Load the model it was made for."
+        require(_adapter_shapes(model, lora) == shapes, str(path), "fit the names and shapes of the model", lora, fix)
+        require(dtypes <= {*_DTYPES}, str(path), f"hold adapters as {', '.join(_DTYPES)}", dtypes)
         if metadata.get("base", _identify_base(model)) != _identify_base(model):
             logger.warning("The adapters in %s were trained for other weights than this model's.", path)
         add_lora(model, lora)
@@ -222,11 +349,10 @@ def _identify_base(model: nn.Module) -> str:
 
 
 def _read_settings(metadata: Mapping[str, str], path: str | Path) -> LoRA:
-    if "lora" not in metadata:
-        raise ValueError(f"{path} must be a file of adapters, but it has none. Point at a file written by save_lora.")
+    require("lora" in metadata, str(path), "hold adapters", "none", "Point at a file written by save_lora.")
     settings = parse_json(metadata["lora"], f"the settings of the adapters in {path}")
-    if settings.keys() != {field.name for field in fields(LoRA)}:
-        raise ValueError(f"{path} must have the settings of a LoRA, got {show(settings)}. Save the adapters again.")
+    is_lora = settings.keys() == {field.name for field in fields(LoRA)}
+    require(is_lora, str(path), "have the settings of a LoRA", settings, "Save the adapters again.")
     return LoRA(**settings)
 
 
@@ -235,9 +361,10 @@ def _adapter_shapes(model: nn.Module, lora: LoRA) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for name, module in model.named_modules():
         if is_target(name, lora.targets):
-            of_experts = isinstance(module, Experts)
-            for prefix, attribute in _EXPERT_WEIGHTS.items() if of_experts else (("", "weight"),):
-                *experts, num_out, num_in = getattr(module, attribute).shape
-                shapes[f"{name}.{prefix}lora_a"] = (*experts, lora.rank, num_in)
-                shapes[f"{name}.{prefix}lora_b"] = (*experts, num_out, lora.rank)
+            weights = (
+                {"gate_up_": module.gate_up_proj, "down_": module.down_proj} if isinstance(module, Experts) else None
+            )
+            for prefix, weight in (weights or {"": module.weight}).items():
+                of_a, of_b = pair_shapes(weight, lora.rank)
+                shapes |= {f"{name}.{prefix}lora_a": of_a, f"{name}.{prefix}lora_b": of_b}
     return shapes
