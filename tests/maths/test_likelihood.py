@@ -79,7 +79,7 @@ def test_the_interval_of_one_text_over_noise_levels_holds_the_likelihood(kind, l
     truth, covered, widths = -joint[text].log().item() / 3, 0, 0.0
     for row in range(256):
         alone = RowSums(**{name: values[row : row + 1] for name, values in vars(rows).items()})
-        nelbo = Likelihood.of_rows(alone, num_samples=32, confidence=0.95, num_bytes=None).nelbo
+        nelbo = Likelihood(rows=alone, num_samples=32, confidence=0.95, num_bytes=None).nelbo
         covered += abs(nelbo.value - truth) < nelbo.error
         widths += nelbo.error
     assert covered / 256 > 0.87

@@ -54,8 +54,8 @@ def test_the_uniform_of_a_row_chooses_one_canvas():
 def test_the_fill_belongs_to_the_document_before_it():
     documents = torch.tensor([[7] * 5 + [8] * 4 + [3] * 11])
     canvases = cut([1], [9], documents=documents)  # canvases at 1 and 5, then nothing
-    assert canvases.documents.tolist() == [[7] * 5 + [8] * 4]
+    assert canvases.documents[0].tolist() == [[7] * 5 + [8] * 4]
     shorter = cut([1], [7], documents=documents)
-    assert shorter.canvas_documents[0, 1].tolist() == [8] * 4
+    assert shorter.documents[1][0, 1].tolist() == [8] * 4
     padded = cut([1], [6], documents=torch.tensor([[7] * 5 + [8] + [3] * 14]))
-    assert padded.canvas_documents[0, 1].tolist() == [8] * 4
+    assert padded.documents[1][0, 1].tolist() == [8] * 4

@@ -24,9 +24,11 @@ class Killed(BaseException):
 class HalfWriting(Parallel):
     """Dies with half of the tensors' bytes on the disk."""
 
-    def save(self, folder, state):
-        super().save(folder, state)
-        file = next(folder.iterdir())
+    def __init__(self, folder):
+        self.folder = folder
+
+    def collect(self, named):
+        (file,) = self.folder.glob(".step-*.new/*")
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
         raise Killed
 
@@ -107,7 +109,7 @@ def test_death_at_any_call_to_the_file_system_leaves_the_old_checkpoint_or_the_n
 def test_half_written_tensors_are_never_taken_for_a_checkpoint(tmp_path):
     checkpoints(tmp_path).save(1, state(1), {"step": 1})
     with pytest.raises(Killed):
-        checkpoints(tmp_path, HalfWriting()).save(2, state(2), {"step": 2})
+        checkpoints(tmp_path, HalfWriting(tmp_path)).save(2, state(2), {"step": 2})
     assert read(checkpoints(tmp_path)) == 1
 
 

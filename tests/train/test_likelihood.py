@@ -373,7 +373,7 @@ def test_rows_with_their_fill_must_fit_the_positions_of_the_model(tokens):
     """A prompt of one token and an answer of 6 fill two canvases of 4: 9 positions."""
     fits, short = (dgemma.DiffusionGemma(CONFIG.replace(max_position_embeddings=limit)) for limit in (9, 8))
     assert evaluate(fits, tokens[:, :7], NOISES["mask"], num_samples=1).num_tokens == 36
-    with pytest.raises(ValueError, match="max_position_embeddings 8 when the last canvas is filled, got 9"):
+    with pytest.raises(ValueError, match="max_position_embeddings 8 with the fill, got 9"):
         evaluate(short, tokens[:, :7], NOISES["mask"], num_samples=1)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from dgemma.train.optimizer import WeightAverage, adamw, learning_rate_factor
+from dgemma.train.optimizer import WeightAverage, adamw, learning_rate_factor, other_weights
 
 
 def test_warm_up_rises_in_equal_steps_to_the_peak_and_the_cosine_ends_at_the_floor():
@@ -64,6 +64,6 @@ def test_swapping_in_the_average_restores_the_weights_afterwards():
     average = WeightAverage({"w": weight}, decay=0.5)
     with torch.no_grad():
         weight.fill_(6.0)
-    with average.swapped_in():
+    with other_weights(average.parameters, average.weights):
         assert weight.item() == 4.0
     assert weight.item() == 6.0

@@ -128,7 +128,7 @@ class _Graph:
     """A captured pass with its own inputs and results."""
 
     def __init__(self, owner: Replayed, part: MicroBatch, totals: Mapping[str, Tensor]) -> None:
-        self.part = MicroBatch(part.batch.map(torch.clone), part.seeds.clone())
+        self.part = part.map(torch.clone)
         self.totals = {name: t.clone() for name, t in totals.items()}
         owner.place_gradients()  # a captured pass needs tensors to add to
         self.graph = torch.cuda.CUDAGraph()

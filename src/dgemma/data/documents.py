@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dgemma.checks import show, typed
+from dgemma.checks import require, typed
 from dgemma.files import open_file
 
 _CHUNK = 1 << 20  # characters per read
@@ -50,8 +50,7 @@ def read_documents(paths: str | Path | Sequence[str | Path], *, separator: str |
                 yield document
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} must be UTF-8, got {error.reason}. Convert it.") from None
-        if not has_text:
-            raise ValueError(f"{path} must hold text, got only white space. Remove it.")
+        require(has_text, str(path), "hold text", "only white space", "Remove it.")
 
 
 def _check_unicode(path: Path, document: Document) -> None:
@@ -68,17 +67,13 @@ def list_files(paths: Iterable[str | Path]) -> list[Path]:
     for path in map(Path, paths):
         inside = sorted(p for p in path.rglob("*") if p.suffix in (".txt", ".jsonl")) if path.is_dir() else [path]
         if not inside or not all(p.is_file() for p in inside):
-            got = "a folder without one" if path.is_dir() else "no file there"
-            raise FileNotFoundError(
-                f"{path} must be a .txt or .jsonl file or a folder of them, got {got}. Check the path."
-            )
+            raise FileNotFoundError(f"{path} must be a .txt or .jsonl file or a folder of them. Check the path.")
         files += inside
     return files
 
 
 def _read_text(path: Path, separator: str | None) -> Iterator[Document]:
-    if separator == "":
-        raise ValueError("read_documents separator must be a non-empty string or None, got ''.")
+    require(separator != "", "read_documents separator", "be a non-empty string or None", separator)
     pieces: list[str] = []  # parts of the current document, without separators
     tail = ""  # end of the text read so far, which may be part of a separator
     with io.TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as file:  # drops a byte-order mark
@@ -109,33 +104,30 @@ def _read_jsonl(path: Path) -> Iterator[Document]:
                 item = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}:{number} must be a JSON object, got {error}.") from None
-            if isinstance(item, dict) and "messages" in item:
-                yield from _read_chat(item, f"{path}:{number}")
+            place, fields = f"{path}:{number}", item if isinstance(item, dict) else {}
+            if "messages" in fields:
+                yield from _read_chat(item, place)
                 continue
-            keys = ("text",) if isinstance(item, dict) and "text" in item else ("prompt", "answer")
-            if not isinstance(item, dict) or not all(isinstance(item.get(key), str) for key in keys):
-                raise ValueError(
-                    f'{path}:{number} must be an object with "text", with "prompt" and "answer", or with "messages", '
-                    f"got {show(line.strip())}."
-                )
+            keys = ("text",) if "text" in fields else ("prompt", "answer")
+            rule = 'be an object with "text", with "prompt" and "answer", or with "messages"'
+            require(all(isinstance(fields.get(key), str) for key in keys), place, rule, line.strip())
             yield Document(item[keys[-1]], item.get("prompt", ""))
 
 
 def _read_chat(item: Mapping[str, Any], place: str) -> Iterator[Document]:
     """Yield a document for each turn of the model."""
     turns, tools = item["messages"], item.get("tools")
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise ValueError(f'{place} "messages" must be a list of objects, got {show(turns)}.')
+    are_turns = isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)
+    require(are_turns, f'{place} "messages"', "be a list of objects", turns)
     for number, turn in enumerate(turns, start=1):
-        if turn.get("role") not in _ROLES:
-            raise ValueError(f"{place} turn {number} must have a role of {', '.join(_ROLES)}, got {show(turn)}.")
-        if not isinstance(turn.get("content"), str) and not (turn["role"] in _OWN_ROLES and turn.get("tool_calls")):
-            raise ValueError(f'{place} turn {number} must have a text as "content", got {show(turn.get("content"))}.')
-    if tools is not None and not isinstance(tools, list):
-        raise ValueError(f'{place} "tools" must be a list, got {show(tools)}.')
+        owner, role, content = f"{place} turn {number}", turn.get("role"), turn.get("content")
+        require(role in _ROLES, owner, f"have a role of {', '.join(_ROLES)}", turn)
+        has_text = isinstance(content, str) or (role in _OWN_ROLES and bool(turn.get("tool_calls")))
+        require(has_text, owner, 'have a text as "content"', content)
+    require(isinstance(tools, list | None), f'{place} "tools"', "be a list", tools)
     own = [number for number, turn in enumerate(turns) if turn["role"] in _OWN_ROLES]
-    if not own or own[0] == 0:
-        raise ValueError(f"{place} must have a turn of the assistant after another turn. Remove the line.")
+    is_reply = bool(own) and own[0] > 0
+    require(is_reply, place, "have a turn of the assistant after another turn", turns, "Remove the line.")
     for number in own:
         chat = Chat(tuple(turns[: number + 1]), None if tools is None else tuple(tools), place)
         yield Document(turns[number].get("content") or "", chat=chat)

@@ -125,24 +125,25 @@ class TextSource:
         first, end = self._first(place), min(self._first(place + 1), self._ring_len)
         # Number of canvases in the previous row; the ring's last row precedes its first.
         before = first - self._first(place - 1) if place else self._ring_len - self._first(self.num_rows - 1)
-        row = _PackedRow.empty(1 + self.stride, fill=self.file.eos_token_id)
+        tokens, documents = np.full((2, 1 + self.stride), [[self.file.eos_token_id], [0]], dtype=np.int64)
+        row = _PackedRow(tokens, np.zeros_like(tokens, bool), documents, np.zeros_like(tokens, bool))
         prompt_len = at = document = 0
         position = first
         while position < end:
             canvas = (position + ring_start) % self._ring_len
             number = int(np.searchsorted(self._canvases, canvas, side="right")) - 1
-            tokens = self.file.document(number)
+            text = self.file.document(number)
             index = canvas - int(self._canvases[number])  # within the document
             count = min(int(self._canvases[number + 1]) - canvas, end - position)
             # If the document starts a row, its begin-of-text is context and in no canvas, unless its last canvas would
             # then be empty.
-            lead = int(self._starts_row(position - index) and (len(tokens) - 1) % self.canvas_len > 0)
+            lead = int(self._starts_row(position - index) and (len(text) - 1) % self.canvas_len > 0)
             if index == 0:
                 start, read, num_frozen = lead, lead, 1 - lead
             else:  # Continues a document. Its second row starts `shift` tokens early, so all later rows do as well.
                 start = lead + index * self.canvas_len - shift
                 read, num_frozen = min(context, start), shift if index <= before else 0
-            piece = tokens[start - read : start + count * self.canvas_len]
+            piece = text[start - read : start + count * self.canvas_len]
             row.tokens[at : at + len(piece)] = piece
             row.frozen[at + read : at + read + num_frozen] = True
             row.documents[at:] = document
@@ -160,13 +161,6 @@ class _PackedRow(NamedTuple):
     fill: np.ndarray  # (T,) bool
     prompt_len: int = 0
     length: int = 0
-
-    @classmethod
-    def empty(cls, num_tokens: int, *, fill: int) -> "_PackedRow":
-        def zeros(dtype: type) -> np.ndarray:
-            return np.zeros(num_tokens, dtype=dtype)
-
-        return cls(np.full(num_tokens, fill, dtype=np.int64), zeros(bool), zeros(np.int64), zeros(bool))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

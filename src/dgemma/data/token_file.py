@@ -68,8 +68,7 @@ class TokenFile:
                 lengths.append(len(row))
                 prompt_len.append(len(prompt))
                 num_bytes += len(document.text.encode())
-            if not lengths:
-                raise ValueError("TokenFile.write documents must hold at least one, got none.")
+            require(bool(lengths), "TokenFile.write documents", "hold at least one", None)
         sizes = np.array([lengths, prompt_len], dtype=np.int64)
         with new_file(folder / "lengths.npy") as new, new.open("wb") as file:
             np.save(file, sizes)
@@ -99,23 +98,22 @@ class TokenFile:
         about = read_json(folder / "about.json")
         numbers: dict[str, Any] = {name: about.get(name) for name in ("num_bytes", "vocab_size", "eos_token_id")}
         is_whole = all(type(value) is int and 0 <= value < 1 << 63 for value in numbers.values())
-        made_from, dtype = about.get("made_from"), about.get("dtype")
-        is_known = about.get("format") == _FORMAT and dtype in _DTYPES
-        if not is_known or not is_whole or not isinstance(made_from, dict | None):
-            raise ValueError(f"{folder / 'about.json'} must describe tokens of format {_FORMAT}. Write it again.")
+        made_from, dtype, fix = about.get("made_from"), about.get("dtype"), "Write it again."
+        is_known = about.get("format") == _FORMAT and dtype in _DTYPES and isinstance(made_from, dict | None)
+        rule = f"describe tokens of format {_FORMAT}"
+        require(is_known and is_whole, str(folder / "about.json"), rule, about, fix)
         sizes = read_array(folder / "lengths.npy", dtypes=("int64",))
         fits = sizes.ndim == 2 and len(sizes) == 2 and sizes.shape[1] > 0 and (sizes[0] > sizes[1]).all()
-        if not fits or sizes[1].min() < 1 or sizes[0].max() > np.iinfo(np.int64).max // sizes.shape[1]:
-            raise ValueError(
-                f"{folder / 'lengths.npy'} must hold documents that are longer than their prompts. Write it again."
-            )
+        fits = fits and sizes[1].min() >= 1 and sizes[0].max() <= np.iinfo(np.int64).max // sizes.shape[1]
+        rule = "hold documents that are longer than their prompts"
+        require(bool(fits), str(folder / "lengths.npy"), rule, "others", fix)
         lengths, prompt_len = sizes
         starts = np.concatenate(([0], lengths.cumsum()))
         tokens = map_array(folder / "tokens.bin", dtype=str(dtype), count=int(starts[-1]))
-        if about.get("crc32") != _crc32(tokens, sizes):
-            raise ValueError(f"{folder} must hold what was written, but its tokens have changed. Write it again.")
-        if not 0 <= numbers["eos_token_id"] < numbers["vocab_size"] or int(tokens.max()) >= numbers["vocab_size"]:
-            raise ValueError(f"{folder} must hold ids below its vocab_size {numbers['vocab_size']}. Write it again.")
+        vocab_size = numbers["vocab_size"]
+        require(about.get("crc32") == _crc32(tokens, sizes), str(folder), "hold what was written", "other tokens", fix)
+        are_ids = 0 <= numbers["eos_token_id"] < vocab_size and int(tokens.max()) < vocab_size
+        require(are_ids, str(folder), f"hold ids below its vocab_size {vocab_size}", int(tokens.max()), fix)
         return cls(
             tokens=tokens,
             starts=starts,
@@ -192,13 +190,9 @@ def _encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tup
 
 def _refuse_markers(number: int, ids: Sequence[int], tokenizer: Tokenizer) -> None:
     """Raise ValueError for a text that contains a marker: the model would read it as an end or as noise."""
-    markers = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}
-    if tokenizer.mask_token_id is not None:
-        markers.add(tokenizer.mask_token_id)
-    found = markers.intersection(ids)
-    if found:
+    special = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.mask_token_id)
+    markers = {marker for marker in special if marker is not None}
+    if found := markers.intersection(ids):
         marker = tokenizer.decode([min(found)], skip_special=False)
-        raise ValueError(
-            f"TokenFile.write documents must not contain the special token {marker}, but document "
-            f"{number} does. Remove it, or write it another way."
-        )
+        rule = f"not contain the special token {marker}, but document {number} does"
+        require(False, "TokenFile.write documents", rule, marker, "Remove it, or write it another way.")

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.checks import require
 
 # In the order of their published ids: 0 to 4.
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
@@ -33,11 +34,8 @@ def train_tokenizer(
 
     special = [*SPECIAL_TOKENS, *markers]
     smallest = len(special) + _NUM_BYTES
-    if vocab_size < smallest:
-        raise ValueError(
-            f"train_tokenizer vocab_size must be at least {smallest}, for every byte and special token, "
-            f"got {vocab_size}."
-        )
+    rule = f"be at least {smallest}, for every byte and special token"
+    require(vocab_size >= smallest, "train_tokenizer vocab_size", rule, vocab_size)
     trained = Trained(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -51,11 +49,8 @@ def train_tokenizer(
     )
     trained.train_from_iterator(texts, trainer)
     found = trained.get_vocab_size()
-    if found != vocab_size:
-        raise ValueError(
-            f"train_tokenizer vocab_size must be reachable from the texts, got {vocab_size}, but they give {found}. "
-            "Use more text, or a smaller vocab_size."
-        )
+    rule, fix = f"be reachable from the texts, which give {found}", "Use more text, or a smaller vocab_size."
+    require(found == vocab_size, "train_tokenizer vocab_size", rule, vocab_size, fix)
     pad, eos, bos, unk, mask = SPECIAL_TOKENS
     with tempfile.TemporaryDirectory() as folder:  # then copied in one go, so that `out` is complete or absent
         tokenizer = PreTrainedTokenizerFast(

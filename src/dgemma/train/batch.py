@@ -39,8 +39,7 @@ class TrainBatch:
     spans: tuple[tuple[int, int], ...] | None = None
 
     def __post_init__(self) -> None:
-        tokens = self.tokens
-        fix = "Give one value per row or per token."
+        tokens, fix = self.tokens, "Give one value per row or per token."
         require_tensor(tokens, "TrainBatch.tokens", "be ids (B, T)", shape=(None, None), dtypes=(torch.int64,))
         require_field(len(tokens) > 0, self, "tokens", "have at least one row")
         for name in ("prompt_len", "length", "truncated", "text", "frozen", "documents", "fill"):
@@ -55,22 +54,14 @@ class TrainBatch:
             spans = tuple(zip(self.prompt_len.tolist(), self.length.tolist(), strict=True))
             object.__setattr__(self, "spans", spans)
         assert self.spans is not None
-        for row, (prompt_len, length) in enumerate(self.spans):
-            if not 0 <= prompt_len <= length <= tokens.shape[1]:
-                raise ValueError(
-                    f"TrainBatch must satisfy 0 <= prompt_len <= length <= {tokens.shape[1]} tokens, got prompt_len "
-                    f"{prompt_len} and length {length} in row {row}. Pad the tokens, or cut the lengths."
-                )
+        num_tokens, fix = tokens.shape[1], "Pad the tokens, or cut the lengths."
+        for prompt_len, length in self.spans:
+            fits, rule = 0 <= prompt_len <= length <= num_tokens, f"satisfy 0 <= prompt_len <= length <= {num_tokens}"
+            require(fits, "TrainBatch", rule, (prompt_len, length), fix)
 
     @property
     def batch_size(self) -> int:
         return self.tokens.shape[0]
-
-    @property
-    def has_answer(self) -> bool:
-        """True if any row has a token to write. Read from `spans`, without waiting for a device."""
-        assert self.spans is not None
-        return any(length > prompt for prompt, length in self.spans)
 
     def to(self, device: torch.device | str) -> "TrainBatch":
         """Return the batch on another device."""
@@ -110,15 +101,8 @@ class MicroBatch(NamedTuple):
     batch: TrainBatch
     seeds: Tensor
 
-    def to(self, device: torch.device) -> "MicroBatch":
-        return MicroBatch(self.batch.to(device), self.seeds.to(device, non_blocking=True))
-
-
-class StepInput(NamedTuple):
-    """The micro-batches of a step on this process, and their number of tokens without padding."""
-
-    parts: list[MicroBatch]
-    num_tokens: int
+    def map(self, transform: Callable[[Tensor], Tensor]) -> "MicroBatch":
+        return MicroBatch(self.batch.map(transform), transform(self.seeds))
 
 
 def row_seeds(seed: int, step: int, rows: range) -> Tensor:
@@ -148,13 +132,13 @@ def feed(
     steps: range,
     vocab_size: int,
     device: torch.device,
-) -> Generator[StepInput, None, None]:
+) -> Generator[list[MicroBatch], None, None]:
     """Yield this process's `rows` for each of `steps`, in micro-batches, on `device`.
 
     A thread makes and pins the next steps' rows while the current step computes.
     """
 
-    def make(step: int) -> StepInput:
+    def make(step: int) -> list[MicroBatch]:
         parts = []
         for start in range(rows.start, rows.stop, micro_batch_size):
             part_rows = range(start, min(start + micro_batch_size, rows.stop))
@@ -163,24 +147,18 @@ def feed(
             rule = f"return one row for each of rows {part_rows.start}..{part_rows.stop - 1}"
             require(batch.batch_size == len(part_rows), "train source", rule, batch.batch_size)
             check_ids(batch, vocab_size, "train")
-            parts.append(_pin(MicroBatch(batch, row_seeds(seed, step, part_rows)), device))
-        return StepInput(parts, sum(int(part.batch.length.sum()) for part in parts))
+            part = MicroBatch(batch, row_seeds(seed, step, part_rows))
+            # From page-locked memory, copies to the GPU are asynchronous.
+            parts.append(part.map(lambda t: t if t.is_cuda else t.pin_memory()) if device.type == "cuda" else part)
+        return parts
 
     with ThreadPoolExecutor(1, thread_name_prefix="dgemma-feed") as pool:
         ahead = deque(pool.submit(make, step) for step in steps[:_DEPTH])
         try:
             for step in steps:
-                step_input = ahead.popleft().result()
+                parts = ahead.popleft().result()
                 if step + _DEPTH in steps:
                     ahead.append(pool.submit(make, step + _DEPTH))
-                yield StepInput([part.to(device) for part in step_input.parts], step_input.num_tokens)
+                yield [part.map(lambda tensor: tensor.to(device, non_blocking=True)) for part in parts]
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-def _pin(part: MicroBatch, device: torch.device) -> MicroBatch:
-    """Move a part into page-locked memory, from which copies to the GPU are asynchronous."""
-    if device.type != "cuda":
-        return part
-    batch = part.batch.map(lambda tensor: tensor if tensor.is_cuda else tensor.pin_memory())
-    return MicroBatch(batch, part.seeds.pin_memory())

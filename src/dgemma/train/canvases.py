@@ -5,6 +5,7 @@ row without an answer gets one canvas, of which nothing is scored. Every draw is
 canvas index, so a canvas gets the same noise alone and among others.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dgemma.checks import require
 from dgemma.diffusion import draws
 from dgemma.diffusion.noise import MaskNoise, Noise
 from dgemma.doors import replaceable
@@ -42,26 +44,15 @@ class Canvases:
     scored: Tensor  # (B, K, C) bool
     fill: Tensor  # (B, K, C) bool: after the end of a text
     causal_scored: Tensor  # (B, causal_len) bool: whether each token's successor is scored
-    documents: Tensor | None  # (B, T)
-    canvas_documents: Tensor | None  # (B, K, C)
+    documents: tuple[Tensor, Tensor] | None  # of the text (B, T) and of the canvases (B, K, C)
     prefix_len: int
     causal_len: int
     aligned: bool
 
-    @property
-    def packing(self) -> tuple[Tensor, Tensor] | None:
-        """The documents of the text (B, T) and of the canvases (B, K, C), or None; for `predict_canvases`."""
-        if self.documents is None or self.canvas_documents is None:
-            return None
-        return self.documents, self.canvas_documents
-
     def check_positions(self, max_positions: int) -> None:
         """Raise ValueError if rows are longer than the model's positions."""
-        if self.tokens.shape[1] > max_positions:
-            raise ValueError(
-                f"TrainBatch.tokens must fit into max_position_embeddings {max_positions} when the last canvas is "
-                f"filled, got {self.tokens.shape[1]}. Cut the rows."
-            )
+        rule, num_tokens = f"fit into max_position_embeddings {max_positions} with the fill", self.tokens.shape[1]
+        require(num_tokens <= max_positions, "TrainBatch.tokens", rule, num_tokens, "Cut the rows.")
 
 
 class CanvasSizes(NamedTuple):
@@ -109,8 +100,8 @@ def cut_canvases(
     Example: `cut_canvases(batch, canvas_len=8, fill_token=1)` cuts an answer of 20 tokens into three canvases.
     """
     sizes, device = sizes_of(batch, canvas_len), batch.tokens.device
-    text, answers = _fill_rows(batch, sizes.num_tokens, fill_token), _find_answers(batch, canvas_len, truncated)
-    num_canvases = answers.num_canvases
+    text = _fill_rows(batch, sizes.num_tokens, fill_token)
+    num_canvases, is_used, scored_end = _find_answers(batch, canvas_len, truncated)
     if choose is None:
         index = torch.arange(sizes.num_canvases, device=device).expand(batch.batch_size, -1)
     else:
@@ -118,7 +109,7 @@ def cut_canvases(
     starts = batch.prompt_len[:, None] + index * canvas_len
     position = starts[..., None] + torch.arange(canvas_len, device=device)  # (B, K, C)
     inside = position.clamp(max=sizes.num_tokens - 1)
-    exists = ((index < num_canvases[:, None]) & answers.used[:, None])[..., None]  # (B, K, 1)
+    exists = ((index < num_canvases[:, None]) & is_used[:, None])[..., None]  # (B, K, 1)
 
     def of_canvases(values: Tensor) -> Tensor:
         return values.gather(1, inside.flatten(1)).view_as(inside)
@@ -128,7 +119,7 @@ def cut_canvases(
         causal_scored = torch.zeros(batch.batch_size, 0, dtype=torch.bool, device=device)
     else:
         num_causal = sizes.num_tokens if causal_fill else sizes.longest
-        ends = torch.where(answers.used, answers.scored_end if causal_fill else batch.length, 0)
+        ends = torch.where(is_used, scored_end if causal_fill else batch.length, 0)
         starts_at = batch.prompt_len if causal_scope == "answer" else None
         causal_scored = _score_successors(text, num_causal, starts_at, ends, causal_fill=causal_fill)
     return Canvases(
@@ -137,11 +128,10 @@ def cut_canvases(
         starts=starts,
         x=of_canvases(text.tokens),
         frozen=frozen,
-        scored=exists & (position < answers.scored_end[:, None, None]) & ~frozen,
+        scored=exists & (position < scored_end[:, None, None]) & ~frozen,
         fill=of_canvases(text.fill),
         causal_scored=causal_scored,
-        documents=text.documents,
-        canvas_documents=None if text.documents is None else of_canvases(text.documents),
+        documents=None if text.documents is None else (text.documents, of_canvases(text.documents)),
         prefix_len=sizes.prefix_len,
         causal_len=causal_scored.shape[1],
         aligned=sizes.aligned,
@@ -171,21 +161,14 @@ def _fill_rows(batch: TrainBatch, num_tokens: int, fill_token: int) -> _Text:
     return _Text(tokens, frozen, fill, documents)
 
 
-class _Answers(NamedTuple):
-    """The answer of each row, (B,) each."""
-
-    num_canvases: Tensor
-    used: Tensor  # bool: False for rejected rows
-    scored_end: Tensor  # the position after the last scored token
-
-
-def _find_answers(batch: TrainBatch, canvas_len: int, truncated: str) -> _Answers:
+def _find_answers(batch: TrainBatch, canvas_len: int, truncated: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each row's number of canvases, whether it is used, and the end of what is scored, (B,) each."""
     answer_len = (batch.length - batch.prompt_len).clamp(min=0)
     num_canvases = (answer_len + canvas_len - 1) // canvas_len
     end = batch.prompt_len + num_canvases * canvas_len
     is_cut = torch.zeros_like(batch.length, dtype=torch.bool) if batch.truncated is None else batch.truncated
     used = ~is_cut if truncated == "rejected" else torch.ones_like(is_cut)
-    return _Answers(num_canvases, used, torch.where(is_cut, batch.length, end) if truncated == "unscored" else end)
+    return num_canvases, used, torch.where(is_cut, batch.length, end) if truncated == "unscored" else end
 
 
 def _score_successors(
@@ -228,8 +211,8 @@ class NoisyCanvases(NamedTuple):
 def draw_choice(seeds: Tensor) -> Tensor:
     """Return a uniform number for each row, (B,), from its seed. It chooses one of the row's canvases."""
     # Two positions, of which one is used: torch.compile would compile a size of 1 separately.
-    zeros, position = torch.zeros_like(seeds), torch.arange(2, device=seeds.device)
-    return uniform_at(seeds, zeros, position, torch.full_like(position, _CANVAS))[:, 0]
+    (u,) = _draw(seeds, torch.zeros_like(seeds)[:, None], {_CANVAS: 2})
+    return u[:, 0, 0]
 
 
 def cut_holes(canvases: Canvases, seeds: Tensor, prob: float) -> Canvases:
@@ -239,7 +222,7 @@ def cut_holes(canvases: Canvases, seeds: Tensor, prob: float) -> Canvases:
     to half a canvas, frozen stretches from 1 token to a canvas. Frozen tokens get no noise and are not scored.
     """
     canvas_len = canvases.x.shape[-1]
-    u = _draw_uniform(seeds, canvases.index, canvas_len + 2, _HOLES)  # (B, K, C + 2)
+    (u,) = _draw(seeds, canvases.index, {_HOLES: canvas_len + 2})  # (B, K, C + 2)
     is_cut, begins_frozen, u_length = u[..., :1] < prob, u[..., 1:2] < 0.5, u[..., 2:]
     is_frozen = begins_frozen ^ (torch.arange(canvas_len, device=u.device) % 2 == 1)  # of each stretch
     longest = torch.where(is_frozen, canvas_len, max(1, canvas_len // 2))
@@ -268,19 +251,20 @@ def noise_canvases(
     tokens that uniform noise draws from; None for all. scored: "noised" scores only positions that noise replaced. With
     "all", canvases of `masks` are still scored only there.
     """
-    u = _draw(seeds, canvases.index, canvases.x.shape[-1])
-    low, high = t_range
-    time = low + (high - low) * u.time  # (B, K, 1) float64
+    canvas_len, (low, high) = canvases.x.shape[-1], t_range
+    sizes = {_TIME: 1, _EVENT: canvas_len, _TOKEN: canvas_len, _SELF_COND: 1, _MASKED: 1}
+    u_time, u_event, u_token, u_self_cond, u_masked = _draw(seeds, canvases.index, sizes)
+    time = low + (high - low) * u_time  # (B, K, 1) float64
 
     def put(noise: Noise) -> tuple[Tensor, Tensor, Tensor]:
         level = 1 - noise.schedule.alpha(time)
-        replaced = u.event >= noise.clean_share(level)
-        return torch.where(replaced, noise.refill(u.token, level, allowed=allowed), canvases.x), replaced, level
+        replaced = u_event >= noise.clean_share(level)
+        return torch.where(replaced, noise.refill(u_token, level, allowed=allowed), canvases.x), replaced, level
 
     z, replaced, level = put(noise)
     masked = None
     if masks is not None:
-        masked = u.masked < masks_prob
+        masked = u_masked < masks_prob
         pairs = zip(put(masks), (z, replaced, level), strict=True)
         z, replaced, level = (torch.where(masked, ours, other) for ours, other in pairs)
     replaced = replaced & ~canvases.frozen
@@ -293,37 +277,20 @@ def noise_canvases(
         replaced=replaced,
         scored=counted,
         level=level[..., 0],
-        self_cond=(u.self_cond < self_cond_prob)[..., 0] if self_cond_prob else None,
+        self_cond=(u_self_cond < self_cond_prob)[..., 0] if self_cond_prob else None,
         masked=None if masked is None else masked[..., 0],
         noise=noise,
         allowed=allowed,
     )
 
 
-class _Draws(NamedTuple):
-    time: Tensor  # (B, K, 1)
-    event: Tensor  # (B, K, C)
-    token: Tensor  # (B, K, C)
-    self_cond: Tensor  # (B, K, 1)
-    masked: Tensor  # (B, K, 1)
-
-
-def _draw(seeds: Tensor, index: Tensor, canvas_len: int) -> _Draws:
-    """Return the uniforms of canvases `index` (B, K), all drawn at once."""
+def _draw(seeds: Tensor, index: Tensor, sizes: Mapping[int, int]) -> tuple[Tensor, ...]:
+    """Return the uniforms (B, K, size) of canvases `index` (B, K) for each purpose's word and size, drawn at once."""
     rows, canvas = seeds[:, None].expand_as(index).flatten(), index.flatten()
-    sizes = (1, canvas_len, canvas_len, 1, 1)
-    position = torch.cat([torch.arange(size, device=seeds.device) for size in sizes])
-    words = zip((_TIME, _EVENT, _TOKEN, _SELF_COND, _MASKED), sizes, strict=True)
-    word = torch.cat([torch.full((size,), word, device=seeds.device) for word, size in words])
+    position = torch.cat([torch.arange(size, device=seeds.device) for size in sizes.values()])
+    word = torch.cat([torch.full((size,), word, device=seeds.device) for word, size in sizes.items()])
     u = uniform_at(rows, canvas, position, word)
-    return _Draws(*u.unflatten(0, index.shape).split(sizes, dim=-1))
-
-
-def _draw_uniform(seeds: Tensor, index: Tensor, num_positions: int, word: int) -> Tensor:
-    """Return the uniforms of one purpose for canvases `index` (B, K): (B, K, num_positions)."""
-    rows, canvas = seeds[:, None].expand_as(index).flatten(), index.flatten()
-    position = torch.arange(num_positions, device=seeds.device)
-    return uniform_at(rows, canvas, position, torch.full_like(position, word)).unflatten(0, index.shape)
+    return u.unflatten(0, index.shape).split(list(sizes.values()), dim=-1)
 
 
 @replaceable

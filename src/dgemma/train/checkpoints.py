@@ -21,7 +21,7 @@ from dgemma.checks import as_number, require, show
 from dgemma.files import clear_temporaries, flush, open_file, read_json, write_json, writing
 from dgemma.printing import printable
 from dgemma.train.config import TrainConfig
-from dgemma.train.parallel import Parallel, load_state, stored_names
+from dgemma.train.parallel import Parallel, load_state, save_parts, stored_names
 from dgemma.values import identify
 
 _RUN_FILE = "run.json"
@@ -105,7 +105,9 @@ class Checkpoints:
             raise
         if self.parallel.is_main:
             for old in self.steps()[: -self.keep_last]:
-                self._delete(self.path(old))
+                last = self.folder / f".{self.path(old).name}.old"
+                os.rename(self.path(old), last)
+                shutil.rmtree(last)
         self.parallel.barrier()
         return final
 
@@ -114,17 +116,12 @@ class Checkpoints:
             shutil.rmtree(new, ignore_errors=True)
             new.mkdir(parents=True)
         self.parallel.barrier()
-        path = self.parallel.save(new, state)
+        path = save_parts(new, state, rank=self.parallel.rank, world_size=self.parallel.world_size)
         files = self.parallel.collect({path.name: _crc32(path)})
         if self.parallel.is_main:
             write_json(new / _RUN_FILE, {**run, "files": files})
             os.rename(new, final)
             flush(self.folder)
-
-    def _delete(self, path: Path) -> None:
-        old = self.folder / f".{path.name}.old"
-        os.rename(path, old)
-        shutil.rmtree(old)
 
     def read_run(self, path: Path) -> dict[str, Any]:
         """Return the description saved with a checkpoint."""
@@ -132,14 +129,12 @@ class Checkpoints:
             run = read_json(path / _RUN_FILE)
         except (OSError, ValueError) as error:
             raise ValueError(self._damaged(path, str(error).rstrip("."))) from None
-        if type(run.get("step")) is not int or self.path(run["step"]).name != path.name:
-            raise ValueError(self._damaged(path, f"{_RUN_FILE} has the step {show(run.get('step'))}"))
-        files = run.get("files")
-        if not isinstance(files, dict) or not files or not all(map(_is_plain_name, files)):
-            raise ValueError(self._damaged(path, f"{_RUN_FILE} has the files {show(files)}"))
-        seconds, planned = run.get("seconds", 0.0), run.get("planned steps")
-        if as_number(seconds) is None or not 0 <= seconds < math.inf or not isinstance(planned, int | None):
-            raise ValueError(self._damaged(path, f"{_RUN_FILE} has a wrong time plan"))
+        step, files, planned = run.get("step"), run.get("files"), run.get("planned steps")
+        fits = type(step) is int and self.path(step).name == path.name and isinstance(planned, int | None)
+        fits = fits and isinstance(files, dict) and bool(files) and all(map(_is_plain_name, files))
+        seconds = as_number(run.get("seconds", 0.0))
+        if not fits or seconds is None or not 0 <= seconds < math.inf:
+            raise ValueError(self._damaged(path, f"{_RUN_FILE} has a wrong step, files or time plan"))
         return run
 
     def names(self, path: Path) -> set[str]:
@@ -197,26 +192,9 @@ def _crc32(path: Path) -> int | None:
     return crc32
 
 
-def describe_run(
-    config: TrainConfig,
-    *,
-    objective: object,
-    source: object,
-    adapters: object,
-    optimizer: torch.optim.Optimizer,
-    model: Mapping[str, Any],
-    frozen: str,
-) -> dict[str, Any]:
-    """Return the description that is saved with every checkpoint; `frozen` identifies the untrained weights."""
-    return {
-        "config": {name: value for name, value in identify(config).items() if name not in _FREE_FIELDS},
-        "objective": identify(objective),
-        "source": identify(source),
-        "adapters": identify(adapters),
-        "optimizer": describe_optimizer(optimizer),
-        "model": model,
-        "frozen weights": frozen,
-    }
+def describe_config(config: TrainConfig) -> dict[str, Any]:
+    """Return the settings that a resumed run must keep."""
+    return {name: value for name, value in identify(config).items() if name not in _FREE_FIELDS}
 
 
 def refuse_changes(now: Mapping[str, Any], then: Mapping[str, Any], folder: Path) -> None:

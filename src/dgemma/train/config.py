@@ -50,26 +50,24 @@ class TrainConfig:
         if isinstance(self.betas, list):
             object.__setattr__(self, "betas", tuple(self.betas))
         check_types(self)
-        has_one = (self.steps is None) != (self.minutes is None)
-        require_field(has_one, self, "steps", "be None exactly if minutes is set", "Set one of steps and minutes.")
-        require_field(
-            self.minutes is None or 0 < self.minutes <= _MOST_MINUTES,
-            self,
-            "minutes",
-            f"be above 0 and at most {_MOST_MINUTES}",
-        )
         for name in ("steps", "micro_batch_size", "evaluate_every"):
             if getattr(self, name) is not None:
                 check_count(self, name)
         for name in ("batch_size", "log_every", "checkpoint_every", "keep_last"):
             check_count(self, name)
-        require_field(self.batch_size <= _MOST_ROWS, self, "batch_size", f"be at most {_MOST_ROWS}")
         check_count(self, "warmup", least=0)
-        require_field(0 <= self.lr <= _MOST_LR, self, "lr", f"be from 0 to {_MOST_LR:g}", "Use 1.5e-4, as published.")
         check_size(self, "weight_decay")
         check_size(self, "clip", above=0, fix="Use math.inf to never clip.")
         check_probability(self, "final_lr", fix="It is a fraction of the peak; use 0.1, as published.")
         are_betas = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        require_field(are_betas, self, "betas", "be two numbers in [0, 1)")
-        is_decay = self.ema_decay is None or 0 < self.ema_decay < 1
-        require_field(is_decay, self, "ema_decay", "be in (0, 1)", "Use None for no average.")
+        in_time = self.minutes is None or 0 < self.minutes <= _MOST_MINUTES
+        has_one = (self.steps is None) != (self.minutes is None)
+        for name, fits, rule in (
+            ("steps", has_one, "be None exactly if minutes is set"),
+            ("minutes", in_time, f"be above 0 and at most {_MOST_MINUTES}"),
+            ("batch_size", self.batch_size <= _MOST_ROWS, f"be at most {_MOST_ROWS}"),
+            ("lr", 0 <= self.lr <= _MOST_LR, f"be from 0 to {_MOST_LR:g}"),
+            ("betas", are_betas, "be two numbers in [0, 1)"),
+            ("ema_decay", self.ema_decay is None or 0 < self.ema_decay < 1, "be None or in (0, 1)"),
+        ):
+            require_field(fits, self, name, rule)

@@ -8,8 +8,7 @@ rounding, losses and weights equal those of one process.
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -55,7 +54,9 @@ class FullySharded(Parallel):
         timeout_seconds: float = 1800.0,
     ) -> None:
         self.rank, self.world_size, local_rank = _launched()
-        self._require_sizes(expert_parallel, replicas)
+        fits = min(expert_parallel, replicas) >= 1 and self.world_size % (expert_parallel * replicas) == 0
+        rule = f"have a product that divides the {self.world_size} processes"
+        require(fits, "FullySharded.expert_parallel and replicas", rule, (expert_parallel, replicas))
         kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
         if kind == "cuda":
@@ -73,11 +74,6 @@ class FullySharded(Parallel):
         self._data_mesh: DeviceMesh = split["replica", "data"] if replicas > 1 else split["data"]
         self._root: _Root | None = None
         self._running = False
-
-    def _require_sizes(self, expert_parallel: int, replicas: int) -> None:
-        fits = min(expert_parallel, replicas) >= 1 and self.world_size % (expert_parallel * replicas) == 0
-        rule = f"have a product that divides the {self.world_size} processes"
-        require(fits, "FullySharded.expert_parallel and replicas", rule, (expert_parallel, replicas))
 
     def __enter__(self) -> Self:
         return self
@@ -100,10 +96,8 @@ class FullySharded(Parallel):
 
         mixed: layers are gathered in bfloat16; everything else stays in float32 for the loop's autocast.
         """
-        is_plain = not any(quantized_weights(model))
-        require(
-            is_plain, "FullySharded model", "have unquantised weights", type(model).__name__, "Train it in one process."
-        )
+        is_plain, fix = not any(quantized_weights(model)), "Train it in one process."
+        require(is_plain, "FullySharded model", "have unquantised weights", type(model).__name__, fix)
         narrow = mixed or next(model.parameters()).dtype.itemsize < 4
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if mixed else None,
@@ -203,8 +197,14 @@ class FullySharded(Parallel):
 
     def save_pretrained(self, model: nn.Module, folder: Path) -> None:
         """Gather the weights on the main process, one tensor at a time, and write them there."""
-        with _gathered(model, keep=self.is_main):
-            if self.is_main:
+        gathered = []
+        for module in model.modules():
+            for name, part in module.named_parameters(recurse=False):
+                whole = (part.full_tensor() if isinstance(part, DTensor) else part).detach().cpu()
+                if self.is_main:
+                    gathered.append((module, name, nn.Parameter(whole, requires_grad=part.requires_grad)))
+        if self.is_main:
+            with replace_weights(gathered):
                 super().save_pretrained(model, folder)
         self.barrier()
 
@@ -222,11 +222,11 @@ class _Root(nn.Module):
 
 def _launched() -> tuple[int, int, int]:
     """Return the rank, the number of processes and the rank on this machine, from torchrun's environment."""
-    missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if name not in os.environ]
-    if missing:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
+    if any(name not in os.environ for name in names):
         raise RuntimeError(
-            f"FullySharded must be started by torchrun, got no {missing[0]} in the environment. Run `{_TORCHRUN}`, or "
-            f"omit `parallel` for one process."
+            f"FullySharded must be started by torchrun, which sets {', '.join(names)}. Run `{_TORCHRUN}`, or omit "
+            "`parallel` for one process."
         )
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
 
@@ -235,23 +235,6 @@ def _lost_connection(error: RuntimeError) -> bool:
     """Return True for errors of a lost process; those of gloo are plain RuntimeErrors."""
     text = str(error)
     return isinstance(error, dist.DistError) or "Connection closed by peer" in text or "gloo" in text
-
-
-@contextmanager
-def _gathered(model: nn.Module, *, keep: bool) -> Iterator[None]:
-    """Replace sharded weights by whole ones on the CPU, in processes with `keep`. All processes must enter it."""
-    parts: list[tuple[nn.Module, str, nn.Parameter]] = []
-    for module in model.modules():
-        for name, part in list(module.named_parameters(recurse=False)):
-            whole = (part.full_tensor() if isinstance(part, DTensor) else part).detach().cpu()
-            if keep:
-                parts.append((module, name, part))
-                setattr(module, name, nn.Parameter(whole, requires_grad=part.requires_grad))
-    try:
-        yield
-    finally:
-        for module, name, part in parts:
-            setattr(module, name, part)
 
 
 def spread_experts(experts: Experts, mesh: DeviceMesh) -> None:

@@ -2,11 +2,13 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dgemma.checks import require
 from dgemma.intervals import Estimate, half_width
 
 
@@ -63,44 +65,52 @@ class Likelihood:
     levels. It says how well the bound of this text is estimated, nothing about other texts.
     """
 
-    nelbo: Estimate
-    causal: Estimate
-    reconstruction: float
-    by_level: Curve
-    by_position: Curve
-    causal_by_position: Curve
     rows: RowSums
     num_samples: int
     confidence: float
     num_bytes: int | None = None
 
-    @classmethod
-    def of_rows(cls, rows: RowSums, *, num_samples: int, confidence: float, num_bytes: int | None) -> "Likelihood":
-        """Compute means and intervals from the sums of rows."""
-        if not rows.tokens.any():
-            raise ValueError("evaluate source must have a token to score, got none in any row. Check the data.")
-        clusters = rows.clusters
-        levels = torch.linspace(0, 1, rows.by_level.shape[1] + 1, dtype=torch.float64)
-        positions = torch.arange(rows.by_position.shape[1] + 1, dtype=torch.float64)
+    def __post_init__(self) -> None:
+        has_tokens = bool(self.rows.tokens.any())
+        require(has_tokens, "evaluate source", "have a token to score", "none in any row", "Check the data.")
 
-        def curve(edges: Tensor, nats: Tensor, tokens: Tensor) -> Curve:
-            return mean_of_rows(edges, nats, tokens, confidence, clusters=clusters)
+    @cached_property
+    def nelbo(self) -> Estimate:
+        rows = self.rows
+        nelbo = self._per_token(rows.nats, rows.tokens)
+        if len(rows.tokens) > 1 or self.num_samples == 1:
+            return nelbo
+        return nelbo._replace(error=_error_over_levels(rows.by_sample[0], self.confidence) / int(rows.tokens))
 
-        nelbo = _per_token(rows.nats, rows.tokens, confidence, clusters)
-        if len(rows.tokens) == 1 and num_samples > 1:
-            nelbo = nelbo._replace(error=_error_over_levels(rows.by_sample[0], confidence) / int(rows.tokens))
-        return cls(
-            nelbo=nelbo,
-            causal=_per_token(rows.causal, rows.causal_tokens, confidence, clusters),
-            reconstruction=_per_token(rows.reconstruction, rows.tokens, confidence, clusters).value,
-            by_level=curve(levels, rows.by_level, rows.tokens[:, None]),
-            by_position=curve(positions, rows.by_position, rows.tokens_by_position),
-            causal_by_position=curve(positions, rows.causal_by_position, rows.causal_tokens_by_position),
-            rows=rows,
-            num_samples=num_samples,
-            confidence=confidence,
-            num_bytes=num_bytes,
-        )
+    @cached_property
+    def causal(self) -> Estimate:
+        return self._per_token(self.rows.causal, self.rows.causal_tokens)
+
+    @property
+    def reconstruction(self) -> float:
+        return self._per_token(self.rows.reconstruction, self.rows.tokens).value
+
+    @cached_property
+    def by_level(self) -> Curve:
+        edges = torch.linspace(0, 1, self.rows.by_level.shape[1] + 1, dtype=torch.float64)
+        return self._curve(edges, self.rows.by_level, self.rows.tokens[:, None])
+
+    @cached_property
+    def by_position(self) -> Curve:
+        edges = torch.arange(self.rows.by_position.shape[1] + 1, dtype=torch.float64)
+        return self._curve(edges, self.rows.by_position, self.rows.tokens_by_position)
+
+    @cached_property
+    def causal_by_position(self) -> Curve:
+        edges = torch.arange(self.rows.by_position.shape[1] + 1, dtype=torch.float64)
+        return self._curve(edges, self.rows.causal_by_position, self.rows.causal_tokens_by_position)
+
+    def _curve(self, edges: Tensor, nats: Tensor, tokens: Tensor) -> Curve:
+        return mean_of_rows(edges, nats, tokens, self.confidence, clusters=self.rows.clusters)
+
+    def _per_token(self, nats: Tensor, tokens: Tensor) -> Estimate:
+        curve = self._curve(torch.zeros(2), nats[:, None], tokens[:, None])
+        return Estimate(curve.nats.item(), curve.error.item())
 
     @property
     def num_tokens(self) -> int:
@@ -140,7 +150,7 @@ class Likelihood:
         Example: `likelihood.gap(chain.nll(tokens))` is the excess of a model over the exact likelihood of a Markov
         chain.
         """
-        return _per_token(self.rows.nats - nats.cpu(), self.rows.tokens, self.confidence, self.rows.clusters)
+        return self._per_token(self.rows.nats - nats.cpu(), self.rows.tokens)
 
     def _per_byte(self, nats: Estimate) -> Estimate | None:
         if self.num_bytes is None:
@@ -233,8 +243,3 @@ def _error_over_levels(nats: Tensor, confidence: float) -> float:
     """
     variance = (nats - nats.roll(1)).square().sum() / 2
     return half_width(confidence, len(nats) - 1) * float(variance) ** 0.5
-
-
-def _per_token(nats: Tensor, tokens: Tensor, confidence: float, clusters: Tensor) -> Estimate:
-    curve = mean_of_rows(torch.zeros(2), nats[:, None], tokens[:, None], confidence, clusters=clusters)
-    return Estimate(curve.nats.item(), curve.error.item())

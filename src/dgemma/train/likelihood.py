@@ -125,7 +125,7 @@ def evaluate(
             if bool(parts[-1].nats.isnan().any()):
                 refuse_nan(f"in row {start + int(parts[-1].nats.isnan().nonzero()[0])} of the evaluation")
             bar.update(len(rows))
-    return Likelihood.of_rows(RowSums.join(parts), num_samples=num_samples, confidence=confidence, num_bytes=num_bytes)
+    return Likelihood(rows=RowSums.join(parts), num_samples=num_samples, confidence=confidence, num_bytes=num_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

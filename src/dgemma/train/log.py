@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,9 +34,13 @@ class TrainStep:
     sums: Mapping[str, Tensor]  # per term, the sum of each row of this process (B,)
     counts: Mapping[str, Tensor]  # per term, the number of scored positions of each row (B,)
     parts: list[MicroBatch]  # the micro-batches
-    num_tokens: int
 
     __repr__ = short_repr
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of this process's rows, without padding."""
+        return sum(length for part in self.parts for _, length in part.batch.spans or ())
 
 
 OnTrainStep = Callable[[TrainStep], bool | None]  # returning True stops the run
@@ -93,12 +96,6 @@ class TrainLog:
         with writing(self.path), self.path.open("a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
 
-    def sync(self) -> None:
-        """Flush the file to the disk."""
-        if self.path.is_file():
-            with self.path.open("rb") as file:
-                os.fsync(file.fileno())
-
     def cut(self, last_step: int) -> None:
         """Remove the lines after `last_step`, because a resumed run writes them again."""
         lines = [line for line in self.lines() if line["step"] <= last_step]
@@ -138,7 +135,7 @@ class RouterLoad:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.routers = [module for module in model.modules() if isinstance(module, Router)]
+        self.routers: list[Any] = [module for module in model.modules() if isinstance(module, Router)]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -151,6 +148,7 @@ class RouterLoad:
             counts = torch.zeros(scale.shape, dtype=torch.int64, device=scale.device)
             router.register_buffer("load", counts, persistent=False)
             handles.append(router.register_forward_hook(_count))
+        self.loads = [router.load for router in self.routers]
         try:
             yield
         finally:
@@ -160,12 +158,12 @@ class RouterLoad:
 
     def counts(self) -> Tensor:
         """Return the number of choices of each expert since the last reset: (L, E) int64."""
-        return torch.stack([_load(router) for router in self.routers])
+        return torch.stack(self.loads)
 
     def reset(self) -> None:
         """Set the counts to zero."""
-        for router in self.routers:
-            _load(router).zero_()
+        for load in self.loads:
+            load.zero_()
 
 
 def summary(counts: Tensor) -> list[dict[str, Any]]:
@@ -184,15 +182,7 @@ def summary(counts: Tensor) -> list[dict[str, Any]]:
     return layers
 
 
-def _count(router: nn.Module, inputs: Any, routing: Routing) -> None:
-    if len(inputs) > 1:  # with known choices, which an earlier pass has counted
-        return
-    load = _load(router)
-    expert = torch.arange(load.shape[0], device=load.device)
-    load.add_((routing.experts.reshape(1, -1) == expert[:, None]).sum(1))
-
-
-def _load(router: nn.Module) -> Tensor:
-    load = router.load
-    assert isinstance(load, Tensor)
-    return load
+def _count(router: Any, inputs: Any, routing: Routing) -> None:
+    if len(inputs) == 1:  # otherwise with known choices, which an earlier pass has counted
+        expert = torch.arange(len(router.load), device=router.load.device)
+        router.load.add_((routing.experts.reshape(1, -1) == expert[:, None]).sum(1))

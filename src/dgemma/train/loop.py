@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,20 +23,22 @@ import torch
 
 from dgemma.checks import require, typed
 from dgemma.diffusion.noise import Noise
+from dgemma.files import flush
 from dgemma.model.diffusion import DiffusionGemma, require_experts
 from dgemma.model.identity import fingerprint
 from dgemma.model.quantized import frozen_tensors
 from dgemma.printing import progress_bar
 from dgemma.sampling.named import describe_noise
 from dgemma.train.batch import BatchSource, feed
-from dgemma.train.checkpoints import Checkpoints, describe_run, lock_folder, refuse_changes
+from dgemma.train.checkpoints import Checkpoints, describe_config, describe_optimizer, lock_folder, refuse_changes
 from dgemma.train.config import TrainConfig
 from dgemma.train.log import OnTrainStep, RouterLoad, TrainLog, TrainResult, TrainStep, make_lines, summary
 from dgemma.train.lora import adapters_of
 from dgemma.train.objective import Measure
-from dgemma.train.optimizer import OptimizerFactory
+from dgemma.train.optimizer import OptimizerFactory, other_weights, set_weights
 from dgemma.train.parallel import Parallel
 from dgemma.train.update import Updater, check_weights, ready_to_train
+from dgemma.values import identify
 
 logger = logging.getLogger("dgemma")
 
@@ -118,15 +120,15 @@ class _Run:
         self.model, self.device = self.updater.model, self.updater.device
         self.objective, self.source, self.config = objective, source, config
         self.out, self.parallel = out, parallel
-        self.description = describe_run(
-            config,
-            objective=objective,
-            source=source,
-            adapters=adapters_of(model),
-            optimizer=self.updater.optimizer,
-            model=model.config.to_hf(),
-            frozen=parallel.collect(frozen)["weights"],
-        )
+        self.description = {  # saved with every checkpoint
+            "config": describe_config(config),
+            "objective": identify(objective),
+            "source": identify(source),
+            "adapters": identify(adapters_of(model)),
+            "optimizer": describe_optimizer(self.updater.optimizer),
+            "model": model.config.to_hf(),
+            "frozen weights": parallel.collect(frozen)["weights"],
+        }
         self.checkpoints = Checkpoints(folder=out, keep_last=config.keep_last, parallel=parallel)
         self.log = TrainLog(out / "log.jsonl")
         self.load = RouterLoad(self.model)
@@ -188,8 +190,8 @@ class _Run:
         bar.update(self.step)
         self._begin_interval()
         with bar:
-            for step_input in inputs:
-                record = self.updater.update(step_input, step=self.step, steps=self.steps, warmup=self._warmup())
+            for parts in inputs:
+                record = self.updater.update(parts, step=self.step, steps=self.steps, warmup=self._warmup())
                 self.step += 1
                 self.unread.append(record)
                 stop = bool(on_step is not None and on_step(record)) or request.is_set()
@@ -272,19 +274,16 @@ class _Run:
         self.updater.restore(self.checkpoints, last, may_differ=self.allow_changes)
         self.unread = []
         rows = f"in the rows with seeds {seeds}" if seeds else "although the terms of every row here are finite"
-        cause = "" if seeds else _known_cause(self.device)
         raise FloatingPointError(
             f"train computed a number that is not finite at step {record.step}: {', '.join(terms)}, {rows}. The model "
-            f"is restored from {last.name}. Lower TrainConfig.lr or TrainConfig.clip, or check those rows.{cause}"
+            f"is restored from {last.name}. Lower TrainConfig.lr or TrainConfig.clip, or check those rows."
         )
 
     def evaluate(self, evaluate: Evaluate) -> None:
         if self.unread:
             self.read()
-        with ExitStack() as stack:
-            if self.updater.average is not None:
-                stack.enter_context(self.updater.average.swapped_in())
-            stack.enter_context(torch.no_grad())
+        average = self.updater.average
+        with nullcontext() if average is None else other_weights(average.parameters, average.weights), torch.no_grad():
             numbers = self.parallel.forward(self.model, lambda: evaluate(self.model, self.step)) or {}
         self.evaluation = {name: float(value) for name, value in numbers.items()}
         if self.parallel.is_main:
@@ -295,8 +294,8 @@ class _Run:
         if self.unread:
             self.read()
         began = time.perf_counter()
-        if self.parallel.is_main:
-            self.log.sync()
+        if self.parallel.is_main and self.log.path.is_file():
+            flush(self.log.path)
         time_plan = {} if self.budget is None else {"seconds": self.budget.seconds, "planned steps": self.steps}
         self.checkpoints.save(self.step, self.updater.state(), {"step": self.step, **time_plan, **self.description})
         self.clock = self.saved_at = time.perf_counter()
@@ -305,9 +304,9 @@ class _Run:
     def finish(self, interrupted: bool) -> TrainResult:
         last = self.checkpoints.latest()
         assert last is not None  # `start` wrote a checkpoint
-        if self.updater.average is not None:
-            self.updater.average.put_in()
-        final = None
+        average, final = self.updater.average, None
+        if average is not None:
+            set_weights(average.parameters, average.weights)
         if interrupted and self.parallel.is_main:
             of_all = "" if self.steps is None else f" of {self.steps}"
             logger.warning(
@@ -323,22 +322,10 @@ class _Run:
             checkpoint=last,
             final=final,
             log=self.log,
-            averaged=self.updater.average is not None,
+            averaged=average is not None,
             tokens_per_second=self.tokens / self.seconds if self.seconds else 0.0,
             evaluation=self.evaluation,
         )
-
-
-def _known_cause(device: torch.device) -> str:
-    """Return a hint at a bug of cuDNN, for a gradient that is not finite although all terms are."""
-    if device.type != "cuda" or (torch.backends.cudnn.version() or 0) >= 92600:
-        return ""
-    if not torch.backends.cuda.cudnn_sdp_enabled():
-        return ""
-    return (
-        " Or try torch.backends.cuda.enable_cudnn_sdp(False): before cuDNN 9.26 the gradient of masked attention may "
-        "not be finite (github.com/pytorch/pytorch/issues/196678)."
-    )
 
 
 @contextmanager

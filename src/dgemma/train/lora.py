@@ -361,10 +361,8 @@ def _adapter_shapes(model: nn.Module, lora: LoRA) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for name, module in model.named_modules():
         if is_target(name, lora.targets):
-            weights = (
-                {"gate_up_": module.gate_up_proj, "down_": module.down_proj} if isinstance(module, Experts) else None
-            )
-            for prefix, weight in (weights or {"": module.weight}).items():
+            for prefix in ("gate_up_", "down_") if isinstance(module, Experts) else ("",):
+                weight = getattr(module, f"{prefix}proj" if prefix else "weight")
                 of_a, of_b = pair_shapes(weight, lora.rank)
                 shapes |= {f"{name}.{prefix}lora_a": of_a, f"{name}.{prefix}lora_b": of_b}
     return shapes

@@ -138,15 +138,11 @@ class Bound(Loss):
 
     def check_noise(self, noise: Noise, allowed: tuple[int, ...] | None) -> None:
         nelbo.check_process(noise)
-        is_dynamic = self.weights == "dynamic"
-        require(
-            noise.kind == "hybrid" or not is_dynamic, "Objective.noise", "be HybridNoise for dynamic weights", noise
-        )
-        require(
-            noise.kind == "mask" or not self.propose_mask, "Objective.noise", "be MaskNoise to propose masks", noise
-        )
-        fix = "Use a model whose vocabulary is the allowed set."
-        fits = noise.kind == "mask" or allowed is None
+        allows_weights, allows_masks = noise.kind == "hybrid", noise.kind == "mask"
+        fits = allows_weights or self.weights != "dynamic"
+        require(fits, "Objective.noise", "be HybridNoise for dynamic weights", noise)
+        require(allows_masks or not self.propose_mask, "Objective.noise", "be MaskNoise to propose masks", noise)
+        fits, fix = allows_masks or allowed is None, "Use a model whose vocabulary is the allowed set."
         require(fits, "Objective.allowed", "be None for bounds of uniform and hybrid noise", allowed, fix)
 
     def _weights(self, noise: Noise, x: Tensor, z: Tensor, level: Tensor) -> Tensor:

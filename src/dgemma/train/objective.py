@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from dgemma.checks import check_count, check_probability, check_size, check_types, require_field
+from dgemma.checks import check_count, check_probability, check_size, check_types, require, require_field
 from dgemma.diffusion.noise import MaskNoise, Noise
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.train import head
@@ -140,29 +140,24 @@ class Objective:
             check_probability(self, name)
         for name in ("decoder_weight", "causal_weight"):
             check_size(self, name, fix="Use 0 to leave the term out.")
-        has_term = bool(self.decoder_weight or self.causal_weight)
+        has_term, vocab_size = bool(self.decoder_weight or self.causal_weight), self.noise.vocab_size
         require_field(has_term, self, "causal_weight", "be > 0 if decoder_weight is 0")
         self.loss.check_noise(self.noise, self.allowed)
         if self.masks is not None:
-            require_field(
-                isinstance(self.loss, CrossEntropy), self, "masks", f"be None for a {type(self.loss).__name__}"
-            )
-            same_size = self.masks.vocab_size == self.noise.vocab_size
-            require_field(same_size, self, "masks", f"have the {self.noise.vocab_size} tokens of Objective.noise")
+            has_masks = isinstance(self.loss, CrossEntropy) and self.masks.vocab_size == vocab_size
+            require_field(has_masks, self, "masks", f"have the noise's {vocab_size} tokens, and loss be CrossEntropy")
         if self.allowed is not None:
-            are_ids = bool(self.allowed) and all(0 <= token < self.noise.vocab_size for token in self.allowed)
-            require_field(are_ids, self, "allowed", f"be ids in [0, {self.noise.vocab_size})", "Use None for all.")
+            are_ids = bool(self.allowed) and all(0 <= token < vocab_size for token in self.allowed)
+            require_field(are_ids, self, "allowed", f"be ids in [0, {vocab_size})", "Use None for all.")
 
     def __call__(self, model: DiffusionGemma, batch: TrainBatch, *, seeds: Tensor) -> Terms:
         """Return the terms of B rows; seeds (B,) are the only randomness.
 
         Example: `objective(model, batch, seeds=torch.arange(batch.batch_size)).sums["decoder"]`.
         """
-        if self.noise.vocab_size != model.config.vocab_size:
-            raise ValueError(
-                f"Objective.noise must cover the model's {model.config.vocab_size} tokens, got {self.noise!r}. "
-                "Make the noise with config.vocab_size."
-            )
+        vocab_size, fix = model.config.vocab_size, "Make the noise with config.vocab_size."
+        fits, rule = self.noise.vocab_size == vocab_size, f"cover the model's {vocab_size} tokens"
+        require(fits, "Objective.noise", rule, self.noise, fix)
         canvases, noisy = self.draw(batch, seeds)
         canvases.check_positions(model.config.max_position_embeddings)
         hidden = run_text_and_canvases(model, canvases, noisy, self_cond_off=self.self_cond_off)
@@ -231,11 +226,9 @@ class Objective:
 
         Example: `objective.draw(batch, seeds).noisy.z` are the tokens that the network will see.
         """
-        if seeds.shape != batch.length.shape:  # a single seed would broadcast, and all rows would get the same noise
-            raise ValueError(
-                f"Objective seeds must have shape ({batch.batch_size},), one per row, got {tuple(seeds.shape)}. Use "
-                "`row_seeds` to make them."
-            )
+        # A single seed would broadcast, and all rows would get the same noise.
+        fits, rule = seeds.shape == batch.length.shape, f"have shape ({batch.batch_size},), one per row"
+        require(fits, "Objective seeds", rule, seeds, "Use `row_seeds` to make them.")
         canvases = cut_canvases(
             batch,
             canvas_len=self.canvas_len,

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dgemma.checks import require
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.prediction import Prediction
 from dgemma.doors import replaceable
@@ -25,8 +26,6 @@ from dgemma.model.denoiser import Denoiser
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.train import head
 from dgemma.train.canvases import Canvases, NoisyCanvases
-
-Rule = Callable[[Tensor, Tensor, Tensor], Tensor]  # (row, query, key) → True where the query sees the key
 
 
 class CleanText(NamedTuple):
@@ -60,21 +59,20 @@ def text_positions(tokens: Tensor) -> Tensor:
 
 def text_masks(model: DiffusionGemma, tokens: Tensor, *, documents: Tensor | None) -> list[Mask | None]:
     """Return each layer's mask for clean tokens (B, P), with the arguments of `read_clean`."""
-    batch_size, num_tokens = tokens.shape
+    position = torch.arange(tokens.shape[1], device=tokens.device)
+    key, query = position, position[:, None]
 
-    def rule_of(shape: LayerShape) -> Rule | Literal["causal"]:
-        if documents is None and (shape.window is None or shape.window >= num_tokens):
+    def mask_of(shape: LayerShape) -> Mask:
+        if documents is None and (shape.window is None or shape.window >= len(position)):
             return "causal"
+        visible = key <= query
+        if shape.window is not None:
+            visible = visible & (key > query - shape.window)
+        if documents is not None:
+            visible = visible & (documents[:, :, None] == documents[:, None])  # (B, P, P)
+        return visible.view(-1, 1, *visible.shape[-2:])
 
-        def sees(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            visible = key <= query
-            if shape.window is not None:
-                visible = visible & (key > query - shape.window)
-            return visible if documents is None else visible & (documents[row, query] == documents[row, key])
-
-        return sees
-
-    return _masks(model, rule_of, batch_size if documents is not None else 1, (num_tokens, num_tokens))
+    return _masks(model, mask_of)
 
 
 def canvas_masks(
@@ -91,32 +89,29 @@ def canvas_masks(
     documents: number of the document of each clean token (B, P) and of each canvas token (B, K, C). aligned: True
     promises that K is 1 and every canvas starts at `num_clean`; then no mask is needed unless the window is too short.
     """
-    batch_size, num_canvases = starts.shape
-    num_noisy = num_canvases * canvas_len
+    num_noisy = starts.shape[1] * canvas_len
     extra = 1 if model.conventions.sliding_prefix == "window" else 0
     both = None
     if documents is not None:
         both = torch.cat((documents[0][:, :num_clean], documents[1].flatten(1)), dim=1)  # (B, P + K·C)
+    # All positions of a canvas see the same keys, so one query is enough for the mask.
+    query = torch.arange(1 if starts.shape[1] == 1 and both is None else num_noisy, device=starts.device)
+    key = torch.arange(num_clean + num_noisy, device=starts.device)
+    start, canvas = starts[:, query // canvas_len, None], (query // canvas_len)[:, None]  # (B, Q, 1), (Q, 1)
 
-    def rule_of(shape: LayerShape) -> Rule | None:
+    def mask_of(shape: LayerShape) -> Mask | None:
         reach = None if shape.window is None else shape.window - 1 + extra
         if aligned and both is None and (reach is None or reach >= num_clean):
             return None
+        before = key < start
+        if reach is not None:
+            before = before & (key >= start - reach)
+        visible = torch.where(key < num_clean, before, (key - num_clean) // canvas_len == canvas)  # (B, Q, S)
+        if both is not None:
+            visible = visible & (both[:, num_clean:, None] == both[:, None])
+        return visible[:, None]
 
-        def sees(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            canvas = query // canvas_len
-            start = starts[row, canvas]
-            before = key < start
-            if reach is not None:
-                before = before & (key >= start - reach)
-            visible = torch.where(key < num_clean, before, (key - num_clean) // canvas_len == canvas)
-            return visible if both is None else visible & (both[row, num_clean + query] == both[row, key])
-
-        return sees
-
-    # All positions of a canvas see the same keys, so one query is enough for the mask.
-    num_queries = 1 if num_canvases == 1 and both is None else num_noisy
-    return _masks(model, rule_of, batch_size, (num_queries, num_clean + num_noisy))
+    return _masks(model, mask_of)
 
 
 def predict_canvases(
@@ -156,28 +151,11 @@ def canvas_positions(starts: Tensor, canvas_len: int) -> Tensor:
     return (starts[..., None] + torch.arange(canvas_len, device=starts.device)).flatten(1)
 
 
-def _masks(
-    model: DiffusionGemma,
-    rule_of: Callable[[LayerShape], Rule | Literal["causal"] | None],
-    batch_size: int,
-    size: tuple[int, int],
-) -> list[Mask | None]:
-    """Return the mask of each layer; layers of one kind share it."""
+def _masks(model: DiffusionGemma, mask_of: Callable[[LayerShape], Mask | None]) -> list[Mask | None]:
+    """Return the mask of each layer, (B, 1, Q, S) bool if it is a tensor; layers of one kind share it."""
     shapes = [model.config.layer_shape(layer) for layer in range(model.config.num_hidden_layers)]
-    rules = {shape.kind: rule_of(shape) for shape in shapes}
-    masks = {
-        kind: _dense(rule, batch_size, size, model.device) if callable(rule) else rule for kind, rule in rules.items()
-    }
+    masks = {kind: mask_of(shape) for kind, shape in {shape.kind: shape for shape in shapes}.items()}
     return [masks[shape.kind] for shape in shapes]
-
-
-def _dense(rule: Rule, batch_size: int, size: tuple[int, int], device: torch.device) -> Tensor:
-    """Return the rule as a tensor (B, 1, Q, S) bool."""
-    row = torch.arange(batch_size, device=device)[:, None, None]
-    query = torch.arange(size[0], device=device)[:, None]
-    key = torch.arange(size[1], device=device)
-    visible = rule(row, query, key)
-    return visible.expand(batch_size, *size)[:, None]
 
 
 class LastHidden(NamedTuple):
@@ -217,19 +195,13 @@ def run_text_and_canvases(
 def text_read(canvases: Canvases, noisy: NoisyCanvases | None) -> tuple[Tensor, Tensor | None]:
     """Return the tokens (B, T) that a step reads, and the numbers (B, T) of their documents in packed rows."""
     length = max(0 if noisy is None else canvases.prefix_len, canvases.causal_len)
-    return canvases.tokens[:, :length], None if canvases.documents is None else canvases.documents[:, :length]
+    return canvases.tokens[:, :length], None if canvases.documents is None else canvases.documents[0][:, :length]
 
 
 def masks_of(model: DiffusionGemma, canvases: Canvases) -> list[Mask | None]:
     """Return each layer's mask for these canvases, after the clean text that they see."""
-    return canvas_masks(
-        model,
-        canvases.starts,
-        canvases.x.shape[-1],
-        canvases.prefix_len,
-        documents=canvases.packing,
-        aligned=canvases.aligned,
-    )
+    starts, canvas_len, documents = canvases.starts, canvases.x.shape[-1], canvases.documents
+    return canvas_masks(model, starts, canvas_len, canvases.prefix_len, documents=documents, aligned=canvases.aligned)
 
 
 def position_levels(model: DiffusionGemma, canvases: Canvases, noisy: NoisyCanvases) -> Tensor | None:
@@ -262,7 +234,8 @@ class OnePass:
 
     def __init__(self, model: DiffusionGemma, canvases: Canvases, proposer: Noise | None) -> None:
         self.model, self.canvases, self.proposer = model, canvases, proposer
-        self.clean = read_clean(model, canvases.tokens, documents=canvases.documents)
+        documents = None if canvases.documents is None else canvases.documents[0]
+        self.clean = read_clean(model, canvases.tokens, documents=documents)
         self.masks = masks_of(model, canvases)
 
     def map_logits(self, function: OfLogits, z: Tensor, level: Tensor) -> Tensor:
@@ -305,11 +278,8 @@ class ByCanvas:
     """Predictions of any `Denoiser`, one canvas at a time, through `encode` and `denoise`."""
 
     def __init__(self, model: Denoiser, canvases: Canvases, proposer: Noise | None) -> None:
-        if canvases.packing is not None:
-            raise ValueError(
-                f"evaluate source must have one text per row for a {type(model).__name__}, got rows that pack several. "
-                "Read the texts with scan."
-            )
+        rule, fix = f"have one text per row for a {type(model).__name__}", "Read the texts with scan."
+        require(canvases.documents is None, "evaluate source", rule, "rows that pack several", fix)
         self.model, self.canvases, self.proposer = model, canvases, proposer
 
     @cached_property

@@ -54,18 +54,15 @@ def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, n
     state: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
-            if not isinstance(value, Tensor):
-                raise ValueError(
-                    f"train optimizer must keep its state in tensors, got {key!r} of type {type(value).__name__}. "
-                    "Use an optimizer of torch.optim."
-                )
+            fits, fix = isinstance(value, Tensor), "Use an optimizer of torch.optim."
+            require(fits, "train optimizer", f"keep its state in tensors, also {key!r}", value, fix)
             state[f"optimizer.{name}.{key}"] = value
     return state
 
 
 def make_optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], stored: set[str], *, may_differ: bool
-) -> dict[str, Tensor]:
+) -> None:
     """Create the optimizer's state with the names that were `stored`, so that it can be loaded.
 
     Optimizers create their state in the first step. So this takes a step with gradients and learning rates of zero.
@@ -86,7 +83,6 @@ def make_optimizer_state(
         has_any = any(key.startswith(f"optimizer.{name}.") for key in stored)
         if not has_any or (may_differ and not keys <= stored):
             optimizer.state.pop(parameter, None)
-    return optimizer_state(optimizer, parameters)
 
 
 class WeightAverage:
@@ -109,24 +105,23 @@ class WeightAverage:
         current = [p if p.dtype == torch.float32 else p.float() for p in self.parameters.values()]
         torch._foreach_lerp_(list(self.weights.values()), current, 1 - decay)
 
-    @contextmanager
-    def swapped_in(self) -> Iterator[None]:
-        """Replace the model's weights by the average within the context."""
-        weights = {name: p.detach().clone() for name, p in self.parameters.items()}
-        self.put_in()
-        try:
-            yield
-        finally:
-            self._put(weights)
 
-    def put_in(self) -> None:
-        """Replace the model's weights by the average."""
-        self._put(self.weights)
+@torch.no_grad()
+def set_weights(parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor]) -> None:
+    """Give each parameter the values of the same name."""
+    for name, parameter in parameters.items():
+        parameter.copy_(weights[name])
 
-    @torch.no_grad()
-    def _put(self, weights: Mapping[str, Tensor]) -> None:
-        for name, parameter in self.parameters.items():
-            parameter.copy_(weights[name])
+
+@contextmanager
+def other_weights(parameters: Mapping[str, nn.Parameter], weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Give parameters other values within the context."""
+    own = {name: p.detach().clone() for name, p in parameters.items()}
+    set_weights(parameters, weights)
+    try:
+        yield
+    finally:
+        set_weights(parameters, own)
 
 
 @typed
@@ -181,8 +176,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one update."""
-        if closure is not None:
-            raise ValueError("Muon.step closure must be None, got a function. Compute the gradients first.")
+        require(closure is None, "Muon.step closure", "be None", closure, "Compute the gradients first.")
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if group["matrices"]:

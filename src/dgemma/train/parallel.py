@@ -7,7 +7,7 @@ The training loop uses parallelism only through `Parallel`. A subclass must foll
 - Every process runs the same loop over its own `rows` of the global batch; nothing else differs between processes.
 - A loss is this process's *part* of the global loss, so gradients are **summed** over processes, never averaged.
 - State is a flat dictionary of named tensors (`model.…`, `optimizer.…`, `ema.…`), which may be DTensors. All processes
-  call `save` with the same names. `load_state` must be able to read it with any number of processes.
+  call `save_parts` with the same names. `load_state` must be able to read it with any number of processes.
 - Only the main process makes folders, renames them and writes text, between two barriers.
 
 The files of a state are one safetensors file per process, with its parts of the tensors. N processes can write a state
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dgemma.checks import show
+from dgemma.checks import require, show
 from dgemma.files import open_tensors, parse_json, write_tensors
 from dgemma.train.lora import is_adapted, save_lora
 
@@ -61,12 +61,9 @@ class Parallel:
 
         Example: process 1 of 2 has `rows(8) == range(4, 8)`.
         """
-        if batch_size % self.world_size:
-            raise ValueError(
-                f"TrainConfig.batch_size must be a multiple of the {self.world_size} processes, got {batch_size}. "
-                f"Use {batch_size // self.world_size * self.world_size or self.world_size}."
-            )
-        share = batch_size // self.world_size
+        share, rest = divmod(batch_size, self.world_size)
+        rule = f"be a multiple of the {self.world_size} processes"
+        require(not rest, "TrainConfig.batch_size", rule, batch_size, f"Use {(share or 1) * self.world_size}.")
         return range(self.rank * share, (self.rank + 1) * share)
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -94,10 +91,6 @@ class Parallel:
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         """Scale the gradients to a joint norm of at most `max_norm`; return the norm before scaling, shape ()."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-
-    def save(self, folder: Path, state: Mapping[str, Tensor]) -> Path:
-        """Write this process's parts of named tensors into an existing, empty folder; return the file."""
-        return save_parts(folder, state, rank=self.rank, world_size=self.world_size)
 
     def save_pretrained(self, model: nn.Module, folder: Path) -> None:
         """Write the whole model with its own `save_pretrained`, once. If the model has adapters, write only those."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dgemma.checks import typed
+from dgemma.checks import require, typed
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, UniformNoise
 from dgemma.diffusion.schedule import Linear, Schedule
 from dgemma.model.attention import Attention
@@ -151,8 +151,7 @@ def adapter(recipe: str) -> LoRA | None:
         "unsloth": LoRA(rank=16, alpha=32.0, targets=("attention", "dense")),
         "megatron": None,
     }
-    if recipe not in adapters:
-        raise ValueError(f"adapter recipe must be among {', '.join(adapters)}, got {recipe!r}. Or write your own LoRA.")
+    require(recipe in adapters, "adapter recipe", f"be among {', '.join(adapters)}", recipe, "Or write your own LoRA.")
     return adapters[recipe]
 
 
@@ -193,12 +192,10 @@ def balanced_routers(model: nn.Module, weight: float) -> Iterator[None]:
 
     Example: `with balanced_routers(model, 0.01): train(model, objective, source, config, out="run")`.
     """
-    if not weight >= 0:
-        raise ValueError(f"balanced_routers weight must be at least 0, got {weight}. 0.01 is usual.")
+    require(weight >= 0, "balanced_routers weight", "be at least 0", weight, "0.01 is usual.")
     hook = partial(_balance, weight=weight)
-    handles = [
-        module.register_forward_hook(hook) for module in model.modules() if isinstance(module, Router) and weight
-    ]
+    routers = [module for module in model.modules() if isinstance(module, Router) and weight]
+    handles = [router.register_forward_hook(hook) for router in routers]
     try:
         yield
     finally:

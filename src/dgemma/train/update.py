@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dgemma.checks import show
+from dgemma.checks import require
 from dgemma.doors import replaceable
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.quantized import frozen_tensors, quantized_weights
-from dgemma.train.batch import MicroBatch, StepInput
+from dgemma.train.batch import MicroBatch
 from dgemma.train.checkpoints import Checkpoints
 from dgemma.train.config import TrainConfig
 from dgemma.train.log import TrainStep
@@ -60,24 +60,28 @@ class Updater:
         self.dtype = torch.bfloat16 if config.precision == "mixed" else model.dtype  # of products
         self.objective, self.config, self.parallel = objective, config, parallel
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        if not self.parameters:
-            raise ValueError("train model must have weights that require gradients, got none. Unfreeze some.")
-        self.optimizer = (optimizer or _adamw(config))(self.parameters)
-        _check_optimizer(self.optimizer, self.parameters)
+        require(bool(self.parameters), "train model", "have weights that require gradients", None, "Unfreeze some.")
+        if optimizer is None:
+            self.optimizer: torch.optim.Optimizer = adamw(
+                self.parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+            )
+        else:
+            self.optimizer = optimizer(self.parameters)
+            _check_optimizer(self.optimizer, self.parameters)
         self.peaks = [group["lr"] for group in self.optimizer.param_groups]
         self.average = None if config.ema_decay is None else WeightAverage(self.parameters, config.ema_decay)
         if isinstance(objective, Stateful):
             objective.begin(0, self.parameters)
 
-    def update(self, step_input: StepInput, *, step: int, steps: int | None, warmup: int) -> TrainStep:
+    def update(self, parts: list[MicroBatch], *, step: int, steps: int | None, warmup: int) -> TrainStep:
         """Update the weights, which had `step` updates before, without waiting for the device.
 
         The learning rate rises for `warmup` updates, and falls until update `steps`, if that is known.
         """
         if isinstance(self.objective, Stateful):
             self.objective.begin(step, self.parameters)
-        totals = self._totals(step_input.parts, step)
-        measured = [self.measure(part, totals) for part in step_input.parts]
+        totals = self._totals(parts, step)
+        measured = [self.measure(part, totals) for part in parts]
         grad_norm = self.parallel.clip_grad_norm(self.parameters.values(), self.config.clip)
         if step == 1 and self.parallel.world_size == 1:  # in the first update, B = 0 of adapters hides A
             self._warn_of_untrained()
@@ -95,8 +99,7 @@ class Updater:
             grad_norm=grad_norm,
             sums={name: torch.cat([part.sums[name] for part in measured]) for name in measured[0].sums},
             counts={name: torch.cat([part.counts[name] for part in measured]) for name in measured[0].sums},
-            parts=step_input.parts,
-            num_tokens=step_input.num_tokens,
+            parts=parts,
         )
 
     def _warn_of_untrained(self) -> None:
@@ -122,11 +125,10 @@ class Updater:
         counts = [self.objective.total_counts(part.batch, part.seeds) for part in parts]
         here = {name: torch.stack([count[name] for count in counts]).sum(0) for name in counts[0]}
         # With several processes, one may get rows without answers, so only a run of one process checks this.
-        if "decoder" in here and self.parallel.world_size == 1 and not any(part.batch.has_answer for part in parts):
-            raise ValueError(
-                f"TrainBatch.length must exceed prompt_len in some row of a step, got no answer in any row of step "
-                f"{step}. Check the data."
-            )
+        if "decoder" in here and self.parallel.world_size == 1:
+            has_answer = any(length > prompt for part in parts for prompt, length in part.batch.spans or ())
+            rule = f"exceed prompt_len in some row of step {step}"
+            require(has_answer, "TrainBatch.length", rule, "no answer in any row", "Check the data.")
         everywhere = self.parallel.sum(torch.stack([*here.values(), torch.ones_like(next(iter(here.values())))]))
         return {
             **dict(zip((*here, "processes"), everywhere.unbind(), strict=True)),
@@ -157,33 +159,21 @@ class Updater:
 
 def check_weights(model: DiffusionGemma, config: TrainConfig) -> None:
     """Raise if the model's weights cannot be trained in this precision."""
-    if any(quantized_weights(model)) and not is_adapted(model):
-        raise ValueError(
-            "train model must have unquantised weights or adapters, got quantised ones, which cannot be trained. "
-            "Call add_lora(model) first."
-        )
-    if config.precision == "mixed" and model.dtype != torch.float32:
-        raise ValueError(
-            f"TrainConfig.precision 'mixed' must train float32 weights, got {model.dtype}. "
-            f"Load the model with dtype=torch.float32, or choose precision='weights'."
-        )
-
-
-def _adamw(config: TrainConfig) -> OptimizerFactory:
-    return lambda named: adamw(named, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
+    can_learn = is_adapted(model) or not any(quantized_weights(model))
+    rule, fix = "have unquantised weights or adapters", "Call add_lora(model) first."
+    require(can_learn, "train model", rule, "quantised ones, which cannot be trained", fix)
+    fits = config.precision != "mixed" or model.dtype == torch.float32
+    fix = "Load the model with dtype=torch.float32, or choose precision='weights'."
+    require(fits, "TrainConfig.precision 'mixed'", "train float32 weights", model.dtype, fix)
 
 
 def _check_optimizer(optimizer: Any, parameters: Mapping[str, Tensor]) -> None:
     """Raise unless the optimizer updates weights of this model, and no others."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"train optimizer must return a torch optimizer, got {show(optimizer)}.")
-    own = set(map(id, parameters.values()))
-    updated = [id(weight) for group in optimizer.param_groups for weight in group["params"]]
-    if not updated or not own.issuperset(updated):
-        raise ValueError(
-            "train optimizer must update only weights of the model, and at least one. Make it from the named "
-            "parameters that it is called with."
-        )
+    is_optimizer = isinstance(optimizer, torch.optim.Optimizer)
+    require(is_optimizer, "train optimizer", "return a torch optimizer", optimizer)
+    updated = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+    fits, fix = updated and updated <= set(map(id, parameters.values())), "Make it from the named parameters."
+    require(bool(fits), "train optimizer", "update only weights of the model, and at least one", optimizer, fix)
 
 
 @contextmanager

@@ -17,9 +17,9 @@ from dgemma.data.sudoku.encoding import (
     canvas_digits,
     canvas_tokens,
     prompt_tokens,
-    read_digits,
 )
 from dgemma.data.sudoku.puzzles import parse
+from dgemma.data.sudoku.solver import read_digits
 from dgemma.data.sudoku.symmetry import NUM_UNIFORMS, equivalents, originals
 from dgemma.diffusion import draws
 from dgemma.diffusion.noise import MaskNoise, Noise, UniformNoise

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dgemma.checks import check_probability, check_size, in_range, require, require_field, typed
+from dgemma.checks import check_probability, check_size, require, require_field, typed
 from dgemma.data.sudoku.puzzles import Puzzles
+from dgemma.data.sudoku.solver import read_digits
 from dgemma.data.sudoku.symmetry import NUM_UNIFORMS, equivalents
 from dgemma.diffusion import draws
 from dgemma.train.batch import TrainBatch
@@ -34,18 +35,6 @@ def canvas_tokens(digits: Any) -> Tensor:
     """Return canvas tokens (B, 81) of digits (B, 81); a blank is -1, which `generate` fills with noise."""
     digits = read_digits("canvas_tokens digits", digits)
     return torch.where(digits > 0, _FIRST_DIGIT + digits, -1)
-
-
-def read_digits(name: str, digits: Any) -> Tensor:
-    """Return digits 0 to 9, in a tensor, array or list of shape (..., 81), as an int64 tensor."""
-    try:
-        read = torch.as_tensor(digits)
-    except (TypeError, ValueError, RuntimeError):
-        read = torch.empty(0)
-    is_int = not (read.is_floating_point() or read.is_complex()) and read.dtype != torch.bool
-    is_board = read.dim() >= 1 and read.shape[-1] == NUM_CELLS and read.layout is torch.strided
-    require(is_int and is_board and in_range(read, 10), name, f"be digits of shape (..., {NUM_CELLS})", digits)
-    return read.long()
 
 
 @typed

@@ -55,20 +55,10 @@ class Puzzles:
     def load(cls, path: str | Path) -> "Puzzles":
         """Read a file that `save` wrote."""
         pairs = [line.split() for line in read_text(path, most=_MOST_BYTES).splitlines()]
-        if not pairs or any(len(pair) != 2 for pair in pairs):
-            raise ValueError(
-                f"Puzzles.load lines must be a puzzle, a space and its solution, got other lines in {path}."
-            )
+        are_pairs = bool(pairs) and all(len(pair) == 2 for pair in pairs)
+        require(are_pairs, str(path), "have a puzzle, a space and its solution in each line", "other lines")
         puzzles, solutions = zip(*pairs, strict=True)
         return cls(puzzles=parse(puzzles), solutions=parse(solutions))
-
-    @classmethod
-    def join(cls, parts: "list[Puzzles]") -> "Puzzles":
-        """Return the puzzles of all `parts`, in the order of the parts."""
-        return cls(
-            puzzles=np.concatenate([part.puzzles for part in parts]),
-            solutions=np.concatenate([part.solutions for part in parts]),
-        )
 
 
 @typed
@@ -109,7 +99,10 @@ def generate_puzzles(
     else:
         with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
             parts = list(pool.map(_generate_chunk, *zip(*tasks, strict=True)))
-    puzzles = Puzzles.join(parts)
+    puzzles = Puzzles(
+        puzzles=np.concatenate([part.puzzles for part in parts]),
+        solutions=np.concatenate([part.solutions for part in parts]),
+    )
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         puzzles.save(file)
@@ -183,10 +176,8 @@ def parse(text: str | list[str] | tuple[str, ...]) -> Digits:
     """
     lines = [text] if isinstance(text, str) else text
     for line in lines:
-        if len(line) != 81 or set(line) - set("0123456789."):
-            raise ValueError(
-                f"parse must get 81 characters per puzzle, digits and 0 or . for a blank, got {len(line)}: {line!r}."
-            )
+        is_puzzle = len(line) == 81 and not set(line) - set("0123456789.")
+        require(is_puzzle, "parse", "get 81 characters per puzzle, digits and 0 or . for a blank", line)
     joined = "".join(lines).replace(".", "0").encode()
     return (np.frombuffer(joined, dtype=np.uint8) - ord("0")).astype(np.int8).reshape(-1, 81)
 

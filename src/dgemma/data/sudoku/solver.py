@@ -5,14 +5,14 @@ possible. The N puzzles lie along the last axis, so that every operation reads c
 """
 
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dgemma.checks import has_values, require, typed
+from dgemma.checks import has_values, in_range, require, typed
 
 Digits = NDArray[np.int8]  # (N, 81), 0 for a blank
 Cells = NDArray[np.uint16]  # (3, 3, 3, 3, M): band, row in it, stack, column in it, puzzle
@@ -40,15 +40,22 @@ def solve(puzzles: Any, *, limit: int = 2) -> Solutions:
 
 
 def read_board(name: str, digits: Any) -> NDArray[Any]:
-    """Return digits 0 to 9, in a tensor, array or list of shape (N, 81), as an array."""
-    read: NDArray[Any] = np.empty(0)
-    if not isinstance(digits, Tensor) or has_values(digits):
-        with suppress(TypeError, ValueError, RuntimeError):
-            read = np.asarray(digits.tolist() if isinstance(digits, Tensor) else digits)
-    fits = read.ndim == 2 and read.shape[1] == 81 and read.dtype.kind in "iu"
-    is_board = bool(fits and read.min(initial=0) >= 0 and read.max(initial=0) <= 9)
-    require(is_board, name, "be (N, 81) digits, 1 to 9 and 0 for a blank", digits, "See `parse`.")
-    return read
+    """Return digits 0 to 9 of shape (N, 81) as an array."""
+    read = read_digits(name, digits)
+    require(read.dim() == 2, name, "be (N, 81) digits, 1 to 9 and 0 for a blank", digits, "See `parse`.")
+    return read.cpu().numpy()
+
+
+def read_digits(name: str, digits: Any) -> Tensor:
+    """Return digits 0 to 9, in a tensor, array or list of shape (..., 81), as an int64 tensor."""
+    try:
+        read = torch.as_tensor(digits)
+    except (TypeError, ValueError, RuntimeError):
+        read = torch.empty(0)
+    is_int = not (read.is_floating_point() or read.is_complex()) and read.dtype != torch.bool
+    is_board = read.dim() >= 1 and read.shape[-1] == 81 and has_values(read)
+    require(is_int and is_board and in_range(read, 10), name, "be digits of shape (..., 81)", digits)
+    return read.long()
 
 
 def candidates(digits: NDArray[Any]) -> NDArray[np.uint16]:

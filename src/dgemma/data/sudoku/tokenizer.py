@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.checks import show
+from dgemma.checks import require
 from dgemma.data.sudoku.encoding import (
     EOS_TOKEN,
     MASK_TOKEN,
@@ -39,11 +39,9 @@ class SudokuTokenizer(Tokenizer):
 
     def encode(self, text: str, *, bos: bool = True, markers: bool = True) -> list[int]:
         cells = "".join(text.split()).replace(".", "0")
-        if not all(cell in "0123456789" for cell in cells) or "0" in cells[NUM_CELLS:] or len(cells) > 2 * NUM_CELLS:
-            raise ValueError(
-                f"SudokuTokenizer.encode text must be {NUM_CELLS} clues, with . for a blank, and then the digits of a "
-                f"solution, got {show(text)}."
-            )
+        is_text = all(cell in "0123456789" for cell in cells) and "0" not in cells[NUM_CELLS:]
+        rule = f"be {NUM_CELLS} clues, with . for a blank, and then the digits of a solution"
+        require(is_text and len(cells) <= 2 * NUM_CELLS, "SudokuTokenizer.encode text", rule, text)
         digits = [int(cell) for cell in cells]
         clues, solution = digits[:NUM_CELLS], digits[NUM_CELLS:]
         all_clues = prompt_tokens([clues + [0] * (NUM_CELLS - len(clues))])[0].tolist()

@@ -24,6 +24,7 @@ from dgemma.train.learning.runs import Runs, choose_steps, roll_out, sum_canvase
 from dgemma.train.learning.teacher import Teacher, merge_steps, negative_log_likelihood
 from dgemma.train.lora import is_adapted, without_adapters
 from dgemma.train.objective import Terms
+from dgemma.train.optimizer import other_weights
 
 _MOST_LOG_RATIO = 10.0
 
@@ -199,7 +200,7 @@ class PolicyGradient:
             return self._roll_out(model, batch, slice(self.group)), None
         key = tuple(batch.text.tolist())
         if key not in self._kept:
-            with self._as_earlier(), torch.no_grad():
+            with other_weights(self._present, self._earlier), torch.no_grad():
                 runs = self._roll_out(model, batch, slice(self.group))
                 self._kept[key] = runs, sum_canvases(self._score(model, runs), runs.blocks)
         return self._kept[key]
@@ -229,25 +230,11 @@ class PolicyGradient:
         self._present = weights
         if self.problems.updates > 1 and step % self.problems.updates == 0:
             self._kept.clear()
-            self._earlier = {f"earlier.{name}": weight.detach().clone() for name, weight in weights.items()}
+            self._earlier = {name: weight.detach().clone() for name, weight in weights.items()}
 
     def state(self) -> dict[str, Tensor]:
         """Return what a checkpoint needs: runs are generated again from the earlier weights."""
-        return self._earlier
-
-    @contextmanager
-    def _as_earlier(self) -> Iterator[None]:
-        """Give the model the weights that make the runs."""
-        present = {name: weight.detach().clone() for name, weight in self._present.items()}
-        with torch.no_grad():
-            for name, weight in self._present.items():
-                weight.copy_(self._earlier[f"earlier.{name}"])
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for name, weight in self._present.items():
-                    weight.copy_(present[name])
+        return {f"earlier.{name}": weight for name, weight in self._earlier.items()}
 
 
 def _no_gradient(model: nn.Module) -> Tensor:
