@@ -38,7 +38,7 @@ IN_FUNCTIONS = {
     "dgemma.cli.models": {"dgemma.serve.app", "dgemma.serve.gate"},
     "dgemma.printing": {"tqdm.auto"},  # `dgemma --help` shows no bar
     "dgemma.cli.writing": {"readline"},  # not on Windows
-    "dgemma.data.vocabulary": {"tokenizers", "transformers"},
+    "dgemma.data.corpus": {"tokenizers", "transformers"},
     "dgemma.eval.__main__": {"dgemma.eval.harness", "lm_eval.__main__"},
     "dgemma.run.on_ray": {"ray", "ray.util"},
     "dgemma.view.gif": {"PIL", "matplotlib"},

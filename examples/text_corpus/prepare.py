@@ -44,7 +44,7 @@ from everyday import write_everyday
 from stories import write_story
 
 import dgemma
-from dgemma.data.vocabulary import train_tokenizer
+from dgemma.data.corpus import train_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ import torch
 
 import dgemma
 from dgemma.data import sudoku
+from dgemma.data.sudoku.encoding import SudokuTokenizer
 from dgemma.data.sudoku.puzzles import SPLITS, dig, full_grids
-from dgemma.data.sudoku.tokenizer import SudokuTokenizer
 from dgemma.sampling import Confidence
 from dgemma.train.batch import TrainBatch
 

@@ -10,8 +10,8 @@ import torch
 
 from dgemma import DiffusionGemma, UniformNoise, presets
 from dgemma.checkpoint.tokenizer import ByteTokenizer, Tokenizer
+from dgemma.data.corpus import train_tokenizer
 from dgemma.data.text import Document, PromptSource, TextSource, TokenFile, permute, read_documents, scan
-from dgemma.data.vocabulary import train_tokenizer
 from dgemma.train.objective import Objective
 from dgemma.train.one_pass import run_text_and_canvases
 

@@ -372,7 +372,7 @@ def attempt_documents(context: Any, source: random.Random, folder: Path) -> int:
 
 def prepare_tokenizer(folder: Path) -> Any:
     text = ["a story of some words, told twice: " + " ".join(map(str, range(40)))] * 4
-    from dgemma.data.vocabulary import train_tokenizer
+    from dgemma.data.corpus import train_tokenizer
 
     train_tokenizer(text, 270, folder / "plain")
     (folder / "plain" / "chat_template.jinja").write_text(

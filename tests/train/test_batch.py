@@ -40,7 +40,6 @@ def test_spans_follow_the_lengths_and_are_not_read_from_the_device():
     batch = make([1, 2, 3], [9, 8, 7])
     shorter = replace(batch, length=torch.tensor([1, 2, 3]))
     assert shorter.spans == ((1, 1), (2, 2), (3, 3))
-    assert not shorter.has_answer
     assert batch.select(torch.tensor([2, 0])).spans == ((3, 7), (1, 9))
     assert batch.to("meta").spans == batch.spans  # meta tensors have no values to read
 

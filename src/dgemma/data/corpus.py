@@ -1,5 +1,7 @@
-"""A corpus in a folder: train.txt, validation.txt and test.txt, with a tokenizer and tokens that are cached."""
+"""A corpus in a folder: train.txt, validation.txt and test.txt, with a tokenizer trained on it and cached tokens."""
 
+import tempfile
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,9 +9,11 @@ from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import require
 from dgemma.data.documents import read_documents
 from dgemma.data.token_file import TokenFile
-from dgemma.data.vocabulary import train_tokenizer
 
 SEPARATOR = "\f"  # between two documents
+# In the order of their published ids: 0 to 4.
+SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
+_NUM_BYTES = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,3 +54,53 @@ def _tokenise(folder: Path, part: str, tokenizer: Tokenizer) -> TokenFile:
     if (token_folder / "about.json").is_file():  # written last, so the folder is complete
         return TokenFile.open(token_folder)
     return TokenFile.write(read_documents(folder / f"{part}.txt", separator=SEPARATOR), tokenizer, token_folder)
+
+
+def train_tokenizer(
+    texts: Iterable[str],
+    vocab_size: int,
+    out: str | Path,
+    *,
+    markers: Sequence[str] = (),
+    chat_template: str | None = None,
+) -> Tokenizer:
+    """Train a tokenizer of exactly `vocab_size` ids on texts, and save it in the folder `out`.
+
+    Encoding and decoding change no text, because all bytes are tokens. Digits are never merged. transformers'
+    AutoTokenizer reads the folder too. `markers` such as `<|turn>` are single tokens, with the ids after the special
+    ones; a chat template needs them.
+
+    Example: `train_tokenizer(["once upon a time", ...], vocab_size=4096, out="checkpoint")`.
+    """
+    from tokenizers import Tokenizer as Trained
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = [*SPECIAL_TOKENS, *markers]
+    smallest = len(special) + _NUM_BYTES
+    rule = f"be at least {smallest}, for every byte and special token"
+    require(vocab_size >= smallest, "train_tokenizer vocab_size", rule, vocab_size)
+    trained = Trained(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    trained.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    trained.train_from_iterator(texts, trainer)
+    found = trained.get_vocab_size()
+    rule, fix = f"be reachable from the texts, which give {found}", "Use more text, or a smaller vocab_size."
+    require(found == vocab_size, "train_tokenizer vocab_size", rule, vocab_size, fix)
+    pad, eos, bos, unk, mask = SPECIAL_TOKENS
+    with tempfile.TemporaryDirectory() as folder:  # then copied in one go, so that `out` is complete or absent
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=trained, pad_token=pad, eos_token=eos, bos_token=bos, unk_token=unk, mask_token=mask
+        )
+        tokenizer.chat_template = chat_template
+        tokenizer.save_pretrained(folder)
+        Tokenizer.from_pretrained(folder).save_pretrained(out)
+    return Tokenizer.from_pretrained(out)

@@ -19,7 +19,7 @@ import torch
 from dgemma.checkpoint.location import resolve
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import as_int, require, typed
-from dgemma.data.sudoku.tokenizer import SudokuTokenizer
+from dgemma.data.sudoku.encoding import SudokuTokenizer
 from dgemma.files import write_text, writing
 from dgemma.intervals import Estimate, mean_of
 from dgemma.model.denoiser import Denoiser, check_denoiser

@@ -106,10 +106,7 @@ class MicroBatch(NamedTuple):
 
 
 def row_seeds(seed: int, step: int, rows: range) -> Tensor:
-    """Return a seed (B,) for each row of a step's global batch, from the run's seed, the step and the row alone.
-
-    Example: `row_seeds(0, 7, range(4, 8))` is the second half of `row_seeds(0, 7, range(8))`.
-    """
+    """Return a seed (B,) for each row of a step's global batch, from the run's seed, the step and the row alone."""
     row = torch.arange(rows.start, rows.stop)
     words = draws.philox(
         torch.tensor(seed), row, torch.tensor(step), torch.tensor(0), torch.tensor(draws.purpose_word("row"))

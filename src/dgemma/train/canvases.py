@@ -96,8 +96,6 @@ def cut_canvases(
     choose: (B,) in [0, 1), picks one canvas per row; None takes all. truncated: the fill after a truncated answer is
     "scored" or "unscored", or the whole row is "rejected". causal_scope: the causal term scores the "sequence", only
     the "answer", or nothing (None). causal_fill: whether it also scores the fill.
-
-    Example: `cut_canvases(batch, canvas_len=8, fill_token=1)` cuts an answer of 20 tokens into three canvases.
     """
     sizes, device = sizes_of(batch, canvas_len), batch.tokens.device
     text = _fill_rows(batch, sizes.num_tokens, fill_token)

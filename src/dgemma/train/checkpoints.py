@@ -36,11 +36,7 @@ _OTHER_MODEL = "Continue the run with the model and the settings that it began w
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, which is created if it is missing; raise ValueError if another run holds it.
-
-    The operating system releases the lock when the process ends, for any reason. A thread that holds it may take it
-    again.
-    """
+    """Make a folder and hold its lock, until the process ends for any reason; its thread may take the lock again."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -198,10 +194,7 @@ def describe_config(config: TrainConfig) -> dict[str, Any]:
 
 
 def refuse_changes(now: Mapping[str, Any], then: Mapping[str, Any], folder: Path) -> None:
-    """Raise ValueError if `now`, the description of a resumed run, differs from `then`, with which the run began.
-
-    The message names the first difference.
-    """
+    """Raise ValueError with the first difference between a resumed run's description and the one it began with."""
     before, after, field = {name: then.get(name, _ABSENT) for name in now}, now, "train"
     while isinstance(before, Mapping) and isinstance(after, Mapping) and before != after:
         name = next(key for key in {**before, **after} if before.get(key, _ABSENT) != after.get(key, _ABSENT))

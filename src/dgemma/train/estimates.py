@@ -218,9 +218,8 @@ def mean_of_rows(
 ) -> Curve:
     """Return Σ nats / Σ tokens over rows, per column: nats (R, n), tokens (R, n) or (R, 1).
 
-    Intervals use Student's t and are robust to clusters: rows with the same number in `clusters` (R,), from 0, may
-    depend on each other. Their residuals are added before the variance is computed. None: all rows are independent.
-    With a single cluster, the spread is unknown and the interval is infinite.
+    Intervals use Student's t. Rows with the same number in `clusters` (R,), from 0, may depend on each other: their
+    residuals are added first. For a single cluster, the interval is infinite. None: all rows are independent.
 
     Example: `mean_of_rows(edges, nats, tokens, 0.95).error` is the half-width of a 95 % interval.
     """

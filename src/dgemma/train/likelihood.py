@@ -254,9 +254,7 @@ def _propose_levels(u: Tensor, lowest: float, low_share: float) -> tuple[Tensor,
 
 
 def _propose_events(replaced: Tensor, u_event: Tensor, u_some: Tensor, least: float) -> tuple[Tensor, Tensor]:
-    """Draw which tokens of a canvas are replaced by noise, and return events and weights.
-
-    The probability that at least one token is replaced is `least` or more.
+    """Draw which tokens of a canvas noise replaces, at least one with probability `least`; return events and weights.
 
     replaced (B, K, C): the probability that noise replaces each token. u_event (B, K, C), u_some (B, K, 1): uniforms.
     u_some decides whether any token of the canvas is replaced and, by inverse CDF, which one is the first.

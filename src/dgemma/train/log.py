@@ -129,10 +129,7 @@ class TrainResult:
 
 
 class RouterLoad:
-    """Counts how often each expert is chosen, per layer, also in compiled layers.
-
-    Example: `load = RouterLoad(model)`, then `with load.watching(): model.encode(tokens); load.counts()`.
-    """
+    """Counts how often each expert is chosen, per layer, also in compiled layers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.routers: list[Any] = [module for module in model.modules() if isinstance(module, Router)]
@@ -170,8 +167,6 @@ def summary(counts: Tensor) -> list[dict[str, Any]]:
     """Return, per layer of counts (L, E), each expert's share of the choices, the extremes, and the evenness.
 
     The evenness is the entropy of the shares over log E; it is 1 if all experts are chosen equally often.
-
-    Example: `summary(load.counts())[0]["evenness"]`.
     """
     layers = []
     for choices in counts.tolist():

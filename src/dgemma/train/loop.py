@@ -88,10 +88,8 @@ def train(
     Example: `train(model, recipes.trl(model.config), source, TrainConfig(steps=2000, batch_size=64), out="run")`.
     """
     require_experts(model, "train")
-    for name, value, kind in (("objective", objective, Measure), ("source", source, BatchSource)):
-        # A class has these members too, but its instance is needed.
-        fits = isinstance(value, kind) and not isinstance(value, type)
-        require(fits, f"train {name}", f"be a {kind.__name__}", value)
+    for name, value in (("objective", objective), ("source", source)):
+        require(not isinstance(value, type), f"train {name}", "be an instance, not a class", value)
     run = _Run(model, objective, source, config, Path(out), parallel or Parallel(), optimizer)
     with lock_folder(run.out) if run.parallel.is_main else nullcontext():
         run.start(allow_changes)
@@ -377,10 +375,9 @@ class TimeBudget:
         return self.seconds / self.limit
 
     def plan(self, step: int, steps: int | None, share: float) -> int | None:
-        """Return the number of steps for the whole run, or None while the pace is unknown.
+        """Return the number of steps for the whole run, or None while the pace is unknown; it was `steps` before.
 
-        So far, `step` steps are done, and the plan was `steps`. share: the fraction of the time that is over, equal on
-        all processes.
+        So far, `step` steps are done, in a `share` of the time.
         """
         self.shares.append(share)
         if share >= 1:

@@ -248,10 +248,7 @@ def drop_lora(model: DiffusionGemma) -> None:
 
 @contextmanager
 def without_adapters(model: DiffusionGemma) -> Iterator[None]:
-    """Use the base weights alone within the context.
-
-    Example: `with without_adapters(model), torch.no_grad(): start = trajectory.log_prob(model)`.
-    """
+    """Use the base weights alone within the context."""
     adapted = list(adapted_modules(model))
     try:
         for name, module in adapted:
@@ -268,10 +265,7 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def adapters_of(model: nn.Module) -> LoRA | None:
-    """Return the settings of a model's adapters, or None.
-
-    Example: `add_lora(model, LoRA(rank=4)); adapters_of(model).rank` is 4.
-    """
+    """Return the settings of a model's adapters, or None."""
     return next((module.lora for _, module in adapted_modules(model)), None)
 
 

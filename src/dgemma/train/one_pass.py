@@ -43,10 +43,7 @@ class CleanText(NamedTuple):
 
 
 def read_clean(model: DiffusionGemma, tokens: Tensor, *, documents: Tensor | None = None) -> CleanText:
-    """Read tokens (B, P) causally, with gradients. documents (B, P) numbers texts that must not see each other.
-
-    Example: `read_clean(model, tokens).hidden` gives the causal loss.
-    """
+    """Read tokens (B, P) causally, with gradients. documents (B, P) numbers texts that must not see each other."""
     masks = text_masks(model, tokens, documents=documents)
     x, positions = model.embed(tokens), text_positions(tokens)
     return CleanText(*model.run(x, positions, [None] * len(masks), masks, causal=True))

@@ -21,8 +21,6 @@ def learning_rate_factor(step: int, *, steps: int | None, warmup: int, floor: fl
     """Return the factor of the peak learning rate at `step`: a line up to 1, then half a cosine down to `floor`.
 
     steps: the length of the whole run; None if it is not known yet, and the rate then stays at its peak.
-
-    Example: `learning_rate_factor(49, steps=1000, warmup=100, floor=0.1)` is 0.5.
     """
     if step < warmup:
         return (step + 1) / warmup
@@ -63,11 +61,9 @@ def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, n
 def make_optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], stored: set[str], *, may_differ: bool
 ) -> None:
-    """Create the optimizer's state with the names that were `stored`, so that it can be loaded.
+    """Create the optimizer's state by a step with gradients and rates of zero, so that it can be loaded.
 
-    Optimizers create their state in the first step. So this takes a step with gradients and learning rates of zero.
-    may_differ: the stored state may belong to another optimizer. A parameter then has no state unless all its entries
-    were stored.
+    may_differ: the stored state may be another optimizer's. A parameter has no state unless all of it was stored.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     for parameter in parameters.values():
@@ -240,8 +236,6 @@ def orthogonal(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return approximately U·Vᵀ of matrices U·S·Vᵀ (..., rows, columns): singular values become 0.68 to 1.14.
 
     Singular values below 0.01 of the norm stay smaller. Newton-Schulz iteration in `dtype`.
-
-    Example: `orthogonal(torch.randn(4, 8, 16))` has nearly orthonormal rows.
     """
     a, b, c = _QUINTIC
     is_tall = matrices.shape[-2] > matrices.shape[-1]

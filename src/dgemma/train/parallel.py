@@ -1,18 +1,14 @@
-"""The contract between the training loop and the machines it runs on, and the files of tensors that they write.
+"""The contract between the training loop and its processes, and the files of tensors that these write.
 
-This file has the code for one process, `distributed.py` the code for many.
-
-The training loop uses parallelism only through `Parallel`. A subclass must follow these rules:
+This file has the code for one process, `distributed.py` the code for many. The rules of a subclass of `Parallel`:
 
 - Every process runs the same loop over its own `rows` of the global batch; nothing else differs between processes.
 - A loss is this process's *part* of the global loss, so gradients are **summed** over processes, never averaged.
-- State is a flat dictionary of named tensors (`model.…`, `optimizer.…`, `ema.…`), which may be DTensors. All processes
-  call `save_parts` with the same names. `load_state` must be able to read it with any number of processes.
+- State is a flat dictionary of named tensors, which may be DTensors. All processes save the same names.
 - Only the main process makes folders, renames them and writes text, between two barriers.
 
-The files of a state are one safetensors file per process, with its parts of the tensors. N processes can write a state
-and M can read it, with other meshes and placements or with no process group. Nothing is unpickled: the place of each
-part in its tensor is JSON in the file's metadata.
+Each process writes its parts of a state to one safetensors file. N processes can write a state and M can read it.
+Nothing is unpickled: the place of each part in its tensor is JSON in the file's metadata.
 """
 
 import json
@@ -48,19 +44,14 @@ class Parallel:
         return self.rank == 0
 
     def prepare(self, model: Model, *, mixed: bool) -> Model:
-        """Return the model as this process trains it, with the same parameter names.
+        """Return the model as this process trains it, with the same parameter names. Called once, before all else.
 
-        Called once, before the optimizer is made and before layers are compiled. mixed: products of
-        float32 weights are in bfloat16. The loop's autocast casts whole weights; a subclass that shards them may cast
-        while gathering.
+        mixed: products of float32 weights are in bfloat16, by autocast, or cast while shards are gathered.
         """
         return model
 
     def rows(self, batch_size: int) -> range:
-        """Return this process's share of the rows of the global batch.
-
-        Example: process 1 of 2 has `rows(8) == range(4, 8)`.
-        """
+        """Return this process's share of the rows of the global batch."""
         share, rest = divmod(batch_size, self.world_size)
         rule = f"be a multiple of the {self.world_size} processes"
         require(not rest, "TrainConfig.batch_size", rule, batch_size, f"Use {(share or 1) * self.world_size}.")
@@ -82,10 +73,7 @@ class Parallel:
         return dict(named)
 
     def forward(self, model: nn.Module, run: Callable[[], Result]) -> Result:
-        """Run the objective of one micro-batch, which may call any method of the model and read its weights.
-
-        Between two such runs the weights may be spread over processes.
-        """
+        """Run a function that needs whole weights; between two runs they may be spread over processes."""
         return run()
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
@@ -112,10 +100,7 @@ class TensorPart(NamedTuple):
 
 
 def save_parts(folder: Path, state: Mapping[str, Tensor], *, rank: int, world_size: int) -> Path:
-    """Write this process's parts of DTensors; the first process also writes the other tensors. Return the file.
-
-    If several processes hold the same part, only the first of them writes it.
-    """
+    """Write the parts of DTensors that no earlier process holds, and in the first process all other tensors."""
     tensors: dict[str, Tensor] = {}
     places: dict[str, dict[str, list[int]]] = {}
     for name, tensor in state.items():
@@ -142,10 +127,7 @@ def stored_names(folder: Path) -> set[str]:
 
 
 def load_state(folder: Path, state: Mapping[str, Tensor]) -> None:
-    """Overwrite these tensors, in place, with the stored ones; each process reads its own parts.
-
-    Raises ValueError, and changes no tensor, if a shape or a dtype differs.
-    """
+    """Overwrite these tensors with the stored ones, or raise ValueError and change none if a shape or dtype differs."""
     stored = _read_parts(folder)
     for name, tensor in state.items():
         first = stored[name][0]

@@ -1,20 +1,24 @@
 """Sudoku as tokens: the puzzle is the prompt and the solution is the canvas, with one token per cell in both.
 
 A prompt token encodes its cell and its clue, because the model has no absolute positions. Cell i of the canvas is 81
-tokens after cell i of the prompt. The canvas uses nine digit tokens, and clues may be frozen on it.
+tokens after cell i of the prompt. The canvas uses nine digit tokens, and clues may be frozen on it. For tools that work
+on texts, `SudokuTokenizer` writes 81 characters of the puzzle, then 81 digits of the solution.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import check_probability, check_size, require, require_field, typed
 from dgemma.data.sudoku.puzzles import Puzzles
 from dgemma.data.sudoku.solver import read_digits
 from dgemma.data.sudoku.symmetry import NUM_UNIFORMS, equivalents
 from dgemma.diffusion import draws
+from dgemma.model.config import DenoiserConfig
 from dgemma.train.batch import TrainBatch
 
 NUM_CELLS = 81
@@ -46,10 +50,7 @@ def canvas_digits(tokens: Tensor) -> Tensor:
 
 
 def token_text(token: int) -> str:
-    """Return a token as text: a digit, "." for a blank clue, or ""; a space follows each row of the prompt.
-
-    Example: `"".join(map(token_text, prompt_tokens(puzzle)[0].tolist()))` is "53..7.... 6..195... " and so on.
-    """
+    """Return a token as text: a digit, "." for a blank clue, or ""; a space follows each row of the prompt."""
     if token < _FIRST_CLUE:
         return str(token - _FIRST_DIGIT) if token in DIGIT_TOKENS else ""
     cell, clue = divmod(token - _FIRST_CLUE, 10)
@@ -117,3 +118,49 @@ class Sample(NamedTuple):
     puzzle: Tensor
     solution: Tensor
     frozen: Tensor
+
+
+class SudokuTokenizer(Tokenizer):
+    """The tokens of a Sudoku solver as text. White space is ignored, and there is no begin-of-text.
+
+    The first 81 characters, digits or "." for a blank, are the clues of the puzzle. Digits after them are the solution.
+
+    Example: `SudokuTokenizer().encode("53..7....6..195..." + "." * 63)` has 81 tokens.
+    """
+
+    vocab_size = VOCAB_SIZE
+    pad_token_id = PAD_TOKEN
+    eos_token_id = EOS_TOKEN
+    bos_token_id = EOS_TOKEN  # never written: a puzzle comes first
+    mask_token_id = MASK_TOKEN
+
+    @staticmethod
+    def fits(config: DenoiserConfig) -> bool:
+        """Return True for the sizes of a Sudoku solver."""
+        return (config.vocab_size, config.canvas_length) == (VOCAB_SIZE, NUM_CELLS)
+
+    def encode(self, text: str, *, bos: bool = True, markers: bool = True) -> list[int]:
+        cells = "".join(text.split()).replace(".", "0")
+        is_text = all(cell in "0123456789" for cell in cells) and "0" not in cells[NUM_CELLS:]
+        rule = f"be {NUM_CELLS} clues, with . for a blank, and then the digits of a solution"
+        require(is_text and len(cells) <= 2 * NUM_CELLS, "SudokuTokenizer.encode text", rule, text)
+        digits = [int(cell) for cell in cells]
+        clues, solution = digits[:NUM_CELLS], digits[NUM_CELLS:]
+        all_clues = prompt_tokens([clues + [0] * (NUM_CELLS - len(clues))])[0].tolist()
+        return all_clues[: len(clues)] + (canvas_tokens([solution])[0].tolist() if solution else [])
+
+    def token_id(self, token: str) -> int | None:
+        return None
+
+    @property
+    def has_chat_template(self) -> bool:
+        return False
+
+    def save_pretrained(self, path: str | Path) -> NoReturn:
+        raise ValueError("SudokuTokenizer has no files. A Sudoku solver is recognised by the sizes of its config.")
+
+    def _decode(self, ids: list[int]) -> str:
+        return "".join(map(token_text, ids))
+
+    def _render(self, messages: list[dict[str, Any]], **options: Any) -> NoReturn:
+        raise ValueError("SudokuTokenizer.chat needs a chat template, got none. Pass a puzzle to encode.")

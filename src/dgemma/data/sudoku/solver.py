@@ -67,10 +67,7 @@ def candidates(digits: NDArray[Any]) -> NDArray[np.uint16]:
 def search(
     bits: NDArray[np.uint16], *, limit: int, rng: np.random.Generator | None = None, width: int = _WIDTH
 ) -> Solutions:
-    """Search solutions within candidate bits (N, 81), up to `limit` each; `rng` randomises the order of digits.
-
-    Example: `search(np.full((5, 81), ANY_DIGIT), limit=1, rng=np.random.default_rng(0)).grids` are five full grids.
-    """
+    """Search solutions within candidate bits (N, 81), up to `limit` each; `rng` randomises the order of digits."""
     num_puzzles = bits.shape[0]
     grids = np.zeros((num_puzzles, 81), dtype=np.int8)
     counts = np.zeros(num_puzzles, dtype=np.int64)

@@ -46,10 +46,7 @@ def roll_out(
     tokenizer: Tokenizer,
     options: Mapping[str, Any],
 ) -> Runs:
-    """Generate one run per seed (B, G), all in one batch, and reward their texts. The seeds decide all draws.
-
-    Example: `roll_out(model, [prompt], ["42"], torch.arange(8)[None], reward=numeric, tokenizer=t, options={})`.
-    """
+    """Generate one run per seed (B, G), all in one batch, and reward their texts. The seeds decide all draws."""
     group = seeds.shape[1]
     tokens, mask = pad_left([prompt for prompt in prompts for _ in range(group)])
     out = generate(
@@ -77,8 +74,6 @@ def choose_steps(num_steps: int, chosen: int | None, seed: Tensor) -> Tensor:
     """Return the weight of each step's gradient, (S,) float64: S / k for k random steps, and 0 for the others.
 
     Each step is chosen with probability k / S, so the weighted sum is unbiased. None chooses all.
-
-    Example: `choose_steps(8, 2, torch.tensor(0))` has two entries 4.0 and six 0.0.
     """
     weights = torch.ones(num_steps, dtype=torch.float64, device=seed.device)
     if chosen is None or chosen >= num_steps:

@@ -45,8 +45,6 @@ def merge_steps(trajectory: Trajectory, every: int) -> Trajectory:
 
     Every written token counts in its log-probability, also if a rule without chance chose it. A token that was written
     and renoised within the merged steps does not count.
-
-    Example: `-merge_steps(run, 4).log_prob(model, strict=False)` is the loss of four steps at once.
     """
     plan, merged = trajectory.plan, []
     for block in range(len(trajectory.commits)):
