@@ -210,7 +210,6 @@ def test_plain_folders_import_no_kernels_and_define_no_gradient_for_speed():
 DEVICE_BRANCHES = {
     "dgemma.model.diffusion",  # tensors on the "meta" device have no values
     "dgemma.model.attention",  # a bug of torch's attention on GPUs
-    "dgemma.train.loop",  # a bug of cuDNN
     "dgemma.train.batch",  # reading lengths would wait for a GPU; page-locked memory exists only for one
     "dgemma.run.step",  # so would reading allowed sets
     "dgemma.diffusion.joint",  # comparing drafts would wait
