@@ -1,5 +1,7 @@
 """Cases, limits and errors for the tests of the attention kernels for Hopper."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import triton
@@ -8,6 +10,8 @@ from torch import Tensor
 from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.attention import kernel as module
 from dgemma_kernels.ops.attention import reference
+from gluon_interpreter import Hazard
+from kernel_inputs import error
 
 HEADS = 16
 SLIDING, FULL = (8, 256), (2, 512)  # key heads, head_dim
@@ -44,6 +48,23 @@ def draw(
 
 def exact(queries: Tensor, keys: Tensor, values: Tensor, length: Tensor, **mode: int | bool) -> Tensor:
     return reference.attention(queries.double(), keys.double(), values.double(), length, **mode)
+
+
+def add_parts(partial: Tensor, log_weight: Tensor) -> Tensor:
+    """Add the results for parts of the keys, (splits, B, T, N, H), in float64."""
+    if partial.shape[0] == 1:
+        return partial[0]
+    weight = (log_weight.double() - log_weight.amax(0)).exp2().unsqueeze(-1)  # (splits, B, T, N, 1)
+    return torch.where(weight > 0, partial * weight, 0).sum(0) / weight.sum(0)
+
+
+def assert_detected(run: Callable[[], Tensor], found: str | None, want: Tensor, limit: float) -> None:
+    """A mistake in a kernel must raise an error that matches `found`, or if that is None give a wrong result."""
+    if found:
+        with pytest.raises((Hazard, ValueError), match=found):
+            run()
+    else:
+        assert not error(run(), want) < limit
 
 
 def pretend_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

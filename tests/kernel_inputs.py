@@ -31,6 +31,12 @@ def draw_routing(name: str) -> Tensor:
     }[name].int()
 
 
+def draw_tokens(*shape: int, seed: int = 0) -> Tensor:
+    """Draw tokens of `make_model`."""
+    tokens = torch.randint(40, shape, generator=torch.Generator().manual_seed(seed))
+    return tokens.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def make_model(device: torch.device, **changes: Any) -> dgemma.DiffusionGemma:
     """Two layers, one of each kind, random norms and scalars."""
     config = dgemma.presets.tiny().replace(

@@ -18,17 +18,8 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 GUIDES = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [
-    *(
-        ROOT / name
-        for name in (
-            "README.md",
-            "CONTRIBUTING.md",
-            "SECURITY.md",
-            "CHANGELOG.md",
-            "kernels/README.md",
-            "kernels/LOG.md",
-        )
-    ),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
+    *(ROOT / "kernels" / name for name in ("README.md", "LOG.md")),
     *GUIDES,
     *sorted((ROOT / "docs" / "api").glob("*.md")),
     *sorted((ROOT / "src/dgemma/assets").glob("*/README.md")),

@@ -112,10 +112,6 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded(command, checkpoint
     assert "cannot be used: Address already in use. Choose another one." in ran.err
 
 
-def test_a_model_before_the_text_is_not_taken_for_words(command, checkpoint):
-    refuses(command("infill", checkpoint, "The ____ sat."), f"{checkpoint} is a model, not part of the text")
-
-
 def test_other_encodings_than_utf8_are_refused(command, checkpoint):
     refuses(command("generate", "-m", checkpoint, stdin="Où?".encode("latin-1")), "standard input must be UTF-8")
     refuses(command("chat", "-m", checkpoint, stdin="Où?".encode("latin-1")), "standard input must be UTF-8")

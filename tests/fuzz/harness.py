@@ -36,13 +36,7 @@ HANG_SECONDS = 60.0  # of one case; the slowest takes about one second on an idl
 MEMORY_FACTOR = 10  # a case may allocate this many times its file
 MEMORY_SLACK = 128 << 20  # bytes for a tiny model and for the imports of a worker's first command
 ADDRESS_SLACK = 3 << 30  # bytes of address space for a worker beyond what it has after its fork
-PYTHONS_OWN = (
-    "missing a required argument",
-    "unexpected keyword argument",
-    "required positional",
-    "required keyword",
-    "positional argument",
-)
+PYTHONS_OWN = ("missing a required argument", "unexpected keyword argument", "required keyword", "positional argument")
 
 LIBRARY = str(Path(dgemma.__file__).parent) + os.sep
 BAD = ("crash", "hang", "memory", "executed", "raw", "silent", "unsafe output")

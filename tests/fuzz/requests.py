@@ -75,16 +75,8 @@ BODIES = {
     },
 }
 PATHS = (
-    "/",
-    "/health",
-    "/metrics",
-    "/replay",
-    "/page.js",
-    "/page.{}",
-    "/v1/models",
-    "/v1/models/toy",
-    "/%00",
-    "/a" * 99,
+    *("/", "/health", "/metrics", "/replay", "/page.js", "/page.{}"),
+    *("/v1/models", "/v1/models/toy", "/%00", "/a" * 99),
 )
 
 

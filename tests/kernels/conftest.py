@@ -239,6 +239,14 @@ def _default_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configs, "gpu_name", lambda device: "default")
 
 
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use three chunks of a vocabulary of 40 tokens, so that their results are merged."""
+    from dgemma_kernels.ops.vocabulary import kernel
+
+    monkeypatch.setattr(kernel, "CHUNK", 16)
+
+
 @pytest.fixture(params=[False, True], ids=["pointers", "descriptors"])
 def described(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Let kernels load weights through pointers, or through tensor descriptors."""

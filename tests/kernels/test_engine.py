@@ -43,9 +43,9 @@ from dgemma_kernels.ops.draws import kernel as draws
 from dgemma_kernels.ops.embedding import kernel as embedding
 from dgemma_kernels.ops.embedding import reference as embedding_reference
 from dgemma_kernels.ops.experts import kernel as experts
-from dgemma_kernels.ops.vocabulary import kernel as vocabulary
-from kernel_inputs import make_model
+from kernel_inputs import draw_tokens, make_model
 
+pytestmark = pytest.mark.usefixtures("small_chunks")
 CANVAS, VOCAB = 4, 40
 # float32 throughout: two layers of sums in another order, over activations of order ten.
 CLOSE = {"rtol": 2e-4, "atol": 2e-4}
@@ -58,17 +58,6 @@ def models():
     return copy.deepcopy(model), accelerate(model)
 
 
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch):
-    """Use three chunks of the vocabulary, so that their results are merged."""
-    monkeypatch.setattr(vocabulary, "CHUNK", 16)
-
-
-def draw_tokens(*shape, seed=0):
-    tokens = torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(seed))
-    return tokens.to("cuda" if torch.cuda.is_available() else "cpu")
-
-
 @dataclass
 class ConstantDenoiser(dgemma.Denoiser):
     """A denoiser that always returns the same prediction."""
@@ -77,6 +66,18 @@ class ConstantDenoiser(dgemma.Denoiser):
 
     def denoise(self, canvas, cache, self_cond=None):
         return self.prediction
+
+
+def begin(device, *, sampler=None, stop=None, seeds=(11,), num_steps=4):
+    """Return knobs and the first state of a canvas, with one row per seed."""
+    knobs = Knobs(sampler=sampler or dgemma.EntropyBound(), temperature=dgemma.LinearTemperature(), stop=stop)
+    seeds = torch.tensor(seeds, device=device)
+    return knobs, start_state(knobs, dgemma.UniformNoise(VOCAB), seeds=seeds, canvas_len=CANVAS, num_steps=num_steps)
+
+
+def extend(kind, state, **more):
+    """Return a state of another class with the same fields."""
+    return kind(**{f.name: getattr(state, f.name) for f in fields(state)}, **more)
 
 
 def ragged_prompt():
@@ -238,11 +239,7 @@ def test_a_step_can_be_repeated_from_any_state_and_overwritten_logits_are_refuse
     _, fast = models
     prompt, _ = ragged_prompt()
     cache = fast.encode(prompt[:1, :2])
-    knobs = Knobs(
-        sampler=dgemma.EntropyBound(), temperature=dgemma.LinearTemperature(), stop=dgemma.StableAndConfident()
-    )
-    seeds = torch.tensor([11], device=prompt.device)
-    start = start_state(knobs, dgemma.UniformNoise(VOCAB), seeds=seeds, canvas_len=CANVAS, num_steps=4)
+    knobs, start = begin(fast.device, stop=dgemma.StableAndConfident())
     one, first = fast.step(start, cache=cache, knobs=knobs)
     kept = {name: getattr(first, name).clone() for name in ("canvas", "argmax", "entropy", "accepted")}
     two, _ = fast.step(one, cache=cache, knobs=knobs)
@@ -264,9 +261,7 @@ def test_a_step_can_be_repeated_from_any_state_and_overwritten_logits_are_refuse
 
 def take_first_step(fast):
     """A cache, the state after one step over it, and the knobs."""
-    knobs = Knobs(sampler=dgemma.EntropyBound(), temperature=dgemma.LinearTemperature(), stop=None)
-    seeds = torch.tensor([11], device=fast.device)
-    start = start_state(knobs, dgemma.UniformNoise(VOCAB), seeds=seeds, canvas_len=CANVAS, num_steps=4)
+    knobs, start = begin(fast.device)
     cache = fast.encode(draw_tokens(1, 3))
     return cache, fast.step(start, cache=cache, knobs=knobs)[0], knobs
 
@@ -453,43 +448,30 @@ class AddLabel(dgemma.Sampler):
         return dgemma.Decision(tokens=tokens, write=positions < state.limit, renoise=positions > state.limit)
 
 
-def test_a_step_keeps_a_field_added_to_the_state(models, device):
-    knobs = Knobs(sampler=AddLabel(), temperature=dgemma.LinearTemperature(), stop=None)
-    seeds = torch.tensor([3], device=device)
-    plain = start_state(knobs, dgemma.UniformNoise(VOCAB), seeds=seeds, canvas_len=CANVAS, num_steps=2)
-    state = TracedState(**{f.name: getattr(plain, f.name) for f in fields(plain)}, label=seeds + 2, limit=2)
-    want, got = (take_step(model, state, cache=model.new_cache(1), knobs=knobs)[0] for model in models)
-    assert type(got) is TracedState
-    assert (got.label.tolist(), got.limit, got.half) == ([5], 2, 1)
-    assert torch.equal(got.canvas, want.canvas)
-
-
 def test_a_captured_step_refuses_a_tensor_that_it_cannot_compute_again(models, device):
-    knobs = Knobs(sampler=AddLabel(), temperature=dgemma.LinearTemperature(), stop=None)
-    seeds = torch.tensor([3], device=device)
-    plain = start_state(knobs, dgemma.UniformNoise(VOCAB), seeds=seeds, canvas_len=CANVAS, num_steps=2)
-    state = ComputedState(**{f.name: getattr(plain, f.name) for f in fields(plain)})
+    knobs, plain = begin(device, sampler=AddLabel())
+    state = extend(ComputedState, plain)
     with pytest.raises(ValueError, match="twice is a tensor in a field with init=False"):
         models[1].step(state, cache=models[1].new_cache(1), knobs=knobs)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sampler", [AddLabel(), dgemma.EntropyBound(bound=0.5)], ids=["own", "published"])
+@pytest.mark.parametrize(
+    "sampler",
+    [AddLabel(), pytest.param(dgemma.EntropyBound(bound=0.5), marks=pytest.mark.slow)],
+    ids=["own", "published"],
+)
 def test_a_field_added_to_the_state_arrives_in_the_captured_step_and_in_the_next_state(models, sampler, device):
-    knobs = Knobs(sampler=sampler, temperature=dgemma.LinearTemperature(), stop=None)
-    seeds = torch.tensor([3, 4], device=device)
-    plain = start_state(knobs, dgemma.UniformNoise(VOCAB), seeds=seeds, canvas_len=CANVAS, num_steps=4)
-    first = {f.name: getattr(plain, f.name) for f in fields(plain)}
+    knobs, plain = begin(device, sampler=sampler, seeds=(3, 4))
     ends = []
     for model in models:
-        state = TracedState(**first, label=torch.tensor([5, 11], device=device))
+        state = extend(TracedState, plain, label=torch.tensor([5, 11], device=device))
         cache = model.encode(draw_tokens(2, 3))
         for _ in range(3):
             state, _ = take_step(model, state, cache=cache, knobs=knobs)
             assert type(state) is TracedState
         other, _ = take_step(model, replace(state, label=state.label + 7, limit=1), cache=cache, knobs=knobs)
         ends.append((state.canvas, state.label, other.canvas, other.label))
-        assert (state.limit, other.limit) == (3, 1)
+        assert (state.limit, state.half, other.limit, other.half) == (3, 1, 1, 0)
     for want, got in zip(*ends, strict=True):
         assert torch.equal(got, want)
 
@@ -525,16 +507,12 @@ BOUND = dgemma.EntropyBound(bound=0.5)
     [(OwnDraw, BOUND), (OwnDrawOfTheState, BOUND), (OwnUniform, BOUND), (OwnDraw, dgemma.Ancestral())],
 )
 def test_the_engine_uses_the_draws_of_a_state_that_has_its_own(models, kind, sampler, device):
-    knobs = Knobs(sampler=sampler, temperature=dgemma.LinearTemperature(), stop=None)
-    seeds = torch.tensor([3, 4], device=device)
-    plain = start_state(knobs, dgemma.UniformNoise(VOCAB), seeds=seeds, canvas_len=CANVAS, num_steps=3)
-    own = kind(**{f.name: getattr(plain, f.name) for f in fields(plain)})
+    knobs, plain = begin(device, sampler=sampler, seeds=(3, 4), num_steps=3)
+    own = extend(kind, plain)
     ends = []
     for model in models:
         cache = model.encode(draw_tokens(2, 3))
-        other, _ = take_step(
-            model, plain, cache=cache, knobs=knobs
-        )  # the engine now has a graph for the library's draws
+        other, _ = take_step(model, plain, cache=cache, knobs=knobs)  # now a graph has the library's draws
         first, _ = take_step(model, own, cache=cache, knobs=knobs)
         second, _ = take_step(model, first, cache=cache, knobs=knobs)
         ends.append((other.canvas, first.canvas, second.canvas))
@@ -546,14 +524,13 @@ def test_the_engine_uses_the_draws_of_a_state_that_has_its_own(models, kind, sam
 
 def test_the_kernel_of_the_published_sampler_refuses_fields_and_draws_that_it_does_not_know(models, device):
     _, plain, knobs = take_first_step(models[1])
-    values = {f.name: getattr(plain, f.name) for f in fields(plain)}
     assert published.is_published(plain, knobs)
-    assert published.is_published(type("Renamed", (dgemma.DenoiseState,), {})(**values), knobs)
+    assert published.is_published(extend(type("Renamed", (dgemma.DenoiseState,), {}), plain), knobs)
     for changes in ({"allowed": torch.ones(1, 1, VOCAB)}, {"awaited": plain.open}, {"injected": {"token": plain.open}}):
         assert not published.is_published(replace(plain, **changes), knobs)
     for kind in (OwnDraw, OwnDrawOfTheState, OwnUniform):
-        assert not published.is_published(kind(**values), knobs)
-    assert not published.is_published(TracedState(**values, label=plain.seeds), knobs)
+        assert not published.is_published(extend(kind, plain), knobs)
+    assert not published.is_published(extend(TracedState, plain, label=plain.seeds), knobs)
 
 
 def test_a_sampler_that_waits_for_the_host_is_named(models, monkeypatch):
@@ -687,9 +664,7 @@ def test_the_memory_of_a_sampler_may_change_its_form(models):
 def test_a_finished_canvas_is_read_together_with_the_next_one(models):
     prompt, real = ragged_prompt()
     block, word = draw_tokens(2, CANVAS, seed=2), draw_tokens(2, 1, seed=6)
-    knobs = Knobs(sampler=dgemma.EntropyBound(), temperature=dgemma.LinearTemperature(), stop=None)
-    seeds = torch.tensor([11, 12], device=prompt.device)
-    start = start_state(knobs, dgemma.UniformNoise(VOCAB), seeds=seeds, canvas_len=CANVAS, num_steps=4)
+    knobs, start = begin(prompt.device, seeds=(11, 12))
     results = []
     for model in models:
         cache = model.encode(block, model.encode(prompt, attention_mask=real))

@@ -21,8 +21,7 @@ from dgemma_kernels.ops.norms import kernel as norms
 from dgemma_kernels.ops.norms import reference as norms_reference
 from dgemma_kernels.ops.router import kernel as router
 from dgemma_kernels.ops.router import reference as router_reference
-from dgemma_kernels.ops.vocabulary import kernel as vocabulary
-from kernel_inputs import NUM_EXPERTS, draw_routing, make_model
+from kernel_inputs import NUM_EXPERTS, draw_routing, draw_tokens, make_model
 
 E, D, F = NUM_EXPERTS, 72, 88  # no width is a multiple of a tile; the 88 hidden values have blocks of 64 and 24
 EPS, FLOAT8 = 1e-6, torch.float8_e4m3fn
@@ -40,6 +39,7 @@ SUMS = 4e-3 if NATIVE else 1e-5
 # Scales of another row or block give 4 to 40 % in both measures. One lost row gives 15 % in all positions together.
 # In the interpreter at most one value rounds to the other neighbour. All positions together are then off by 0.5 %.
 TYPICAL, TOGETHER = (1e-2, 5e-2) if NATIVE else (1e-3, 1e-2)
+pytestmark = pytest.mark.usefixtures("small_chunks")
 CANVAS, VOCAB = 4, 40
 
 
@@ -317,17 +317,6 @@ def models() -> tuple:
         layer.experts.gate_up = lambda rows, ends, product=gate_up: product(rounded(rows), ends)
         layer.experts.down = lambda rows, ends, product=down: product(rounded(rows, 64), ends)
     return plain, exact, accelerate(model, weights="fp8")
-
-
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch):
-    """Use three chunks of the vocabulary, so that their results are merged."""
-    monkeypatch.setattr(vocabulary, "CHUNK", 16)
-
-
-def draw_tokens(*shape: int, seed: int = 0) -> Tensor:
-    tokens = torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(seed))
-    return tokens.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def apart(a: Tensor, b: Tensor) -> tuple[float, float]:

@@ -22,10 +22,10 @@ from dgemma_kernels.ops.experts import kernel as experts
 from dgemma_kernels.ops.experts import reference as experts_reference
 from dgemma_kernels.ops.router import kernel as router
 from dgemma_kernels.ops.router import reference as router_reference
-from dgemma_kernels.ops.vocabulary import kernel as vocabulary
-from kernel_inputs import NUM_EXPERTS, draw_routing, make_model
+from kernel_inputs import NUM_EXPERTS, draw_routing, draw_tokens, make_model
 
 E, D, F = NUM_EXPERTS, 72, 88  # neither width is a multiple of any tile, nor of the 64 columns of a plane
+pytestmark = pytest.mark.usefixtures("small_chunks")
 CANVAS, VOCAB = 4, 40
 NATIVE = torch.cuda.is_available()
 # Per row. float32: sums of up to 1,088 products. bfloat16: four roundings of up to 2**-8. GeGLU enlarges the first of
@@ -336,17 +336,6 @@ def models() -> tuple:
     """Make the reference and the accelerated model."""
     device = torch.device("cuda" if NATIVE else "cpu")
     return make_rounded_model(device), accelerate(make_rounded_model(device), weights="packed")
-
-
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch):
-    """Use three chunks of the vocabulary, so that their results are merged."""
-    monkeypatch.setattr(vocabulary, "CHUNK", 16)
-
-
-def draw_tokens(*shape: int, seed: int = 0) -> Tensor:
-    tokens = torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(seed))
-    return tokens.to("cuda" if NATIVE else "cpu")
 
 
 @pytest.mark.slow

@@ -15,13 +15,8 @@ from dgemma_kernels.engine.prediction import LogitsBuffer
 from dgemma_kernels.ops.vocabulary import kernel as vocabulary
 from kernel_inputs import make_model
 
+pytestmark = pytest.mark.usefixtures("small_chunks")
 CANVAS, VOCAB, STEPS = 4, 40, 2
-
-
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch):
-    """Use three chunks of the vocabulary, so that their results are merged."""
-    monkeypatch.setattr(vocabulary, "CHUNK", 16)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +71,8 @@ def test_logits_stay_readable_until_their_own_thread_takes_the_next_step():
 
 
 @pytest.mark.slow
-def test_two_threads_whose_steps_alternate_write_what_each_writes_alone(fast, alone):
+@pytest.mark.parametrize("is_free", [True, False], ids=["freely", "alternating"])
+def test_two_threads_write_what_each_writes_alone(fast, alone, is_free):
     both = threading.Barrier(2, timeout=60)
 
     def alternate(record):
@@ -85,15 +81,7 @@ def test_two_threads_whose_steps_alternate_write_what_each_writes_alone(fast, al
         both.wait()
 
     with ThreadPoolExecutor(2) as threads:
-        together = list(threads.map(lambda seed: write(fast, seed, alternate), range(2)))
-    for want, got in zip(alone, together, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
-
-
-@pytest.mark.slow
-def test_threads_that_run_freely_write_what_each_writes_alone(fast, alone):
-    with ThreadPoolExecutor(2) as threads:
-        together = list(threads.map(lambda seed: write(fast, seed), range(2)))
+        together = list(threads.map(lambda seed: write(fast, seed, None if is_free else alternate), range(2)))
     for want, got in zip(alone, together, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 

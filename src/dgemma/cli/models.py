@@ -204,8 +204,7 @@ def run_serve(arguments: argparse.Namespace) -> None:
     is_local = arguments.host in _LOCAL
     key = os.environ.get(_API_KEY) or None
     if not is_local and key is None:
-        note = f"Anybody who reaches {arguments.host} can use this server. Set {_API_KEY} to require a key."
-        output.print_note(note)
+        output.print_note(f"Anybody who reaches {arguments.host} can use this server. Set {_API_KEY} to require a key.")
     app = create_app(
         loading.load_denoiser(arguments),
         tokenizer,

@@ -40,10 +40,7 @@ def print_note(text: str) -> None:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun.
-
-    Example: `counted(1, "step")` is "1 step".
-    """
+    """Return a number with its noun, such as "1 step" or "2 steps"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 

@@ -237,14 +237,10 @@ def _digest(key: bytes) -> bytes:
 
 def _replay(body: bytes, receive: Receive) -> Receive:
     """Return a `receive` that yields the body again, and then what the client does next."""
-    sent = False
+    whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replayed() -> Message:
-        nonlocal sent
-        if sent:
-            return await receive()
-        sent = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return whole.pop() if whole else await receive()
 
     return replayed
 

@@ -308,8 +308,9 @@ class Answer:
         self._service, self._body, self._plan, self._text, self._job = service, body, plan, text, job
         self._is_chat = isinstance(body, ChatRequest)
         self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}"
-        self._created, self._start = int(time.time()), time.monotonic()
-        self._pieces = Pieces(service.tokenizer)
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        self._frame = {"id": self._id, "object": kind, "created": int(time.time()), "model": service.name}
+        self._start, self._pieces = time.monotonic(), Pieces(service.tokenizer)
 
     async def whole(self, request: Request) -> dict[str, Any]:
         """Wait for the end of the text. If the client leaves, the request is dropped."""
@@ -325,7 +326,8 @@ class Answer:
         choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": self._finish_reason()}
         choice |= {"message": self._message()} if self._is_chat else {"text": self._text.text}
         return {
-            **self._frame("chat.completion" if self._is_chat else "text_completion"),
+            **self._frame,
+            "object": "chat.completion" if self._is_chat else "text_completion",
             "choices": [choice],
             "usage": self._usage(),
             "dgemma": self._counts(),
@@ -349,7 +351,7 @@ class Answer:
                 yield self._chunk({"tool_calls": [{"index": at, **call} for at, call in enumerate(calls)]})
             yield self._chunk({} if self._is_chat else "", self._finish_reason(), self._counts())
             if self._body.stream_options is not None and self._body.stream_options.include_usage:
-                yield _event({**self._frame(self._chunk_kind), "choices": [], "usage": self._usage()})
+                yield _event({**self._frame, "choices": [], "usage": self._usage()})
             yield "data: [DONE]\n\n"
         except ApiError as error:  # the status is sent already
             yield _event(error.body())
@@ -369,22 +371,15 @@ class Answer:
             metrics.abandoned.inc()
         self._service.engine.cancel(self._job)
 
-    @property
-    def _chunk_kind(self) -> str:
-        return "chat.completion.chunk" if self._is_chat else "text_completion"
-
-    def _frame(self, kind: str) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._service.name}
-
     def _chunk(self, new: Any, finish_reason: str | None = None, counts: dict[str, Any] | None = None) -> str:
         part = {"delta" if self._is_chat else "text": new}
         choice = {"index": 0, **part, "logprobs": None, "finish_reason": finish_reason}
         extension = {} if counts is None else {"dgemma": counts}
-        return _event({**self._frame(self._chunk_kind), "choices": [choice], **extension})
+        return _event({**self._frame, "choices": [choice], **extension})
 
     def _draft(self, draft: Draft) -> str:
         content = {"block": draft.block, "step": draft.step, "pieces": self._pieces(draft.tokens)}
-        return _event({**self._frame(self._chunk_kind), "choices": [], "dgemma": {"draft": content}})
+        return _event({**self._frame, "choices": [], "dgemma": {"draft": content}})
 
     def _message(self) -> dict[str, Any]:
         calls, reply = self._tool_calls(), self._text.reply
