@@ -7,7 +7,6 @@ import re
 import resource
 import time
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,7 +14,6 @@ import dgemma
 from constrained_fuzz import CANVAS_LEN, RandomModel, run_case
 from dgemma.constraints import build, token_automaton
 from dgemma.constraints.builder import read_pattern
-from dgemma.constraints.token_automaton import ByteAutomaton
 
 pytest.importorskip("outlines_core")
 pytest.importorskip("lark")
@@ -262,13 +260,6 @@ def test_an_automaton_with_billions_of_states_is_refused_within_the_limits(make,
         make().automaton  # noqa: B018
 
 
-@pytest.mark.slow
-def test_a_pattern_whose_states_double_a_few_times_is_built():
-    pattern = "[a-z ]*fox[a-z ]{10}"  # 2**10 states at most
-    for text in texts(generate(dgemma.Regex(pattern, TOKENIZER))):
-        assert re.fullmatch(pattern, text)
-
-
 @pytest.mark.parametrize("pattern", ["x[^y]{0,200}y", "x.{0,200}x", r"\n\s{0,200}\n", r"0\D{0,200}0", '"[^"]{0,200}"'])
 def test_long_repetitions_are_built_at_once_even_if_the_text_could_begin_inside_them(pattern):
     automaton = read_pattern(pattern)
@@ -286,34 +277,6 @@ def test_anchors_are_refused(pattern):
         dgemma.Regex(pattern, TOKENIZER).automaton  # noqa: B018
     for fine in (r"\^", "[$]", "[^a]", r"\\A", "[]^]"):
         dgemma.Regex(fine, TOKENIZER).automaton  # noqa: B018
-
-
-def accepted(automaton, length):
-    """For each state, the set of texts over the first two letters of the alphabet that lead to a final state."""
-    table, is_final = automaton
-    found = [{()} if final else set() for final in is_final]
-    for _ in range(length):
-        found = [
-            ({()} if final else set())
-            | {(byte, *text) for byte in (0, 1) if row[byte] >= 0 for text in found[row[byte]]}
-            for row, final in zip(table, is_final, strict=True)
-        ]
-    return [frozenset(texts) for texts in found]
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_minimising_merges_exactly_the_states_that_accept_the_same_texts(seed):
-    generator = np.random.default_rng(seed)
-    num_states = int(generator.integers(1, 8))
-    columns = generator.integers(-1, num_states, (num_states, 2))
-    table = np.concatenate((columns, np.repeat(columns[:, :1], 254, axis=1)), axis=1).astype(np.int32)
-    automaton = ByteAutomaton(table, generator.random(num_states) < 0.4)
-    # Two states that differ do so on a text that is shorter than the number of states.
-    before = accepted(automaton, num_states)
-    table[np.isin(table, [at for at, texts in enumerate(before) if not texts])] = -1  # no accepted text continues there
-    after = accepted(automaton.minimised(), num_states)
-    assert len(after) == len(set(after)) == len(set(before))
-    assert after[0] == before[0]
 
 
 @pytest.mark.parametrize(

@@ -144,29 +144,6 @@ def test_a_stop_token_may_stand_only_where_the_text_may_end():
     assert total_variation(law_of(sampler(logits, language)), exact) < 1e-9
 
 
-def test_masking_each_position_by_what_could_be_accepted_is_biased():
-    """The greedy baseline draws tokens from left to right, each among those that can still lead to an accepted text."""
-    distances = []
-    for seed in SEEDS:
-        logits, language = random_logits(seed), random_language(seed)
-        probabilities, fits = logits.softmax(-1), accepted(language)
-        law = torch.zeros(len(TEXTS), dtype=torch.float64)
-        for at, text in enumerate(TEXTS):
-            weight, alive = 1.0, fits
-            for position, token in enumerate(text.tolist()):
-                possible = torch.zeros(VOCAB_SIZE, dtype=torch.bool)
-                possible[TEXTS[alive, position]] = True
-                weight *= float(
-                    probabilities[position, token] * possible[token] / probabilities[position][possible].sum()
-                )
-                alive = alive & (TEXTS[:, position] == token)
-                if not bool(alive.any()):
-                    break
-            law[at] = weight
-        distances.append(total_variation(law, conditional(probabilities, language)))
-    assert sum(distances) / len(distances) == pytest.approx(0.207, abs=1e-3)  # total variation; 0 is unbiased
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_projection_keeps_a_text_of_the_language_and_repairs_others(seed):
     logits, language = random_logits(seed), random_language(seed)

@@ -104,16 +104,6 @@ def test_every_coordinate_gives_an_independent_stream(other):
     assert not (a == b).any()
 
 
-def test_uniforms_have_the_moments_and_distribution_of_uniforms():
-    n = 1 << 16
-    u = row(seed=11, num_positions=n)
-    assert u.mean().item() == pytest.approx(1 / 2, abs=5 * (1 / 12 / n) ** 0.5)
-    assert u.var().item() == pytest.approx(1 / 12, abs=5 * (1 / 180 / n) ** 0.5)
-    ecdf = (torch.arange(n).double() + 0.5) / n
-    assert (u.sort().values - ecdf).abs().max() < 1.95 / n**0.5  # Kolmogorov–Smirnov at one in a thousand
-    assert torch.corrcoef(torch.stack([u[:-1], u[1:]]))[0, 1].abs() < 5 / n**0.5
-
-
 def test_draws_do_not_use_the_global_generator():
     torch.manual_seed(0)
     before = torch.get_rng_state()

@@ -113,16 +113,6 @@ def test_sampling_is_the_inverse_cdf_in_vocabulary_order(vocab):
         assert Prediction(logits.double()).sample(torch.full((1, 3), u, dtype=torch.float64))[0].tolist() == expected
 
 
-def test_every_cell_has_the_width_of_its_probability():
-    logits = torch.tensor([0.5, -1.0, 2.0, -torch.inf, 0.0], dtype=torch.float64)[None, None].expand(1, 10_000, 5)
-    u = (torch.arange(10_000, dtype=torch.float64)[None] + 0.5) / 10_000
-    counts = torch.bincount(Prediction(logits).sample(u).flatten(), minlength=5)
-    torch.testing.assert_close(
-        counts / 10_000, logits[0, 0].softmax(-1).float().double(), atol=1e-4, rtol=0, check_dtype=False
-    )
-    assert counts[3] == 0
-
-
 def test_a_uniform_at_the_upper_end_never_leaves_the_support():
     logits = torch.full((1, 1, 3000), -torch.inf)
     logits[..., 5] = 1.0

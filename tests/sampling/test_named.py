@@ -59,12 +59,6 @@ def test_a_run_without_a_sampler_uses_the_checkpoints_sampler():
         assert torch.equal(work(own).tokens, work(plain, sampler=GIBBS).tokens)
 
 
-def test_an_explicit_sampler_takes_precedence():
-    ancestral = dgemma.Ancestral()
-    plan = dgemma.read_plan(model(dgemma.describe_sampler(GIBBS)), prompt(), sampler=ancestral)
-    assert plan.knobs.sampler is ancestral
-
-
 @pytest.mark.parametrize("named", [True, False], ids=["the checkpoint's", "given"])
 def test_gibbs_takes_all_its_steps_unless_a_rule_is_given(named):
     rule = {"stability_threshold": 2, "confidence_threshold": 0.25}

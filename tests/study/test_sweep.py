@@ -3,7 +3,6 @@
 import csv
 import io
 import math
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -85,15 +84,6 @@ def test_the_frontier_holds_the_rows_that_no_other_row_beats():
     rows = (row("slow", 0.9, 1.0), row("beaten", 0.5, 3.0), row("middle", 0.8, 4.0), row("fast", 0.2, 9.0))
     assert [r.label for r in Sweep(rows).frontier] == ["slow", "middle", "fast"]
     assert [r.label for r in Sweep((row("a", 1.0, 1.0), row("b", 1.0, 1.0))).frontier] == ["a"]
-
-
-def test_the_plot_shows_every_sampler(monkeypatch):
-    pytest.importorskip("matplotlib")
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # a plot must not touch what other figures share
-    ax = plot_frontier(Sweep((row("a", 0.5, 2.0), row("b", 0.25, 10.0)))).axes[0]
-    assert [text.get_text() for text in ax.texts] == ["a", "b"]
-    points = [tuple(container[0].get_xydata()[0]) for container in ax.containers]
-    assert points == [(2.0, 0.5), (10.0, 0.25)]
 
 
 def test_sweeps_that_do_not_fit_are_refused():

@@ -1,10 +1,8 @@
 """The live view shows the right screen on terminals of all kinds and cleans up after itself."""
 
 import io
-import os
 import random
 import re
-import subprocess
 import sys
 import unicodedata
 
@@ -394,39 +392,3 @@ def test_a_narrow_encoding_gets_replacements_and_no_error():
     screen.encoding = "ascii"
     run(LiveView(dgemma.ByteTokenizer(), file=screen, leave=True), "naïve text", canvas_len=16)
     assert "na?ve text" in screen.screen
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs pseudo-terminals")
-def test_ctrl_c_in_a_real_terminal_shows_the_cursor_again(tmp_path):
-    script = tmp_path / "watch.py"
-    script.write_text(
-        "import sys, time\n"
-        "from dgemma.view.screen import Ink, Screen\n"
-        "from dgemma.view.terminal import LiveView\n"
-        "with LiveView(None) as view:\n"
-        "    view.screen.draw([[Ink('hello')]])\n"
-        "    print('ready', flush=True)\n"
-        "    time.sleep(60)\n"
-    )
-    ours, theirs = os.openpty()
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=theirs, env=environment)
-    os.close(theirs)
-    assert process.stdout.readline() == b"ready\n"
-    process.send_signal(2)
-    assert process.wait(60) != 0
-    shown = b""
-    while True:
-        try:
-            more = os.read(ours, 4096)
-        except OSError:
-            break
-        if not more:
-            break
-        shown += more
-    os.close(ours)
-    process.stdout.close()
-    assert b"hello" in shown
-    assert b"\x1b[?25h" in shown[shown.index(b"\x1b[?25l") :]
-    assert b"KeyboardInterrupt" in shown

@@ -247,10 +247,11 @@ class _Compiler:
     def _string(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
         quote, char = self.notation.quote, self.notation.char
         least, most = schema.get("minLength", 0), schema.get("maxLength")
-        if "pattern" in schema or "format" in schema:
-            self._refuse_others(schema, where, {"type", "pattern" if "pattern" in schema else "format"})
-            if "pattern" in schema:
-                return f"{quote}{self._search(schema['pattern'], where)}{quote}"
+        if "pattern" in schema:
+            self._refuse_others(schema, where, {"type", "pattern"})
+            return f"{quote}{self._search(schema['pattern'], where)}{quote}"
+        if "format" in schema:
+            self._refuse_others(schema, where, {"type", "format"})
             if schema["format"] not in _FORMATS:
                 _refuse(f"have a format among {', '.join(_FORMATS)}", schema["format"], where, "Use pattern.")
             return f"{quote}(?:{_FORMATS[schema['format']]}){quote}"
@@ -340,8 +341,7 @@ class _Compiler:
         return ranges
 
     def _integer(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
-        low, high = _bounds(schema, where, whole=True)
-        return _integers(low, high)
+        return _integers(*_bounds(schema, where, whole=True))
 
     def _number(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
         if not schema.keys() & _KEYWORDS["number"]:
@@ -525,7 +525,7 @@ def _integers(low: int | None, high: int | None) -> str | None:
     if low is None or low < 0:
         most = None if low is None else -low
         least = 1 if high is None or high >= 0 else -high
-        parts.append(_signed("-", _naturals(least, most)))
+        parts.append(_negative(_naturals(least, most)))
     if high is None or high >= 0:
         parts.append(_naturals(max(low or 0, 0), high))
     return either(parts)
@@ -535,11 +535,8 @@ def _numbers(low: int | None, high: int | None, above: bool, below: bool) -> str
     """The decimal numbers between low and high; `above` excludes low, `below` excludes high."""
     parts = []
     if low is None or low < 0:
-        parts.append(
-            _signed(
-                "-", _decimals(max(-(high or 0), 0), None if low is None else -low, below and (high or 0) <= 0, above)
-            )
-        )
+        least, most = max(-(high or 0), 0), None if low is None else -low
+        parts.append(_negative(_decimals(least, most, below and (high or 0) <= 0, above)))
     if high is None or high >= 0:
         parts.append(_decimals(max(low or 0, 0), high, above and (low or 0) >= 0, below))
     return either(parts)
@@ -558,8 +555,8 @@ def _decimals(low: int, high: int | None, above: bool, below: bool) -> str | Non
     return either(parts)
 
 
-def _signed(sign: str, pattern: str | None) -> str | None:
-    return None if pattern is None else f"{sign}(?:{pattern})"
+def _negative(pattern: str | None) -> str | None:
+    return None if pattern is None else f"-(?:{pattern})"
 
 
 def _naturals(low: int, high: int | None) -> str | None:
@@ -579,7 +576,7 @@ def _naturals(low: int, high: int | None) -> str | None:
         while low > 0 and low % (size * 10) == 0 and low + size * 10 - 1 <= high:
             size *= 10
         lead = low // size
-        last = min(high // size if (high + 1) % size == 0 or high // size > lead else lead, lead - lead % 10 + 9)
+        last = lead - lead % 10 + 9
         while (last + 1) * size - 1 > high:
             last -= 1
         zeros = len(str(size)) - 1

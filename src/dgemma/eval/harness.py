@@ -125,13 +125,9 @@ class DiffusionLM(TemplateLM):
         rows = as_int(int(batch_size) if isinstance(batch_size, str) and batch_size.isdigit() else batch_size)
         if rows is None or rows < 1:
             raise ValueError(f"batch_size must be a number of at least 1, got {batch_size!r}. Use --batch_size 8.")
-        counts = {
-            "num_samples": (num_samples, _COPIES),
-            "max_length": (max_length, 2),
-            "max_gen_toks": (max_gen_toks, 1),
-        }
-        for name, (count, least) in counts.items():
-            require(count is None or count >= least, name, f"be at least {least}", count)
+        for name, count, least in (("num_samples", num_samples, _COPIES), ("max_length", max_length, 2)):
+            require(count >= least, name, f"be at least {least}", count)
+        require(max_gen_toks is None or max_gen_toks >= 1, "max_gen_toks", "be at least 1", max_gen_toks)
         self._name, self._revision = type(pretrained).__name__, "unknown"
         if isinstance(pretrained, str | Path):
             self._name, folder = str(pretrained), resolve(pretrained)
@@ -151,11 +147,8 @@ class DiffusionLM(TemplateLM):
         # Scalars of NumPy and torch cannot be stored with the results as JSON.
         self.thinking, self.likelihood_mode, self.num_samples = bool(thinking), likelihood, num_samples
         self.check_greedy, self.batch_rows = bool(check_greedy), rows
-        if likelihood != "bound" and not self.model.has_causal_mode:
-            raise ValueError(
-                f"likelihood must be 'bound' for a {type(self.model).__name__}, which has no causal mode, "
-                f"got {likelihood!r}."
-            )
+        rule = f"be 'bound' for a {type(self.model).__name__}, which has no causal mode"
+        require(likelihood == "bound" or self.model.has_causal_mode, "likelihood", rule, likelihood)
         config = self.model.config
         self.max_length = min(max_length, config.max_position_embeddings - config.canvas_length)
         self.max_gen_toks = self.model.generation.max_new_tokens if max_gen_toks is None else int(max_gen_toks)
@@ -313,11 +306,8 @@ class DiffusionLM(TemplateLM):
         """Cut a context from the left, to leave room for the whole canvases that `num_new` tokens need."""
         config = self.model.config
         room = config.max_position_embeddings - -(-num_new // config.canvas_length) * config.canvas_length
-        if room < 1:
-            raise ValueError(
-                f"max_gen_toks must leave room for a prompt in {config.max_position_embeddings} positions, got "
-                f"{num_new}. Lower it with --gen_kwargs max_gen_toks=256."
-            )
+        rule = f"leave room for a prompt in {config.max_position_embeddings} positions"
+        require(room >= 1, "max_gen_toks", rule, num_new, "Lower it with --gen_kwargs max_gen_toks=256.")
         return self._cut_left(self.tok_encode(context), room)
 
     def _cut_left(self, context: list[int], room: int) -> list[int]:
