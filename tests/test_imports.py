@@ -211,9 +211,7 @@ DEVICE_BRANCHES = {
     "dgemma.model.diffusion",  # tensors on the "meta" device have no values
     "dgemma.model.attention",  # a bug of torch's attention on GPUs
     "dgemma.train.batch",  # reading lengths would wait for a GPU; page-locked memory exists only for one
-    "dgemma.run.step",  # so would reading allowed sets
     "dgemma.diffusion.joint",  # comparing drafts would wait
-    "dgemma.tasks.autoregressive",  # reading a token waits, so the host is one token ahead of a GPU
     "dgemma.run.arguments",  # a GPU and a CPU report their memory in different ways
 }
 

@@ -384,19 +384,17 @@ def test_a_text_may_have_as_many_tokens_as_the_model_has_positions():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"holes": [(0, 2)]}, "must not cover a row's first token"),
+        ({"holes": [(0, 2)]}, "mark a token in every row, but never the first"),
         ({"holes": [(5, 5)]}, r"must be spans .* 0 <= start < stop <= 20, .*got \[\(5, 5\)\]"),
         ({"holes": (5, 9)}, r"holes must be .*, got \(5, 9\)"),
-        ({"holes": [(5, 21)]}, "must be spans"),
         ({"holes": []}, "must mark a token in every row"),
         ({"holes": torch.zeros(2, 20)}, r"infill holes must be booleans of the tokens' shape \(2, 20\)"),
-        ({"holes": torch.ones(2, 19, dtype=torch.bool)}, "of the tokens' shape"),
         ({"tokens": torch.zeros(2, 20)}, "infill tokens must be integer ids"),
         ({"tokens": torch.full((2, 20), 512)}, r"must hold ids in \[0, 512\)"),
         ({"tokens": torch.full((2, 20), 4), "noise": dgemma.MaskNoise(512)}, "must hold ids .* and no mask token"),
         ({"tail_token_id": -3}, "tail_token_id must be a real token below 512, or None, got -3"),
-        ({"attention_mask": torch.ones(2, 3)}, "infill attention_mask must be a tensor of the tokens' shape"),
-        ({"attention_mask": torch.full((2, 20), 0.5)}, "attention_mask must be .*1 for real tokens and 0 for padding"),
+        ({"attention_mask": torch.ones(2, 3)}, r"attention_mask must be .* of the tokens' shape \(2, 20\)"),
+        ({"attention_mask": torch.full((2, 20), 0.5)}, "attention_mask must be 1 for real tokens and 0 for padding"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused_before_any_work(arguments, sentence):

@@ -241,8 +241,6 @@ def test_calibration_finds_the_temperature_of_the_known_answers():
     for truth in ([], ["maybe"]):
         with pytest.raises(ValueError, match=r"truths\[0\] must have an option of each of the slots .*, got \["):
             calibrate([answered([0.9, 0.1])], [truth])
-    with pytest.raises(ValueError, match="calibrate results must have at least one template"):
-        calibrate([], [])
 
 
 @pytest.fixture(scope="module")
@@ -309,11 +307,8 @@ def test_templates_are_read_as_they_are_needed_and_a_bad_one_is_named():
     next(answers)
     assert taken == [0, 1]
     assert sum(1 for _ in itertools.islice(answers, 3)) == 3
-    with pytest.raises(ValueError, match=r"decide_many templates\[5\] must have a Slot in it"):
+    with pytest.raises(ValueError, match=r"decide_many templates\[5\] must begin .* and have a Slot in it"):
         next(answers)
-    pair = [[[BOS], Slot([[0], [1]])]] * 2
-    with pytest.raises(ValueError, match=r"decide_many templates\[1\] must have a seed below 2\*\*63"):
-        list(decide_many(ToyModel(), pair, noise=toy.mask_noise(), seed=2**63 - 1, progress=False))
 
 
 def test_a_tokenizer_reads_texts(model):
@@ -326,12 +321,12 @@ def test_a_tokenizer_reads_texts(model):
 @pytest.mark.parametrize(
     ("template", "options", "sentence"),
     [
-        ([[2, 3]], {}, "must have a Slot"),
+        ([[2, 3]], {}, "have a Slot in it"),
         ([Slot([[5], [6]]), [2]], {}, "must begin with fixed text"),
         ([[2], Slot([[5] * 33])], {}, "must fit into a canvas of 32 tokens, got 33"),
         ([[2], Slot([[600], [5]])], {}, r"real token ids in \[0, 512\), got \[600\]"),
         ([[2], Slot([[4], [5]])], {"noise": dgemma.MaskNoise(512)}, "real token ids"),
-        (["text", Slot([[5], [6]])], {}, "needs a tokenizer to read the text 'text'"),
+        (["text", Slot([[5], [6]])], {}, "must come with a tokenizer for its texts, got 'text'"),
         ([[2], Slot([[5], [6]])], {"num_draws": 0}, "num_draws must be an integer of at least 1"),
         ([[2], Slot([[5], [6]])], {"noise": dgemma.MaskNoise(11)}, r"MaskNoise\.vocab_size must be the model's 512"),
         (
@@ -350,7 +345,7 @@ def test_a_tokenizer_reads_texts(model):
         (
             [[2], Slot([[5], [6]]), [7] * 31, Slot([[5], [6]])],
             {"mode": "independent"},
-            'must fit into one canvas of 32 tokens under mode="independent", got 33',
+            "must fit into a canvas of 32 tokens, got 33",
         ),
         (
             [[2], *[Slot([[token] for token in range(10, 30)])] * 3],
@@ -369,11 +364,3 @@ def test_two_slots_of_one_name_are_refused():
     model = dgemma.DiffusionGemma(dgemma.presets.tiny())
     with pytest.raises(ValueError, match=r"Slot\.name must be unique in a template, got \['a', 'a'\]"):
         slots(model, template)
-
-
-def test_truths_of_another_number_and_unknown_modes_are_named():
-    template = [[BOS, 1], Slot([[0], [1], [2]]), [2]]
-    with pytest.raises(ValueError, match="calibrate truths must be one per result, 1, got 2"):
-        calibrate([fill(template)], [[[0]], [[1]]])
-    with pytest.raises(ValueError, match="slots mode must be 'sequential' or 'independent' or 'joint', got 'both'"):
-        fill(template, mode="both")

@@ -7,7 +7,7 @@ is captured for one set of frozen values: sampler, noise, temperature schedule, 
 """
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -298,6 +298,24 @@ class FusedDenoiser(Denoiser[FusedCache]):
         fused, _ = self._check_prefix(state.token, cache, None)
         fused.catch_up()
         return self._reader.draw_token(state, fused, rule)
+
+    def causal_steps(
+        self, state: CausalState, num_tokens: int, *, cache: FusedCache, rule: CausalRule
+    ) -> Iterator[tuple[CausalState, list[list[bool]]]]:
+        """Draw tokens like `Denoiser.causal_steps`, but start each token before the flags of the last one are read."""
+        waiting: list[tuple[CausalState, Tensor, torch.cuda.Event | None]] = []
+        for number in range(num_tokens + 1):
+            if number < num_tokens:
+                state = self.causal_step(state, cache=cache, rule=rule)
+                flags = torch.stack((state.done, state.broken))
+                on_host = flags.to("cpu", non_blocking=True)
+                arrived = torch.cuda.current_stream(flags.device).record_event() if flags.is_cuda else None
+                waiting.append((state, on_host, arrived))
+            if number > 0:
+                before, on_host, arrived = waiting.pop(0)
+                if arrived is not None:
+                    arrived.synchronize()  # waits only for the copy
+                yield before, on_host.tolist()
 
     @torch.no_grad()
     @in_turn

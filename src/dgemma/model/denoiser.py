@@ -3,7 +3,7 @@
 A run needs only `encode` and `denoise`. An engine also replaces whole functions of a run by faster ones.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -25,8 +25,8 @@ class Denoiser(Generic[CacheT]):
 
     A subclass defines `encode`, `denoise` and the attributes `config`, `generation` and `device`. If it can also write
     autoregressively, it sets `has_causal_mode` and defines `new_cache` and `causal_logits`. An engine is a faster
-    denoiser, such as the result of `accelerate`. It may define `step`, and override `causal_step`, `uniform` and
-    `read_ahead`, with faster functions that return the same results.
+    denoiser, such as the result of `accelerate`. It may define `step`, and override `causal_step`, `causal_steps`,
+    `uniform` and `read_ahead`, with faster functions that return the same results.
 
     Example: `class Flat(Denoiser): denoise = lambda self, canvas, cache, self_cond=None: Prediction(...)`.
     """
@@ -126,6 +126,19 @@ class Denoiser(Generic[CacheT]):
         prediction = Prediction(self.causal_logits(state.token, cache))
         uniform = draws.uniform(state.seeds, torch.zeros_like(state.seeds), state.number, 1, "token")
         return rule.choose(prediction, state, uniform)
+
+    def causal_steps(
+        self, state: CausalState, num_tokens: int, *, cache: CacheT, rule: CausalRule
+    ) -> Iterator[tuple[CausalState, list[list[bool]]]]:
+        """Draw tokens one after another. Yield each state with its `done` and `broken` as lists.
+
+        An engine may start the next token before it reads these.
+
+        Example: `for state, (done, broken) in model.causal_steps(state, 8, cache=cache, rule=rule): ...`.
+        """
+        for _ in range(num_tokens):
+            state = self.causal_step(state, cache=cache, rule=rule)
+            yield state, torch.stack((state.done, state.broken)).tolist()
 
     def uniform(self, seeds: Tensor, block: Tensor, step: Tensor, num_positions: int, purpose: str) -> Tensor:
         """Draw uniforms like `draws.uniform`: seeds, block, step (B,) → (B, num_positions) float64."""

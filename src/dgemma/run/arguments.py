@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from dgemma.checks import as_int, as_lists, has_values, require, require_tensor
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.schedule import LEAST_NOISE
-from dgemma.model.cache import Cache, require_cache
+from dgemma.model.cache import Cache
 from dgemma.model.config import DenoiserConfig, ModelConfig
 from dgemma.model.denoiser import Denoiser
 from dgemma.model.vision.images import Images
@@ -75,8 +75,7 @@ def read_seeds(seed: int | Sequence[int] | Tensor, prompt_tokens: Tensor) -> Ten
     """Return one seed per row, (B,) int64: an int s gives row i the seed s + i."""
     batch_size, first = prompt_tokens.shape[0], as_int(seed)
     seeds = as_lists(seed) if first is None else [first + row for row in range(batch_size)]
-    fits = isinstance(seeds, list) and len(seeds) == batch_size
-    fits = fits and all(type(s) is int and -(2**63) <= s < 2**63 for s in seeds)
+    fits = isinstance(seeds, list) and len(seeds) == batch_size and all(as_int(s) is not None for s in seeds)
     rule = f"be an integer below 2**63 - {batch_size} (row i has seed + i), or a list of {batch_size}, one per row"
     require(fits, "generate seed", rule, seed)
     return torch.tensor(seeds, dtype=torch.int64, device=prompt_tokens.device)
@@ -103,42 +102,23 @@ def read_span(
     """Check canvas, frozen and allowed against each other and the vocabulary, and return them as a `Span`."""
     batch_size, device = prompt_tokens.shape[0], prompt_tokens.device
     if canvas is not None:
-        rule = f"be int64 tokens, -1 for noise, of shape ({batch_size}, 1 to {max_new_tokens})"
+        ids = f"[0, {noise.vocab_size}) or -1 for noise"
+        rule = f"be int64 tokens in {ids}, of shape ({batch_size}, 1 to {max_new_tokens})"
         require_tensor(canvas, "generate canvas", rule, shape=(batch_size, None), dtypes=_INTS)
         fits = 1 <= canvas.shape[1] <= max_new_tokens
-        require(fits, "generate canvas", rule, canvas, f"Raise max_new_tokens to {canvas.shape[1]}.")
-        least, most = int(canvas.min()), int(canvas.max())
-        rule = f"hold ids in [0, {noise.vocab_size}) or -1 for noise"
-        require(least >= -1 and most < noise.vocab_size, "generate canvas", rule, f"{least}..{most}")
+        fits = fits and int(canvas.min()) >= -1 and int(canvas.max()) < noise.vocab_size
+        require(fits, "generate canvas", rule, canvas, f"max_new_tokens is {max_new_tokens}.")
         canvas = canvas.to(device, torch.int64)
     if frozen is not None:
-        if canvas is None:
-            raise ValueError("generate frozen must come with canvas, the tokens to keep. Pass canvas.")
-        rule = f"be booleans of the canvas's shape {tuple(canvas.shape)}"
-        require_tensor(frozen, "generate frozen", rule, shape=canvas.shape, dtypes=(torch.bool,))
+        shape = () if canvas is None else tuple(canvas.shape)
+        rule = f"be booleans that mark real tokens of canvas, of its shape {shape}"
+        require_tensor(frozen, "generate frozen", rule, shape=shape, dtypes=(torch.bool,), fix="Pass canvas too.")
         frozen = frozen.to(device)
         is_noise = frozen & ((canvas < 0) | noise.masked(canvas))
-        require(not is_noise.any(), "generate frozen", "mark real tokens", "a position of noise", "Unfreeze it.")
+        require(not is_noise.any(), "generate frozen", rule, "a position of noise", "Unfreeze it.")
     if allowed is not None:
         allowed = read_allowed("generate allowed", allowed, noise, (batch_size, max_new_tokens), device)
-        if canvas is not None and noise.kind == "mask":
-            _check_kept(canvas, frozen, allowed, noise)
     return Span(canvas=canvas, frozen=frozen, allowed=allowed)
-
-
-def _check_kept(canvas: Tensor, frozen: Tensor | None, allowed: Tensor, noise: Noise) -> None:
-    """Check that the canvas's own tokens, which mask noise does not change, are allowed or frozen."""
-    is_kept = (canvas >= 0) & ~noise.masked(canvas)
-    if frozen is not None:
-        is_kept = is_kept & ~frozen
-    length = canvas.shape[1] if allowed.shape[1] == 1 else min(canvas.shape[1], allowed.shape[1])
-    table = allowed[:, :length].expand(canvas.shape[0], length, -1)
-    fits = table.gather(2, canvas[:, :length].clamp(min=0)[..., None])[..., 0]
-    if bool((is_kept[:, :length] & ~fits).any()):
-        raise ValueError(
-            "generate canvas must hold allowed tokens where it is not frozen, because mask noise keeps them. "
-            "Freeze other tokens, allow them, or write -1."
-        )
 
 
 def check_vocabulary(noise: Noise, config: DenoiserConfig) -> None:
@@ -149,11 +129,8 @@ def check_vocabulary(noise: Noise, config: DenoiserConfig) -> None:
 
 def check_valid(sampler: Sampler, noise: Noise) -> None:
     """Check that the sampler is valid for the noise process."""
-    if noise.kind not in sampler.valid_for:
-        raise ValueError(
-            f"{type(sampler).__name__} must run under {' or '.join(sorted(sampler.valid_for))} noise, "
-            f"got {noise.kind}. Pass noise= of that kind or another sampler."
-        )
+    rule, fix = f"run under {' or '.join(sorted(sampler.valid_for))} noise", "Pass another noise or another sampler."
+    require(noise.kind in sampler.valid_for, type(sampler).__name__, rule, noise.kind, fix)
 
 
 def read_count(name: str, value: int | None, default: int, most: int) -> int:
@@ -188,8 +165,8 @@ def check_start(noise: Noise, canvas: Tensor | None, noise_level: float, num_pos
     A level below 1 needs a canvas. Pure noise needs a schedule that reaches level 1 at t = 1, unless the canvas shows
     its level, as under mask noise.
     """
-    fits, fix = noise_level == 1 or canvas is not None, "Pass the canvas that has this level."
-    require(fits, "generate noise_level", "be 1 without canvas", noise_level, fix)
+    fix = "Pass the canvas that has this level."
+    require(noise_level == 1 or canvas is not None, "generate noise_level", "be 1 without canvas", noise_level, fix)
     level = 1 - noise.schedule.alpha(torch.ones((), dtype=torch.float64)).item()
     is_complete = canvas is not None and canvas.shape[1] >= num_positions and not bool((canvas < 0).any())
     fits, fix = noise.kind == "mask" or level >= LEAST_NOISE or is_complete, "Use Linear(), or pass a whole canvas."
@@ -197,40 +174,27 @@ def check_start(noise: Noise, canvas: Tensor | None, noise_level: float, num_pos
 
 
 def check_prompt(
-    tokens: Tensor,
-    attention_mask: Tensor | None,
-    cache: Cache | None,
-    config: DenoiserConfig,
-    num_positions: int,
-    device: torch.device,
+    tokens: Tensor, attention_mask: Tensor | None, cache: Cache | None, config: DenoiserConfig, num_positions: int
 ) -> None:
-    """Check the prompt's type, device and length, its mask, and the cache that it continues."""
-    rule, fix = "be integer ids of shape (batch, length)", "Pass prompt_tokens.to(model.device)."
+    """Check the prompt's type and length, its mask, and the cache that it continues."""
+    rule = "be integer ids of shape (batch, length)"
     require_tensor(tokens, "generate prompt_tokens", rule, shape=(None, None), dtypes=_INTS)
-    fits, rule = tokens.device == device, f"be on the model's device {device}"
-    require(fits, "generate prompt_tokens", rule, str(tokens.device), fix)
-    (num_rows, width), num_cached = tokens.shape, 0
+    (num_rows, width), num_cached, has_tokens = tokens.shape, 0, True
     if cache is not None:
-        require_cache("generate", cache)
         require(cache.batch_size == num_rows, "generate cache", f"have the prompt's {num_rows} rows", cache.batch_size)
         num_cached = cache.num_slots
-    has_tokens = num_rows > 0 and width + num_cached > 0
     if attention_mask is not None:
-        rule = f"be a tensor of shape ({num_rows}, {width}) on {device}, 1 for real tokens and 0 for padding"
+        rule = f"be a tensor of shape ({num_rows}, {width}), 1 for real tokens and 0 for padding"
         require_tensor(attention_mask, "generate attention_mask", rule, shape=(num_rows, None))
-        fits = attention_mask.shape[1] >= width and attention_mask.device == device  # it may cover the cache too
+        fits = attention_mask.shape[1] >= width  # it may cover the cache too
         fits = fits and bool(((attention_mask == 0) | (attention_mask == 1)).all())
         require(fits, "generate attention_mask", rule, attention_mask)
-        has_tokens = has_tokens and (num_cached > 0 or bool(attention_mask.bool().any(1).all()))
-    if not has_tokens:
-        raise ValueError("generate prompt_tokens must hold at least one token per row. Start with the bos token.")
+        has_tokens = bool(attention_mask.bool().any(1).all())
+    fits = num_rows > 0 and (num_cached > 0 or (width > 0 and has_tokens))
+    require(fits, "generate prompt_tokens", "hold at least one token per row", tokens, "Start with the bos token.")
     total, most = num_cached + width + num_positions, config.max_position_embeddings
-    if total > most:
-        num_blocks = num_positions // config.canvas_length
-        raise ValueError(
-            f"generate must stay within max_position_embeddings {most}, got {total} tokens with the prompt and "
-            f"{num_blocks} canvas{'es' if num_blocks > 1 else ''}. Shorten the prompt or lower max_new_tokens."
-        )
+    fix = f"The run writes {num_positions} tokens. Shorten the prompt or lower max_new_tokens."
+    require(total <= most, "generate", f"stay within max_position_embeddings {most}", total, fix)
 
 
 def read_images(model: Denoiser, tokens: Tensor, images: Any) -> tuple[Images | None, ...] | None:
@@ -266,14 +230,10 @@ def read_allowed(
     fits = fits and (table.shape[1] in (1, num_positions) if exact else table.shape[1] <= num_positions)
     whole = f"({batch_size}, {'' if exact else 'up to '}{num_positions}, {noise.vocab_size})"
     require(fits, name, f"broadcast to (batch, positions, vocab) = {whole}", tuple(table.shape))
-    check_usable(name, noise.proposable(table, device))
+    usable = noise.proposable(table, device)
+    fits, fix = usable is None or bool(usable.any(-1).all()), "Allow a token there."
+    require(fits, name, "leave at least one token at every position", allowed, fix)
     return table
-
-
-def check_usable(name: str, usable: Tensor | None) -> None:
-    """Check that a token may be written at every position; usable is `Noise.proposable` of the allowed ones."""
-    if usable is not None and not bool(usable.any(-1).all()):
-        raise ValueError(f"{name} must leave at least one token at every position. Allow a token there.")
 
 
 def _allowed_table(name: str, allowed: Any, vocab_size: int) -> Tensor:
@@ -288,12 +248,10 @@ def _allowed_table(name: str, allowed: Any, vocab_size: int) -> Tensor:
     nested = isinstance(listed, list) and any(isinstance(item, list) for item in listed)
     sets = listed if nested else [listed]
     fits = all(isinstance(ids, list) and all(type(token) is int for token in ids) for ids in sets)
-    rule, fix = "be booleans, token ids, or one list of ids per position", "Do not mix these forms."
-    require(fits, name, rule, allowed, fix)
-    fits = all(0 <= token < vocab_size for ids in sets for token in ids)
-    require(fits, name, f"hold ids in [0, {vocab_size})", allowed)
-    fits = all(len(set(ids)) == len(ids) for ids in sets)  # a mask of 0 and 1 would be read as the ids 0 and 1
-    require(fits, name, "not repeat an id", allowed, "Convert a mask of 0 and 1 to booleans.")
+    fits = fits and all(0 <= token < vocab_size for ids in sets for token in ids)
+    fits = fits and all(len(set(ids)) == len(ids) for ids in sets)  # a mask of 0 and 1 would be read as ids
+    rule = f"be booleans, or distinct token ids in [0, {vocab_size}), for all positions or one list per position"
+    require(fits, name, rule, allowed, "Do not mix these forms. Convert a mask of 0 and 1 to booleans.")
     table = torch.zeros(len(sets), vocab_size, dtype=torch.bool)
     for position, ids in enumerate(sets):
         table[position, ids] = True

@@ -3,6 +3,7 @@
 All of it is computed before the first forward. So a constraint that cannot be met is refused before any work.
 """
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -105,19 +106,13 @@ class HoleLanguage:
         is_final = torch.from_numpy(tokens.is_final)
         accepts = torch.cat((is_final, torch.ones(len(starts), dtype=torch.bool)))
         table = None if allowed is None else allowed.cpu()
-        factors = _Factors(self.automaton, Span(allowed=table), noise, None, batch_size)
-        is_gap = torch.zeros(self.automaton.num_classes, dtype=torch.bool)
-        is_gap[-1] = True
-        gap_arcs = any_by(is_gap[self.automaton.link_class][None], self.automaton.link_arc, factors.num_arcs)
-        reach = [accepts.expand(batch_size, -1)]
-        for position in reversed(range(self.holes.shape[1])):
-            arcs = torch.where(self.holes[:, position, None], factors.arcs(position), gap_arcs)
-            taken = arcs & reach[-1][:, self.automaton.arc_target]
-            reach.append(any_by(taken, self.automaton.arc_source, self.automaton.num_states))
-        self.reach = torch.stack(reach[::-1])  # (N + 1, B, Q): states from which the rest of the text can fit
+        factors = _Factors(self.automaton, Span(allowed=table), noise, None, batch_size, self.holes)
+        reach = factors.reach(accepts.expand(batch_size, -1), self.holes.shape[1])
+        self.reach = torch.stack(reach)  # (N + 1, B, Q): states from which the rest of the text can fit
         missed = (~self.reach[0, torch.arange(batch_size), self.first]).nonzero()[:, 0].tolist()
         if missed:
-            lengths = sorted({len(run) for run in _runs(self.holes[missed[0]])})
+            runs = itertools.groupby(self.holes[missed[0]].tolist())
+            lengths = sorted({len(list(run)) for is_hole, run in runs if is_hole})
             rule = f"have texts of exactly the holes' lengths, which no text has in row {missed[0]}"
             require(False, f"{owner} constraint", rule, lengths, "Change their lengths.")
 
@@ -142,17 +137,6 @@ class HoleLanguage:
         return state, self.reach[stop, row], gaps
 
 
-def _runs(flags: Tensor) -> list[list[int]]:
-    """The positions of each run of True."""
-    runs: list[list[int]] = []
-    for position in flags.nonzero()[:, 0].tolist():
-        if runs and runs[-1][-1] == position - 1:
-            runs[-1].append(position)
-        else:
-            runs.append([position])
-    return runs
-
-
 @dataclass(frozen=True)
 class _Factors:
     """The arcs that can be taken at each position, given the frozen and the allowed tokens; on the CPU."""
@@ -162,6 +146,7 @@ class _Factors:
     noise: Noise
     may_end: Tensor | None
     batch_size: int
+    holes: Tensor | None = None  # (B, N) bool: elsewhere only the class of gaps is taken, the last one
 
     def reach(self, accepts: Tensor, num_positions: int) -> list[Tensor]:
         """The states before each position from which an accepted text can follow: N + 1 times (B, Q) bool."""
@@ -174,15 +159,11 @@ class _Factors:
                 reach.append(any_by(taken, self.automaton.arc_source, self.automaton.num_states))
         return reach[::-1]
 
-    @property
-    def num_arcs(self) -> int:
-        return len(self.automaton.arc_source)
-
     @cached_property
     def first_plain(self) -> int:
-        """The first position after the frozen tokens and the allowed sets."""
-        lengths = [0 if table is None or table.shape[1] == 1 else table.shape[1] for table in vars(self.span).values()]
-        return max(lengths)
+        """The first position after the frozen tokens, the allowed sets and the holes."""
+        tables = (*vars(self.span).values(), self.holes)
+        return max(0 if table is None or table.shape[1] == 1 else table.shape[1] for table in tables)
 
     def arcs(self, position: int) -> Tensor:
         """The arcs that some token can take at a position, (B, E) bool."""
@@ -192,6 +173,9 @@ class _Factors:
             own = self.automaton.token_class[canvas[:, position].clamp(min=0)].long()
             frozen_class = torch.nn.functional.one_hot(own, self.automaton.num_classes).bool()
             classes = torch.where(frozen[:, position, None], frozen_class, classes)
+        if self.holes is not None:
+            is_gap = torch.arange(self.automaton.num_classes) == self.automaton.num_classes - 1
+            classes = torch.where(self.holes[:, position, None], classes, is_gap)
         links = classes[:, self.automaton.link_class]
         arcs = any_by(links, self.automaton.link_arc, len(self.automaton.arc_source))
         if self.may_end is not None:

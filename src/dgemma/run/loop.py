@@ -6,7 +6,6 @@
 import itertools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -52,9 +51,7 @@ def run_plan(
         state = rows.start(model, knobs)
         if on_start is not None:
             state, knobs = apply_changes(on_start(Moment(state, cache, knobs)), state, knobs)
-        drafts, steps, forwards, knobs = yield from denoise_canvas(
-            model, state, cache, knobs, num_steps=plan.num_steps, meanwhile=partial(rows.start_early, model, knobs)
-        )
+        drafts, steps, forwards, knobs = yield from denoise_canvas(model, state, cache, knobs)
         commit = rows.write(drafts, steps, forwards)
         cache = rows.read(model, cache)
         yield commit
@@ -63,19 +60,11 @@ def run_plan(
 
 @torch.no_grad()
 def denoise_canvas(
-    model: Denoiser,
-    state: DenoiseState,
-    cache: Cache,
-    knobs: Knobs,
-    *,
-    num_steps: int = 1,
-    meanwhile: Callable[[], object] | None = None,
+    model: Denoiser, state: DenoiseState, cache: Cache, knobs: Knobs
 ) -> Generator[StepRecord, Changes, Denoised]:
     """Step a canvas until every row is done or out of steps. Finished rows are removed from the batch.
 
-    It yields each `StepRecord`, and accepts changes in the same way as `stream`. `num_steps` is a hint that does not
-    change results. If it is above 1 and there is no stop rule, the second step is prepared while the host waits for the
-    first. `meanwhile` is called while the device takes the first step.
+    It yields each `StepRecord`, and accepts changes in the same way as `stream`.
 
     Example: `for record in denoise_canvas(model, state, cache, knobs): print(record.state.draft)`.
     """
@@ -83,14 +72,10 @@ def denoise_canvas(
     here = list(range(state.batch_size))  # the rows that are still in the batch
     drafts, steps, forwards = list(state.draft), [0] * len(here), [0] * len(here)
     num_forwards = 0
-    # True if another step is likely: there is no stop rule, and every row has at least two steps left. A row may still
-    # finish early, when it has no undecided position left.
-    goes_on = knobs.stop is None and num_steps > 1
+    goes_on = knobs.stop is None  # another step is likely: there is no stop rule, and every row has steps left
     for num_taken in itertools.count(1):
-        record = denoising.step()  # before any host work, because the device is idle
+        record = denoising.step()
         num_forwards += record.num_forwards
-        if num_taken == 1 and meanwhile is not None:
-            meanwhile()
         changes = yield record
         left = denoising.finish_step(changes, goes_on=goes_on)
         if not all(left):

@@ -108,7 +108,7 @@ def read_plan(
     num_positions = num_blocks * config.canvas_length
     arguments.check_memory("generate", len(prompt_tokens), config, model.device)
     mask = settings["attention_mask"]
-    arguments.check_prompt(prompt_tokens, mask, cache, config, num_positions, model.device)
+    arguments.check_prompt(prompt_tokens, mask, cache, config, num_positions)
     images = arguments.read_images(model, prompt_tokens, settings["images"])
     span = arguments.read_span(
         settings["canvas"], settings["frozen"], settings["allowed"], prompt_tokens, noise, max_new_tokens

@@ -1,5 +1,6 @@
 """Recording of a run: every step's canvas, decisions and certainty, with the run's plan and the changes to it."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from dgemma.checks import as_int, show, typed
+from dgemma.checks import as_int, require, typed
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.run import stored
@@ -26,12 +27,10 @@ class Recording:
     """The part of a `Trajectory` that needs no model: recorded steps, committed blocks and changes, and their file."""
 
     def __init__(self, plan: Plan, *, top: int = 5) -> None:
-        if not isinstance(plan, Plan):
-            raise ValueError(f"Trajectory.plan must be a Plan, got {show(plan)}. `read_plan` makes one.")
-        number = as_int(top)
-        if number is None or not 0 <= number <= plan.noise.vocab_size:
-            raise ValueError(f"Trajectory.top must be in [0, {plan.noise.vocab_size}], got {top}. Use 0 for none.")
-        self.plan, self.top = plan, number
+        require(isinstance(plan, Plan), "Trajectory.plan", "come from read_plan", plan)
+        fits = as_int(top) is not None and 0 <= top <= plan.noise.vocab_size
+        require(fits, "Trajectory.top", f"be in [0, {plan.noise.vocab_size}]", top)
+        self.plan, self.top = plan, int(top)
         self.steps: list[RecordedStep] = []
         self.commits: list[BlockCommit] = []
         self.changes: list[Change] = []
@@ -85,10 +84,8 @@ class Recording:
         return iter(self.steps)
 
     def __repr__(self) -> str:
-        blocks = f"{len(self.commits)} of {self.plan.num_blocks} blocks"
-        return (
-            f"Trajectory({self.batch_size} rows, {blocks}, {len(self)} steps, {type(self.plan.knobs.sampler).__name__})"
-        )
+        blocks, sampler = f"{len(self.commits)} of {self.plan.num_blocks} blocks", self.plan.knobs.sampler
+        return f"Trajectory({self.batch_size} rows, {blocks}, {len(self)} steps, {type(sampler).__name__})"
 
     @property
     def batch_size(self) -> int:
@@ -107,8 +104,7 @@ class Recording:
 
         Example: `trajectory.array("accepted").sum(-1)` counts the tokens that each step accepted.
         """
-        if name not in _COLUMNS:
-            raise ValueError(f"Trajectory.array name must be one of {', '.join(_COLUMNS)}; got {name!r}.")
+        require(name in _COLUMNS, "Trajectory.array name", f"be one of {', '.join(_COLUMNS)}", name)
         kind = getattr(self.steps[0], name).dtype if self.steps else torch.int64
         absent = False if kind == torch.bool else float("nan") if kind.is_floating_point else -1
         return self._spread(name, absent)
@@ -122,9 +118,8 @@ class Recording:
         for recorded in self.steps:
             if (recorded.block, recorded.index) == (block, step):
                 return recorded
-        counts = [sum(recorded.block == b for recorded in self.steps) for b in range(len(self.commits) + 1)]
-        fix = f"The recorded steps per block are {[count for count in counts if count]}."
-        raise IndexError(f"Trajectory must have the recorded step, got block {block}, step {step}. {fix}")
+        counts = list(Counter(recorded.block for recorded in self.steps).values())
+        raise IndexError(f"Trajectory has no block {block}, step {step}. The recorded steps per block are {counts}.")
 
     @property
     def new_tokens(self) -> Tensor:

@@ -4,9 +4,6 @@ A driver repeats four calls for every block: `read` (encode what is new), `start
 the canvas, then `write`.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -41,13 +38,13 @@ class Rows:
         self._states = None if plan.language is None else plan.language.start  # (R,) of the constraint
         self._leaving: list[bool] = []
         self._retired: list[tuple[Tensor, Cache]] = []
-        self._early: _EarlyCanvas | None = None
 
     def read(self, model: Denoiser, cache: Cache | None = None) -> Cache:
         """Encode the unread tokens, and return the cache of the rows that go on. Rows that ended keep their cache."""
         cache = model.encode_with(join_images(self.unread_images), self.unread, cache, self.unread_mask)
         if any(self._leaving):
-            ends, goes_on = (_where(flags, self.left.device) for flags in (self._leaving, _not(self._leaving)))
+            leaving = torch.tensor(self._leaving)
+            ends, goes_on = (flags.nonzero()[:, 0].to(self.left.device) for flags in (leaving, ~leaving))
             self._retired.append((self.left[ends], cache.select(ends)))
             self.left, cache = self.left[goes_on], cache.select(goes_on)
             self._states = None if self._states is None else self._states[goes_on]
@@ -56,20 +53,7 @@ class Rows:
 
     def start(self, model: Denoiser, knobs: Knobs) -> DenoiseState:
         """Return the state of the next canvas before its first step."""
-        early, self._early = self._early, None
-        if early is not None and early.rows is self.left and early.knobs is knobs:
-            return early.state
         return self._start(model, len(self.blocks), knobs)
-
-    def start_early(self, model: Denoiser, knobs: Knobs) -> None:
-        """Start the canvas after the present one, while the device still works on this one.
-
-        `start` returns it, unless rows end or a callback changes the knobs in the meantime.
-        """
-        following = len(self.blocks) + 1
-        # The state of a language is known only after the previous block.
-        if following < self.plan.num_blocks and self.plan.language is None:
-            self._early = _EarlyCanvas(self.left, knobs, self._start(model, following, knobs))
 
     def write(self, drafts: Tensor, steps: Tensor, forwards: Tensor) -> BlockCommit:
         """Write the finished canvases (R, C), which took `steps` and `forwards` (R,). Call `read` after it."""
@@ -132,23 +116,6 @@ class Rows:
             uniform=model.uniform,
             **plan.block(block, self.left, self._states),
         )
-
-
-class _EarlyCanvas(NamedTuple):
-    """A canvas that was started early, for these rows and knobs."""
-
-    rows: Tensor
-    knobs: Knobs
-    state: DenoiseState
-
-
-def _not(flags: Sequence[bool]) -> list[bool]:
-    return [not flag for flag in flags]
-
-
-def _where(flags: Sequence[bool], device: torch.device) -> Tensor:
-    """The indices of the flags that are True, (n,) int64."""
-    return torch.tensor([at for at, flag in enumerate(flags) if flag], dtype=torch.int64, device=device)
 
 
 def _spread(values: Tensor, rows: Tensor, batch_size: int, fill: int | bool) -> Tensor:

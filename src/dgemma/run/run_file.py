@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
+from dgemma.checks import require
 from dgemma.files import open_file, writing
 
 with suppress(ImportError):  # not on Windows
@@ -67,10 +68,8 @@ class RunFile:
         try:
             return build(json.loads(line))
         except (KeyError, TypeError, ValueError):
-            raise ValueError(
-                f"{self.path} must hold complete results, got something else for index {index}. Remove its line; it is "
-                "then done again."
-            ) from None
+            rule = f"hold complete results, got something else for index {index}"
+            raise ValueError(f"{self.path} must {rule}. Remove its line; it is then done again.") from None
 
     def _lock(self) -> None:
         if os.name != "posix":
@@ -78,10 +77,7 @@ class RunFile:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ValueError(
-                f"{self.path} must be written by one process, but another one has it open. Wait for it, or choose "
-                "another file."
-            ) from None
+            raise ValueError(f"{self.path} must be written by one process, but another one has it open.") from None
 
     def _read(self) -> None:
         """Check the settings, note the place of every result, and drop an incomplete last line."""
@@ -98,12 +94,13 @@ class RunFile:
                 if not line.endswith(b"\n"):
                     break
                 index = _index_of(line)
-                if index is None or index in self:
-                    raise ValueError(
-                        f"{self.path} must hold one result per line, each with its own index, got something else in "
-                        f"line {number}. Remove that line; its prompt is then done again."
-                    )
-                self._places[index] = self._end
+                rule, fix = (
+                    "hold one result per line, each with its own index",
+                    "Remove the line; its prompt is done again.",
+                )
+                fits = index is not None and index not in self
+                require(fits, str(self.path), rule, f"something else in line {number}", fix)
+                self._places[cast(int, index)] = self._end
                 self._end += len(line)
         self._file.truncate(self._end)
 
@@ -118,10 +115,8 @@ class RunFile:
         for name in sorted(before.keys() | self.settings.keys()):
             old, new = before.get(name), self.settings.get(name)
             if old != new:
-                raise ValueError(
-                    f"{self.path} must be continued with the settings that it began with, got {name} {new!r} instead "
-                    f"of {old!r}. Use the old setting, or another file."
-                )
+                rule = f"be continued with the settings that it began with, got {name} {new!r} instead of {old!r}"
+                raise ValueError(f"{self.path} must {rule}. Use the old setting, or another file.")
 
     def _write(self, line: Mapping[str, Any]) -> None:
         data = json.dumps(line, ensure_ascii=False).encode("utf-8", errors="replace") + b"\n"

@@ -20,7 +20,7 @@ from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.model.cache import Cache
 from dgemma.model.denoiser import Denoiser, check_denoiser
-from dgemma.run.arguments import check_usable, check_valid
+from dgemma.run.arguments import check_valid
 from dgemma.run.knobs import Knobs
 from dgemma.run.records import StepRecord
 from dgemma.sampling.stopping import ask
@@ -237,12 +237,9 @@ def start_state(
     check_valid(knobs.sampler, noise)
     batch_size, device = seeds.shape[0], seeds.device
     shape = (batch_size, canvas_len)
-    require(canvas_len >= 1 and num_steps >= 1, "start_state canvas_len and num_steps", "be at least 1", shape)
     for name, value in (("canvas", canvas), ("frozen", frozen), ("awaited", awaited)):
         require(value is None or value.shape == shape, f"start_state {name}", f"have the shape {shape}", value)
     usable = noise.proposable(allowed, device)  # a mask is noise, never a proposal
-    if allowed is not None and device.type == "cpu":  # on a GPU the host would wait
-        check_usable("start_state allowed", usable)
     block_index = torch.full((batch_size,), block, device=device)
     first_step = round((1 - float(noise.schedule.time(torch.tensor(1 - noise_level, dtype=torch.float64)))) * num_steps)
     num_steps_row = torch.full((batch_size,), num_steps, device=device)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgemma.checks import check_types, require, require_tensor
+from dgemma.checks import as_int, check_types, require, require_tensor
 from dgemma.files import open_tensors, parse_json, write_tensors
 from dgemma.run.arguments import MOST_STEPS
 from dgemma.run.plan import Plan
@@ -21,9 +21,9 @@ from dgemma.values import describe_value, find_unknown, rebuild_value
 _KIND, _HEADER = "trajectory", "dgemma"  # the metadata entry _HEADER holds everything but the tensors
 _INTS = (torch.int16, torch.int32, torch.int64)
 _LONG, _BOOL, _ROUNDING = (torch.int64,), (torch.bool,), 1e-3
-# The tensors of a file by name: a letter per dimension, dtypes, least and greatest value. "B" is the batch, "R" the
-# rows of all steps together, "L" blocks, "C" positions of a canvas, "K" candidates, "V" the vocabulary, and "." any
-# size. A greatest value of "B" or "V" is the largest row number or token.
+# The tensors and numbers of a file by name: a letter per dimension, dtypes, least and greatest value. "B" is the batch,
+# "R" the rows of all steps together, "L" blocks, "C" positions of a canvas, "K" candidates, "V" the vocabulary, and "."
+# any size. A greatest value of "B" or "V" is the largest row number or token.
 _COLUMNS: dict[str, tuple[str, tuple[torch.dtype, ...], float | None, Any]] = {
     "rows": ("R", _INTS, 0, "B"),
     "step": ("R", _LONG, None, None),
@@ -39,6 +39,12 @@ _COLUMNS: dict[str, tuple[str, tuple[torch.dtype, ...], float | None, Any]] = {
     "top_probabilities": ("RCK", (torch.float16,), 0, 1),
 }
 _PLAN = {
+    "num_blocks": ("", None, 1, 1 << 31),
+    "num_steps": ("", None, 1, MOST_STEPS),
+    "canvas_len": ("", None, 1, 1 << 31),
+    "pad_token_id": ("", None, 0, "V"),
+    "first_block": ("", None, 0, 1 << 62),
+    "noise_level": ("", None, 1e-300, 1),
     "prompt_tokens": ("B.", _INTS, 0, "V"),
     "attention_mask": ("B.", None, None, None),
     "num_cached": ("B", _INTS, None, None),
@@ -73,105 +79,78 @@ def load(path: str | Path, classes: Iterable[type] = ()) -> dict[str, Any]:
         raise ValueError(f"{path} must be a {_KIND} file of dgemma, got another safetensors file.")
     try:
         content: dict[str, Any] = rebuild_value(header.get("content"), tensors, classes)
-        _check(content)
-    except (ValueError, RecursionError) as error:
+        _check(**content)
+    except Exception as error:  # a part of a wrong type may lead to any error
         raise ValueError(f"{path} is not a complete {_KIND} file of this version of dgemma: {error}") from None
     return content
 
 
-def _check(content: Any) -> None:
-    """Raise ValueError unless `content` is what `Trajectory.save` writes. The message names the invalid part.
-
-    It checks sizes, ranges, and how the parts fit together.
-    """
-    names = ("plan", "top", "sizes", "steps", "commits", "changes")
-    require(isinstance(content, dict) and content.keys() == set(names), "content", f"hold {', '.join(names)}", content)
-    plan, top, sizes, steps, commits, changes = (content[name] for name in names)
-    fits = isinstance(plan, Plan) and type(top) is int and isinstance(steps, dict)
-    fits = fits and all(isinstance(part, tuple) for part in (sizes, commits, changes))
-    fits = fits and all(isinstance(commit, BlockCommit) for commit in commits)
-    fits = fits and all(isinstance(change, Change) for change in changes)
-    require(fits, "content", f"hold {', '.join(names)} of a run", content)
+def _check(
+    *,
+    plan: Plan,
+    top: int,
+    sizes: tuple[tuple[int, int, int], ...],
+    steps: dict[str, Tensor],
+    commits: tuple[BlockCommit, ...],
+    changes: tuple[Change, ...],
+) -> None:
+    """Raise unless this is what `Trajectory.save` writes: sizes, ranges, and how the parts fit together."""
     missing = find_unknown(plan.noise)
     if missing is not None:
         raise ValueError(f"its noise is a {missing.name}, which this process does not know. Pass it in classes=[...].")
     for part in (plan, plan.span, *commits, *changes):
         check_types(part)  # `rebuild_value` omits this where a part is unknown, such as a user's sampler
+    numbers = {"B": plan.batch_size, "L": plan.num_blocks, "C": plan.canvas_len, "V": plan.noise.vocab_size, "K": top}
+    _check_values("plan", plan, _PLAN, numbers)
     _check_plan(plan)
-    place, numbers = (-1, -1), _numbers(plan) | {"K": top}
-    require(0 <= top <= numbers["V"], "top", f"be in [0, {numbers['V']}]", top)
-    for size in sizes:
-        fits = isinstance(size, tuple) and len(size) == 3 and all(type(number) is int for number in size)
-        fits = fits and place < size[:2] and 0 <= size[0] < plan.num_blocks and 0 <= size[1] < plan.num_steps
-        fits = fits and 1 <= size[2] <= plan.batch_size
-        require(fits, "sizes", "be a block, a step and a number of rows, in order", size)
-        place = size[:2]
+    places, num_rows = [size[:2] for size in sizes], [size[2] for size in sizes]
+    fits = places == sorted(set(places)) and all(type(number) is int for size in sizes for number in size)
+    fits = fits and all(0 <= block < plan.num_blocks and 0 <= step < plan.num_steps for block, step in places)
+    fits = fits and all(1 <= number <= plan.batch_size for number in num_rows)
+    require(fits, "sizes", "be a block, a step and a number of rows, in order", sizes)
     require(steps.keys() == (_COLUMNS.keys() if sizes else set()), "steps", "be the recorded columns", list(steps))
     if steps:
-        num_rows = [size[2] for size in sizes]
-        _check_tensors("steps", steps, _COLUMNS, {**numbers, "R": sum(num_rows)})
+        _check_values("steps", steps, _COLUMNS, {**numbers, "R": sum(num_rows)})
         in_order = all(bool((rows.diff() > 0).all()) for rows in steps["rows"].split(num_rows))
         require(in_order, "steps.rows", "ascend within a step", steps["rows"])
     fits = [commit.block for commit in commits] == list(range(min(len(commits), plan.num_blocks)))
     require(fits, "commits", f"be at most {plan.num_blocks} blocks in order", commits)
     for commit in commits:
-        _check_tensors("commits", commit, _COMMIT, numbers)
-    # A subclass of the state may have other fields. So only a replay, which knows the state, checks the names.
-    fits = all(
-        "state" not in change.values and 0 <= change.block < plan.num_blocks and 0 <= change.index <= plan.num_steps
-        for change in changes
-    )
-    require(fits, "changes", "set fields of the state or knobs before a step of the run", changes)
-
-
-def _numbers(plan: Plan) -> dict[str, int]:
-    """The sizes of a plan by the letters of the tables above."""
-    return {"B": plan.batch_size, "L": plan.num_blocks, "C": plan.canvas_len, "V": plan.noise.vocab_size}
+        _check_values("commits", commit, _COMMIT, numbers)
+    for change in changes:
+        # A subclass of the state may have other fields. So only a replay, which knows the state, checks the names.
+        fits = 0 <= change.block < plan.num_blocks and 0 <= change.index <= plan.num_steps
+        require(fits and "state" not in change.values, "changes", "belong to a step of the run", change)
 
 
 def _check_plan(plan: Plan) -> None:
-    for name, least, most in (
-        ("num_blocks", 1, 1 << 31),
-        ("num_steps", 1, MOST_STEPS),
-        ("canvas_len", 1, 1 << 31),
-        ("pad_token_id", 0, plan.noise.vocab_size - 1),
-        ("first_block", 0, 2**62),
-        ("noise_level", 1e-300, 1),
-    ):
-        fits = least <= getattr(plan, name) <= most
-        require(fits, f"plan.{name}", f"be in [{least}, {most}]", getattr(plan, name))
-    _check_tensors("plan", plan, _PLAN, _numbers(plan))
-    prompt, span, mask, num_positions = (
-        plan.prompt_tokens,
-        plan.span,
-        plan.attention_mask,
-        plan.num_blocks * plan.canvas_len,
-    )
+    """Check how the parts of a plan fit together."""
+    prompt, span, mask = plan.prompt_tokens, plan.span, plan.attention_mask
+    num_positions = plan.num_blocks * plan.canvas_len
     fits = prompt.shape[0] > 0 and (prompt.shape[1] > 0 or plan.num_cached is not None)
     fits = fits and (mask is None or (mask.shape[1] >= prompt.shape[1] and not mask.is_complex()))
     require(fits, "plan.prompt_tokens", "have a row, a token or a cache, and a mask of their length", prompt)
-    stops = all(type(stop) is int and -(2**63) <= stop < 2**63 for stop in plan.eos_token_ids)
+    stops = all(as_int(stop) is not None for stop in plan.eos_token_ids)
     require(stops, "plan.eos_token_ids", "be 64-bit integers", plan.eos_token_ids)
-    tables = [table for table in vars(span).values() if table is not None]
-    fits = all(1 <= table.shape[1] <= num_positions for table in tables)
+    fits = all(1 <= table.shape[1] <= num_positions for table in vars(span).values() if table is not None)
     fits = fits and (span.allowed is None or span.allowed.shape[0] in (1, plan.batch_size))
     fits = fits and (span.frozen is None or (span.canvas is not None and span.canvas.shape == span.frozen.shape))
     require(fits, "plan.span", f"have rows of 1 to {num_positions} positions, and a canvas under frozen", span)
 
 
-def _check_tensors(owner: str, values: Any, table: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    """Check the tensors of a dictionary or a dataclass against a table; None is absent."""
+def _check_values(owner: str, values: Any, table: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+    """Check the tensors and numbers of a dictionary or a dataclass against a table; None is absent."""
     for name, (dims, dtypes, least, most) in table.items():
         value = values
         for part in name.split("."):
             value = value[part] if isinstance(value, Mapping) else getattr(value, part)
-        if value is None:
-            continue
-        shape = tuple(sizes.get(letter) for letter in dims)
-        rule = f"be {'a tensor' if dtypes is None else dtypes[-1]} {shape}"
-        require_tensor(value, f"{owner}.{name}", rule, shape=shape, dtypes=dtypes)
-        if least is not None and value.numel():
+        if dims and value is not None:
+            shape = tuple(sizes.get(letter) for letter in dims)
+            rule = f"be {'a tensor' if dtypes is None else dtypes[-1]} {shape}"
+            require_tensor(value, f"{owner}.{name}", rule, shape=shape, dtypes=dtypes)
+        if least is not None and value is not None and (not dims or value.numel()):
             highest = sizes[most] - 1 if isinstance(most, str) else most
-            slack = _ROUNDING if value.is_floating_point() else 0
-            fits = float(value.min()) >= least - slack and float(value.max()) <= highest + slack  # NaN does not fit
+            found = value if dims else torch.tensor(value, dtype=torch.float64)
+            slack = _ROUNDING if dims and value.is_floating_point() else 0
+            fits = float(found.min()) >= least - slack and float(found.max()) <= highest + slack  # NaN does not fit
             require(fits, f"{owner}.{name}", f"be in [{least:g}, {highest:g}]", value)

@@ -5,8 +5,9 @@ callbacks determine a run. A trajectory keeps the plan and the changes; with the
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.law import Law
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
-from dgemma.model.cache import Cache, require_cache
+from dgemma.model.cache import Cache
 from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.run import arguments
 from dgemma.run.changes import Changes, apply_changes, merge_changes
@@ -54,13 +55,15 @@ class Trajectory(Recording):
 
         def script(place: StepPlace, moment: Moment, record: StepRecord | None) -> Changes:
             if strict and len(again) > len(self):
-                _refuse_difference(f"the end: {len(self)} steps in the run, more in the replay")
+                raise _Reached(moment)  # the difference below says so
             return self._changes_before(place, moment)
 
-        self._rerun(model, cache, again, script)
+        with suppress(_Reached):
+            self._rerun(model, cache, again, script)
         difference = self.difference(again) if strict else None
         if difference:
-            _refuse_difference(difference)
+            fix = "Use the same weights, dtype, device and versions."
+            raise RuntimeError(f"The replay differs from the run at {difference}. {fix}")
         return again
 
     @typed
@@ -85,8 +88,7 @@ class Trajectory(Recording):
 
         Example: `(advantage * generate(model, prompt, record=True).trajectory.log_prob(model)).sum().backward()`.
         """
-        settings: Any = {"cache": cache, "strict": strict, "through_self_cond": through_self_cond}
-        return self.step_log_probs(model, **settings).sum(0)
+        return self.step_log_probs(model, cache=cache, strict=strict, through_self_cond=through_self_cond).sum(0)
 
     @typed
     def step_log_probs(
@@ -220,26 +222,21 @@ class Trajectory(Recording):
         return Generation(**vars(drain(events, on_step=on_step, recording=again)), trajectory=again)
 
     def _check_model(self, model: Denoiser, cache: Cache | None) -> None:
+        """Raise unless the run can be repeated with this model and cache."""
         check_denoiser("Trajectory", model)
-        plan, config = self.plan, model.config
-        if cache is not None:
-            require_cache("Trajectory", cache)
+        plan, sizes = self.plan, (model.config.canvas_length, model.config.vocab_size)
         missing = find_unknown((plan, self.changes))
         if missing is not None:
-            fix = f"Pass it: Trajectory.load(path, classes=[{missing.name}])."
-            if missing.fields is None:
-                fix = "Only its name was saved. Make it a frozen dataclass and record the run again."
+            is_named = missing.fields is None
+            fix = "Only its name was saved. Record the run with a frozen dataclass." if is_named else "Pass it to load."
             raise ValueError(f"This trajectory was made with {missing.name}, which this process does not know. {fix}")
-        needed, sizes = (plan.canvas_len, plan.noise.vocab_size), (config.canvas_length, config.vocab_size)
-        rule = f"have the canvas_length and vocab_size {needed} of this trajectory"
-        require(sizes == needed, "Trajectory model", rule, sizes)
+        needed = (plan.canvas_len, plan.noise.vocab_size)
+        require(
+            sizes == needed, "Trajectory model", f"have the canvas_length and vocab_size {needed} of the run", sizes
+        )
         had = None if plan.num_cached is None else plan.num_cached.tolist()
         got = None if cache is None else cache.lengths.tolist()
-        rule, fix = (
-            f"have the tokens per row {had} with which the run began",
-            "Pass a clone taken before the run, or None.",
-        )
-        require(had == got, "Trajectory cache", rule, got, fix)
+        require(had == got, "Trajectory cache", f"have the tokens per row {had} with which the run began", got)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -250,7 +247,7 @@ class Generation(Output):
 
 
 class _Reached(Exception):
-    """Ends a rerun at the requested moment."""
+    """Ends a rerun at a moment."""
 
     def __init__(self, moment: Moment) -> None:
         self.moment = moment
@@ -270,9 +267,3 @@ def _repeat_step(
     same_end = (after.done == done) & ((after.draft == draft).all(-1) | ~ends)
     after = replace(after, canvas=decision.tokens, open=is_open, done=done)
     return law._replace(agrees=law.agrees & same_end), after
-
-
-def _refuse_difference(difference: str) -> NoReturn:
-    raise RuntimeError(
-        f"The replay differs from the run at {difference}. Use the same weights, dtype, device and versions."
-    )

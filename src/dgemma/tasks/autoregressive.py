@@ -1,8 +1,6 @@
 """Autoregressive generation with the same weights, one token per forward: the baseline for diffusion."""
 
-import itertools
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, TypedDict, Unpack
 
 import torch
@@ -57,10 +55,7 @@ def stream_causal(model: Denoiser, prompt_tokens: Tensor, **options: Unpack[Caus
     temperature, max_new_tokens = settings["temperature"], settings["max_new_tokens"]
     plan = read_plan(model, prompt_tokens, **settings)
     if not isinstance(plan.knobs.temperature, ConstantTemperature):
-        raise ValueError(
-            f"generate_causal.temperature must be one number, got {temperature!r}. Use generate for a schedule: "
-            "autoregressive generation has no steps."
-        )
+        raise ValueError(f"generate_causal.temperature must be one number, got {temperature!r}.")
     rule = CausalRule(
         temperature=float(plan.knobs.temperature.value),
         top_k=plan.knobs.top_k,
@@ -73,18 +68,11 @@ def stream_causal(model: Denoiser, prompt_tokens: Tensor, **options: Unpack[Caus
     seeds = plan.seeds[0]
     none = torch.zeros_like(seeds, dtype=torch.bool)
     state = CausalState(token=last, number=torch.zeros_like(seeds), done=none, broken=none, seeds=seeds)
-    states = itertools.accumulate(
-        range(num_tokens), lambda before, _: model.causal_step(before, cache=cache, rule=rule), initial=state
-    )
-    started = ((after.token, _start_reading(torch.stack((after.done, after.broken)))) for after in states)
-    next(started)  # the state before the first token
-    # On a GPU the host starts the next token before it reads this one, so that the device never waits for the host.
-    ahead = 1 if model.device.type == "cuda" else 0
-    for number, (token, read) in enumerate(_compute_ahead(started, ahead)):
-        ended, broken = read()  # the host waits for the device here
+    drawn = model.causal_steps(state, num_tokens, cache=cache, rule=rule)
+    for number, (after, (ended, broken)) in enumerate(drawn):
         if any(broken):
             refuse_nan(f"at token {number}, row {broken.index(True)}")
-        yield token
+        yield after.token
         if all(ended):
             break
 
@@ -101,26 +89,3 @@ def _read_prompt(
     at = (attention_mask * torch.arange(1, tokens.shape[1] + 1, device=tokens.device)).argmax(1, keepdim=True)
     before = attention_mask.scatter(1, at, 0)
     return model.encode_with(images, tokens, cache, before), tokens.gather(1, at).long()
-
-
-def _compute_ahead(items: Iterator[Any], count: int) -> Iterator[Any]:
-    """Yield the items in order. Before an item is yielded, the next `count` items are computed."""
-    waiting = deque(itertools.islice(items, count))
-    for item in items:
-        waiting.append(item)
-        yield waiting.popleft()
-    yield from waiting
-
-
-def _start_reading(values: Tensor) -> Callable[[], list]:
-    """Start to copy values to the host. The returned function waits only for this copy and returns the values."""
-    if not values.is_cuda:
-        return values.tolist
-    on_host = values.to("cpu", non_blocking=True)
-    arrived = torch.cuda.current_stream(values.device).record_event()
-
-    def read() -> list:
-        arrived.synchronize()
-        return on_host.tolist()
-
-    return read

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from dgemma.checks import check_types, has_values, require_field, short_repr
+from dgemma.checks import check_types, require_field, short_repr
 from dgemma.diffusion.prediction import Prediction
 from dgemma.model.cache import Cache
 from dgemma.model.config import DenoiserConfig, GenerationDefaults
@@ -112,15 +112,10 @@ class Guided(Denoiser[GuidedCache]):
         for name in ("takes_noise_level", "takes_position_levels", "takes_images"):
             object.__setattr__(self, name, getattr(self.denoiser, name))
         check_types(self)
-        if not (math.isfinite(self.strength) and self.strength >= -1):
-            raise ValueError(f"Guided.strength must be >= -1, got {self.strength}. Use 0 for no guidance.")
-        if not isinstance(self.unconditional, Tensor):
-            require_field(self.unconditional >= 0, self, "unconditional", "be a token id or a prompt")
-        elif self.unconditional.dtype != torch.int64 or self.unconditional.dim() not in (1, 2):
-            raise ValueError(
-                f"Guided.unconditional must be a token id or a prompt (P,) or (B, P), got shape "
-                f"{tuple(self.unconditional.shape)}. Pass token ids without further dimensions."
-            )
+        require_field(-1 <= self.strength < math.inf, self, "strength", "be >= -1", "Use 0 for no guidance.")
+        prompt = torch.as_tensor(self.unconditional)
+        fits = prompt.dtype == torch.int64 and prompt.dim() <= 2 and (prompt.dim() > 0 or int(prompt) >= 0)
+        require_field(fits, self, "unconditional", "be a token id, or a prompt (P,) or (B, P) int64")
 
     @property
     def num_forwards(self) -> int:  # type: ignore[override]
@@ -178,8 +173,4 @@ class Guided(Denoiser[GuidedCache]):
         """The tokens that replace the prompt in the unconditional prefix, and which of them are real."""
         if not isinstance(self.unconditional, Tensor):
             return torch.full_like(tokens, int(self.unconditional)), attention_mask
-        require_field(has_values(self.unconditional), self, "unconditional", f"be on {tokens.device}")
-        prompt = torch.atleast_2d(self.unconditional.to(tokens))
-        fits = prompt.shape[0] in (1, tokens.shape[0])
-        require_field(fits, self, "unconditional", f"have one row or the {tokens.shape[0]} rows of the prompt")
-        return prompt.expand(tokens.shape[0], -1), None
+        return torch.atleast_2d(self.unconditional.to(tokens)).expand(tokens.shape[0], -1), None

@@ -103,8 +103,7 @@ def infill_row(model: Denoiser, tokens: Tensor, holes: Holes, **options: Unpack[
 
     Example: `batch.add(infill_row(model, tokens, [(3, 6)], seed=1))`.
     """
-    if options.get("constraint") is not None:
-        raise ValueError("infill_row constraint must be None. Use infill.")
+    require(options.get("constraint") is None, "infill_row constraint", "be None", options.get("constraint"))
     tokens, real, writer = _read_options("infill", model, tokens, cast(InfillOptions, options))
     todo = _read_todo(tokens, real, holes, writer)
     (row,) = _text_rows(tokens, real, todo)
@@ -168,10 +167,11 @@ def edit(
     level = arguments.read_noise_level("edit", noise_level)
     todo = real & (real.cumsum(1) > 1)
     if frozen is not None:
-        require_tensor(frozen, "edit frozen", _like(tokens, "booleans"), shape=tokens.shape, dtypes=(torch.bool,))
+        rule = f"be booleans of the tokens' shape {tuple(tokens.shape)}"
+        require_tensor(frozen, "edit frozen", rule, shape=tokens.shape, dtypes=(torch.bool,))
         todo = todo & ~frozen.to(tokens.device)
-    if not bool(todo.any(1).all()):
-        raise ValueError("edit frozen must leave a token to rewrite in every row. Omit the rows that have none.")
+    rule = "leave a token to rewrite in every row"
+    require(bool(todo.any(1).all()), "edit frozen", rule, frozen, "Omit the rows that have none.")
     _check_text(tokens, real, writer)
     return replace(writer, plan=replace(writer.plan, noise_level=level), from_text=True).write(tokens, real, todo)
 
@@ -423,10 +423,9 @@ def _read_options(name: str, model: Denoiser, tokens: Any, options: InfillOption
     """Check tokens and options like `generate`; return the tokens in int64, those that are real, and the writer."""
     check_denoiser(name, model)
     longest = model.config.max_position_embeddings
-    rule = f"be integer ids of shape (batch, 1 to {longest} positions) on {model.device}"
+    rule = f"be integer ids of shape (batch, 1 to {longest} positions)"
     require_tensor(tokens, f"{name} tokens", rule, shape=(None, None), dtypes=(torch.int64, torch.int32))
-    fits = 0 not in tokens.shape and tokens.shape[1] <= longest and tokens.device == model.device
-    require(fits, f"{name} tokens", rule, tokens)
+    require(0 not in tokens.shape and tokens.shape[1] <= longest, f"{name} tokens", rule, tokens)
     settings, of_canvas = fill_in(options, InfillOptions), select(options, CanvasOptions)
     allowed, constraint = of_canvas.pop("allowed", None), of_canvas.pop("constraint", None)
     # The plan is for one canvas after a prefix of one token, the shortest possible prefix. Longer prefixes always fit,
@@ -439,7 +438,12 @@ def _read_options(name: str, model: Denoiser, tokens: Any, options: InfillOption
     if allowed is not None:
         shape = (tokens.shape[0], tokens.shape[1])
         allowed = arguments.read_allowed(f"{name} allowed", allowed, plan.noise, shape, tokens.device)
-    real = _read_mask(name, settings["attention_mask"], tokens)
+    real, mask = torch.ones_like(tokens, dtype=torch.bool), settings["attention_mask"]
+    if mask is not None:
+        rule = f"be 1 for real tokens and 0 for padding, of the tokens' shape {tuple(tokens.shape)}"
+        require_tensor(mask, f"{name} attention_mask", rule, shape=tokens.shape)
+        require(bool(((mask == 0) | (mask == 1)).all()), f"{name} attention_mask", rule, mask)
+        real = mask.to(tokens.device, torch.bool)
     writer = _Writer(
         name=name,
         model=model,
@@ -453,21 +457,11 @@ def _read_options(name: str, model: Denoiser, tokens: Any, options: InfillOption
     return tokens.long(), real, writer
 
 
-def _read_mask(name: str, attention_mask: Tensor | None, tokens: Tensor) -> Tensor:
-    """Return the tokens that are real, (B, N) bool."""
-    if attention_mask is None:
-        return torch.ones_like(tokens, dtype=torch.bool)
-    rule = f"{_like(tokens, 'a tensor')}, 1 for real tokens and 0 for padding"
-    require_tensor(attention_mask, f"{name} attention_mask", rule, shape=tokens.shape)
-    fits = bool(((attention_mask == 0) | (attention_mask == 1)).all())
-    require(fits, f"{name} attention_mask", rule, attention_mask)
-    return attention_mask.to(tokens.device, torch.bool)
-
-
 def _read_holes(holes: Holes, tokens: Tensor) -> Tensor:
     """Return any form of `holes` as booleans (B, N)."""
     if isinstance(holes, Tensor):
-        require_tensor(holes, "infill holes", _like(tokens, "booleans"), shape=tokens.shape, dtypes=(torch.bool,))
+        rule = f"be booleans of the tokens' shape {tuple(tokens.shape)}"
+        require_tensor(holes, "infill holes", rule, shape=tokens.shape, dtypes=(torch.bool,))
         return holes.to(tokens.device)
     hole = as_int(holes)
     if hole is not None:
@@ -483,32 +477,23 @@ def _read_holes(holes: Holes, tokens: Tensor) -> Tensor:
 def _read_todo(tokens: Tensor, real: Tensor, holes: Holes, writer: _Writer) -> Tensor:
     """Check the holes and the text around them; return the tokens to write, (B, N) bool."""
     todo = _read_holes(holes, tokens) & real
-    if not bool(todo.any(1).all()):
-        raise ValueError("infill holes must mark a token in every row. Omit the rows that have none.")
-    if bool((todo & (real.cumsum(1) == 1)).any()):
-        raise ValueError(
-            "infill holes must not cover a row's first token, because a canvas needs a prefix. Put the bos token first."
-        )
+    fits = bool(todo.any(1).all()) and not bool((todo & (real.cumsum(1) == 1)).any())
+    rule = "mark a token in every row, but never the first, which is the prefix of a canvas"
+    require(fits, "infill holes", rule, holes, "Put the bos token first, and omit rows without a hole.")
     _check_text(tokens, real & ~todo, writer)
     return todo
 
 
 def _check_text(tokens: Tensor, kept: Tensor, writer: _Writer) -> None:
     """Check that the tokens outside the holes are in the vocabulary and are not noise."""
-    name, plan, tail_token_id = writer.name, writer.plan, writer.tail_token_id
-    vocab_size = plan.noise.vocab_size
-    strange = kept & ((tokens < 0) | (tokens >= vocab_size) | plan.noise.masked(tokens))
-    if bool(strange.any()):
-        rule = f"hold ids in [0, {vocab_size}) and no mask token outside the holes"
-        require(False, f"{name} tokens", rule, int(tokens[strange][0]), "Mark it as a hole.")
-    check_tail(name, tail_token_id, plan.noise)
+    noise = writer.plan.noise
+    strange = tokens[kept & ((tokens < 0) | (tokens >= noise.vocab_size) | noise.masked(tokens))].tolist()
+    rule = f"hold ids in [0, {noise.vocab_size}) and no mask token outside the holes"
+    require(not strange, f"{writer.name} tokens", rule, strange, "Mark them as holes.")
+    check_tail(writer.name, writer.tail_token_id, noise)
 
 
 def check_tail(name: str, token: int | None, noise: Noise) -> None:
     """Check the token that fills a canvas after the end of a text."""
     fits = token is None or (0 <= token < noise.vocab_size and token != noise.mask_token)
     require(fits, f"{name} tail_token_id", f"be a real token below {noise.vocab_size}, or None", token)
-
-
-def _like(tokens: Tensor, kind: str) -> str:
-    return f"be {kind} of the tokens' shape {tuple(tokens.shape)}"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dgemma.checkpoint.tokenizer import IMAGE_MARKER, Tokenizer
-from dgemma.checks import as_int, as_lists, require, short_repr, show, typed
+from dgemma.checks import as_int, as_lists, check_types, require, short_repr, show, typed
 from dgemma.diffusion import draws
 from dgemma.diffusion.noise import Noise
 from dgemma.model.cache import Cache
@@ -47,12 +47,10 @@ class Slot:
     name: str = ""
 
     def __post_init__(self) -> None:
-        is_list = isinstance(self.options, Sequence) and not isinstance(self.options, str)
-        require(is_list, "Slot.options", "be a list of texts or of token sequences", self.options, 'Write ["yes"].')
-        require(isinstance(self.name, str), "Slot.name", "be a text", self.name)
+        check_types(self)
         options = [option if isinstance(option, str) else _as_ids(option) for option in self.options]
-        fits = len(options) > 0 and len(set(options)) == len(options)
-        require(fits, "Slot.options", "have at least one option and no duplicates", options)
+        fits = len(options) > 0 and len(set(options)) == len(options) and not isinstance(self.options, str)
+        require(fits, "Slot.options", "be a list of different texts or token sequences", self.options, 'Write ["yes"].')
 
 
 Template = Sequence[Slot | Sequence[int] | str | Images]
@@ -175,9 +173,8 @@ def calibrate(results: Iterable[FilledTemplate], truths: Iterable[Sequence[Any]]
 
     Example: `calibrate(decide_many(model, templates, tokenizer=tokenizer), [["yes"], ["no"]])`.
     """
-    templates, options, laws, rights = list(results), list(truths), [], []
-    require(len(options) == len(templates), "calibrate truths", f"be one per result, {len(templates)}", len(options))
-    for number, (filled, truth) in enumerate(zip(templates, options, strict=True)):
+    laws, rights = [], []
+    for number, (filled, truth) in enumerate(zip(results, truths, strict=True)):
         choices = [answer.slot.options for answer in filled.answers]
         fits = len(truth) == len(choices) and all(option in each for option, each in zip(truth, choices, strict=True))
         require(fits, f"calibrate truths[{number}]", f"have an option of each of the slots {show(choices)}", truth)
@@ -188,8 +185,6 @@ def calibrate(results: Iterable[FilledTemplate], truths: Iterable[Sequence[Any]]
         else:
             laws += [answer.probabilities for answer in filled.answers]
             rights += [answer.probabilities[index] for answer, index in zip(filled.answers, indices, strict=True)]
-    if not laws:
-        raise ValueError("calibrate results must have at least one template, got none.")
     scores = torch.nn.utils.rnn.pad_sequence(laws, batch_first=True).log()  # padding has probability 0
     right = torch.stack(rights).log().clamp(min=-700.0)  # a true option of probability 0 counts as e^-700
     # Bounds of log(1 / temperature). The log-likelihood is concave in 1 / temperature, so bisection finds its maximum.
@@ -205,7 +200,7 @@ def calibrate(results: Iterable[FilledTemplate], truths: Iterable[Sequence[Any]]
 def _decide(filler: "_Filler", templates: Iterable[Template], bar: Any) -> Iterator[FilledTemplate]:
     numbered = enumerate(templates)
     with bar:
-        while batch := list(itertools.islice(numbered, filler.batch_size)):
+        while batch := list(itertools.islice(numbered, filler.settings["batch_size"])):
             rows = [filler.read(f"decide_many templates[{number}]", template, number) for number, template in batch]
             for filled in filler.fill(rows):
                 bar.update()
@@ -258,20 +253,13 @@ class _Filler:
             require(fits, f"{owner} {name}", rule, settings[name])
         tail = settings["tail_token_id"]
         check_tail(owner, tail, noise)
-        self.model, self.noise, self.tokenizer, self.mode = model, noise, settings["tokenizer"], settings["mode"]
-        self.temperature, self.threshold, self.greedy = (
-            settings["temperature"],
-            settings["threshold"],
-            settings["greedy"],
-        )
-        self.horizon, self.batch_size, self.seed = settings["horizon"], settings["batch_size"], settings["seed"]
+        self.model, self.noise, self.settings = model, noise, settings
+        self.tokenizer, self.mode = settings["tokenizer"], settings["mode"]
         self.tail = [] if tail is None else [tail] * model.config.canvas_length
         self.reader = Reader(model, noise, settings["num_draws"], settings["batch_size"])
 
     def read(self, owner: str, template: Template, number: int) -> _TemplateRow:
         """Tokenize a template and check it."""
-        is_list = isinstance(template, Sequence) and not isinstance(template, str)
-        require(is_list, owner, "be a list of texts and Slots", template)
         pieces: list[Piece] = []
         images: list[Images] = []
         for place, piece in enumerate(template):
@@ -286,10 +274,8 @@ class _Filler:
             else:
                 pieces.append(self._tokens(owner, piece, bos=place == 0))
         found = {place: piece for place, piece in enumerate(template) if isinstance(piece, Slot)}
-        if not found:
-            raise ValueError(f"{owner} must have a Slot in it. Use generate or infill to write freely.")
-        if not pieces[0] or 0 in found:
-            raise ValueError(f"{owner} must begin with fixed text, the prefix of the first canvas. Start with bos.")
+        rule = "begin with fixed text, the prefix of the first canvas, and have a Slot in it"
+        require(bool(found) and 0 not in found and bool(pieces[0]), owner, rule, template, "Start with bos.")
         names = [slot.name for slot in found.values() if slot.name]
         require(len(set(names)) == len(names), "Slot.name", "be unique in a template", names, "Rename one.")
         places = list(found)
@@ -297,24 +283,21 @@ class _Filler:
             rounds = [[[place]] for place in places]
         else:
             rounds = [[places]] if self.mode == "joint" else [[[place] for place in places]]
-        require(self.seed + number < 2**63, owner, "have a seed below 2**63 (it is seed + i)", self.seed + number)
-        row = _TemplateRow(found, pieces, rounds, self.seed + number, join_images(images))
+        row = _TemplateRow(found, pieces, rounds, self.settings["seed"] + number, join_images(images))
         self._check_sizes(owner, row)
         return row
 
     def _check_sizes(self, owner: str, row: _TemplateRow) -> None:
-        canvas_len = self.model.config.canvas_length
+        """Check that the slots of each round fit into a canvas, and that there are not too many combinations."""
+        canvas_len, fix = self.model.config.canvas_length, 'Use mode="sequential" or fewer slots.'
         longest = [max(map(len, piece.options)) if isinstance(piece, Blank) else len(piece) for piece in row.pieces]
-        most, fix = max(longest[place] for place in row.slots), 'Use mode="sequential" or fewer slots.'
-        require(most <= canvas_len, f"{owner} options", f"fit into a canvas of {canvas_len} tokens", most)
-        if self.mode != "sequential":
-            span = sum(longest[min(row.slots) : max(row.slots) + 1])
-            rule = f'fit into one canvas of {canvas_len} tokens under mode="{self.mode}"'
-            require(span <= canvas_len, f"{owner} slots", rule, span, fix)
-        if self.mode == "joint":
-            num_combinations = math.prod(len(slot.options) for slot in row.slots.values())
-            rule = f"have at most {_MOST_COMBINATIONS} combinations of options"
-            require(num_combinations <= _MOST_COMBINATIONS, owner, rule, num_combinations, fix)
+        spans = [sum(longest[groups[0][0] : groups[-1][-1] + 1]) for groups in row.rounds]
+        require(
+            max(spans) <= canvas_len, f"{owner} slots", f"fit into a canvas of {canvas_len} tokens", max(spans), fix
+        )
+        num_combinations = math.prod(len(slot.options) for slot in row.slots.values()) if self.mode == "joint" else 1
+        rule = f"have at most {_MOST_COMBINATIONS} combinations of options"
+        require(num_combinations <= _MOST_COMBINATIONS, owner, rule, num_combinations, fix)
 
     @torch.no_grad()
     def fill(self, rows: list[_TemplateRow]) -> list[FilledTemplate]:
@@ -342,33 +325,32 @@ class _Filler:
         first = groups[0][0]
         pieces = [*row.pieces[first:], self.tail]
         places = [[place - first for place in group] for group in groups]
-        return [layouts_of(pieces, group, self.model.config.canvas_length, self.horizon) for group in places]
+        canvas_len, horizon = self.model.config.canvas_length, self.settings["horizon"]
+        return [layouts_of(pieces, group, canvas_len, horizon) for group in places]
 
     def _choose(self, row: _TemplateRow, places: list[int], scores: Tensor) -> None:
         """Choose an option for each place, given the scores of all combinations."""
-        law = (scores / self.temperature).softmax(-1)
+        law = (scores / self.settings["temperature"]).softmax(-1)
         block = torch.tensor([list(row.slots).index(places[0])])
         u = draws.uniform(torch.tensor([row.seed]), block, torch.zeros_like(block), 1, "slot")[0, 0]
         drawn = (law.cumsum(-1) <= u).sum().clamp(max=len(law) - 1)
         sizes = [len(row.slots[place].options) for place in places]
         row.laws.append(law.view(sizes))
-        indices = torch.unravel_index(law.argmax() if self.greedy else drawn, sizes)
+        indices = torch.unravel_index(law.argmax() if self.settings["greedy"] else drawn, sizes)
         row.chosen |= zip(places, map(int, indices), strict=True)
 
     def _result(self, row: _TemplateRow) -> FilledTemplate:
         joint, laws = (row.laws[0], _marginals(row.laws[0])) if self.mode == "joint" else (None, row.laws)
+        least = self.settings["threshold"]
         answers = [
-            SlotAnswer(slot=slot, index=index, probabilities=law, abstains=bool(law[index] < self.threshold))
+            SlotAnswer(slot=slot, index=index, probabilities=law, abstains=bool(law[index] < least))
             for slot, index, law in zip(row.slots.values(), row.chosen.values(), laws, strict=True)
         ]
         return FilledTemplate(tokens=torch.tensor(row.text()), answers=tuple(answers), joint=joint)
 
     def _tokens(self, owner: str, piece: Any, *, bos: bool) -> list[int]:
         if isinstance(piece, str):
-            if self.tokenizer is None:
-                raise ValueError(
-                    f"{owner} needs a tokenizer to read the text {piece!r}. Pass tokenizer=, or token ids."
-                )
+            require(self.tokenizer is not None, owner, "come with a tokenizer for its texts", piece, "Pass tokenizer=.")
             return list(self.tokenizer.encode(piece, bos=bos))
         tokens = list(_as_ids(piece))
         noise = self.noise

@@ -94,12 +94,8 @@ class TokenCache:
 
     def append(self, tokens: Tensor, attention_mask: Tensor | None = None) -> None:
         """Add tokens (B, T). The mask, (B, T) or (B, num_seen + T), is 1 for real tokens and 0 for padding."""
-        num_new, num_all = tokens.shape[1], self.num_seen + tokens.shape[1]
         attention_mask = torch.ones_like(tokens) if attention_mask is None else attention_mask
-        rule = f"have {num_new} columns for the new tokens, or {num_all} with the cached ones"
-        fits = attention_mask.dim() == 2 and attention_mask.shape[1] in (num_new, num_all)
-        require(fits, "TokenCache attention_mask", rule, attention_mask)
-        real = attention_mask[:, attention_mask.shape[1] - num_new :].to(tokens.device).bool()
+        real = attention_mask[:, attention_mask.shape[1] - tokens.shape[1] :].to(tokens.device).bool()
         old = torch.arange(self.num_slots, device=self.lengths.device) < self.lengths[:, None]
         kept, joined = torch.cat((old, real), dim=1), torch.cat((self.tokens, tokens), dim=1)
         order = (~kept).to(torch.uint8).sort(dim=1, stable=True).indices  # the row's tokens first, in order
@@ -191,10 +187,6 @@ class Wrapped(Denoiser[TokenCache]):
         self_cond_mask: Tensor | None = None,
     ) -> Prediction:
         """Predict every position of canvas (B, C) from the prefix and the canvas. Self-conditioning is ignored."""
-        num_tokens = cache.num_slots + canvas.shape[1]
-        longest = self.config.max_position_embeddings
-        fix = "Shorten the prompt, or lower canvas_len."
-        require(num_tokens <= longest, "Wrapped.denoise row", f"have at most {longest} tokens", num_tokens, fix)
         columns = cache.lengths[:, None] + torch.arange(canvas.shape[1], device=canvas.device)  # (B, C)
         rows = F.pad(cache.tokens, (0, canvas.shape[1])).scatter(1, columns, canvas)
         source = (columns - 1).clamp(min=0) if self.shift else columns
@@ -237,18 +229,14 @@ def _probe(hf_model: nn.Module, attention_mask: AttentionMask) -> int:
     lengths = torch.full((2,), _PROBE_LEN, device=device)
     logits = _run(hf_model, rows, lengths, attention_mask)
     if torch.equal(logits[0, 0], logits[1, 0]):
-        raise ValueError(
-            f"wrap hf_model must see tokens to the right, got {type(hf_model).__name__}, whose first position does not "
-            'change with the last token. Pass attention_mask="pairs", or load a bidirectional model.'
-        )
+        fix = 'Pass attention_mask="pairs", or load a bidirectional model.'
+        raise ValueError(f"wrap hf_model must see tokens to the right, got {type(hf_model).__name__}. {fix}")
     if attention_mask != "none":
         cut = _run(hf_model, rows, lengths - 1, attention_mask)[:, : _PROBE_LEN - 1]  # the rows differ in padding only
         tolerance = 1e-2 if logits.dtype in (torch.float16, torch.bfloat16) else 1e-4
         if not torch.allclose(cut[0], cut[1], atol=tolerance, rtol=tolerance):
-            raise ValueError(
-                f"wrap hf_model must ignore padding, got {type(hf_model).__name__}, whose result changes with it. "
-                f'Pass attention_mask="none" or {"pairs" if attention_mask == "padding" else "padding"!r}.'
-            )
+            fix = f'Pass attention_mask="none" or {"pairs" if attention_mask == "padding" else "padding"!r}.'
+            raise ValueError(f"wrap hf_model must ignore padding, got {type(hf_model).__name__}. {fix}")
     return logits.shape[-1]
 
 
