@@ -82,6 +82,10 @@ def test_loaded_weights_have_the_values_that_the_files_encode(tmp_path, name):
     experts = model.layers[1].experts
     assert isinstance(experts.gate_up_proj, QuantizedWeight)
     assert experts.gate_up_proj.format == experts.down_proj.format == FORMATS[name][2]
+    if name == "compressed int4":  # half a byte per weight, and a bfloat16 scale for each group of 32
+        assert experts.down_proj.num_bytes == experts.down_proj.shape.numel() * (1 / 2 + 2 / files.GROUP)
+    if name == "auto-round":  # its order of columns is trivial, and dropped
+        assert all(weight.group_index is None for _, weight in quantized_weights(model))
 
 
 @pytest.mark.slow  # the library takes seconds to import
@@ -112,19 +116,6 @@ def test_a_quantised_model_predicts_as_the_plain_model_with_its_values(tmp_path,
 def test_plain_experts_may_be_stored_one_by_one(tmp_path):
     files.write(tmp_path, files.published_tensors(files.random_model()))
     check_values(DiffusionGemma.from_pretrained(tmp_path), values_of(files.random_model()))
-
-
-def test_codes_stay_in_their_own_bits(tmp_path):
-    written(tmp_path, "compressed int4")
-    experts = DiffusionGemma.from_pretrained(tmp_path).layers[0].experts
-    # Half a byte per weight, and a bfloat16 scale for each group of 32.
-    assert experts.down_proj.num_bytes == experts.down_proj.shape.numel() * (1 / 2 + 2 / files.GROUP)
-
-
-def test_an_order_of_columns_that_is_trivial_is_dropped(tmp_path):
-    written(tmp_path, "auto-round")
-    model = DiffusionGemma.from_pretrained(tmp_path)
-    assert all(weight.group_index is None for _, weight in quantized_weights(model))
 
 
 EXPERT = "model.decoder.layers.0.experts.1.up_proj"
@@ -244,28 +235,18 @@ REFUSALS = [
     ("modelopt", lambda c: c.update(quant_algo="W4A8_AWQ"), "quant_algo must be 'NVFP4', got 'W4A8_AWQ'"),
     ("modelopt", lambda c: c["ignore"].remove("*mlp*"), "missing codes of model.decoder.layers.0.mlp.down_proj"),
     ("auto-round", lambda c: c.update(packing_format="auto_round:auto_awq"), "packing_format must be"),
-    ("auto-round", lambda c: c.update(bits=2), "bits must be 4 or 8"),
     ("auto-round", lambda c: c.update(extra_config=[1]), "extra_config must be a dictionary"),
-    ("modelopt", lambda c: c.update(config_groups=[1]), "config_groups must be a dictionary"),
     ("compressed fp8", lambda c: c.update(ignore=7), "ignore must be a list of names"),
     ("compressed fp8", lambda c: c.update(ignore=["re:("]), "must be valid expressions"),
     ("compressed fp8", lambda c: c.update(ignore=[r"re:(.|.)*[!?]$"]), "must match within 1 s"),
     ("compressed fp8", lambda c: c["config_groups"]["group_0"].update(targets=[r"re:(.|.)*[!?]"]), "must match within"),
     ("compressed int4", lambda c: c["config_groups"]["group_0"]["weights"].update(num_bits=4.0), "num_bits must be 4"),
-    ("compressed int4", lambda c: c["config_groups"]["group_0"]["weights"].update(strategy=[1]), "strategy must be"),
-    ("compressed int4", lambda c: c["config_groups"]["group_0"]["weights"].update(type={}), "type must be"),
     ("compressed int4", lambda c: c["config_groups"]["group_0"]["weights"].update(group_size=True), "group_size must"),
     (
         "compressed int4",
         lambda c: c["config_groups"]["group_0"]["weights"].update(actorder="group"),
         "missing .*weight_g_idx",
     ),
-    ("compressed int4", lambda c: c.update(quant_method=["gptq"]), "quant_method must be"),
-    ("compressed int4", lambda c: c["config_groups"]["group_0"].update(format={}), "group_0.format must be"),
-    ("modelopt", lambda c: c.update(group_size=[16]), "group_size must be 16"),
-    ("auto-round", lambda c: c.update(bits=4.0), "bits must be 4 or 8"),
-    ("auto-round", lambda c: c.update(checkpoint_format=[]), "checkpoint_format must be"),
-    ("auto-round", lambda c: c.update(sym="yes"), "sym must be True or False"),
 ]
 
 

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from dgemma import files, presets
 from dgemma.checkpoint.location import resolve
-from dgemma.checkpoint.names import our_names, published_name
 from dgemma.checkpoint.reading import read_checkpoint, read_headers
 from dgemma.checkpoint.tokenizer import ByteTokenizer, Tokenizer
 from dgemma.model.config import SLIDING, GenerationDefaults
@@ -58,49 +57,6 @@ def folder(tmp_path):
 def sharded(tmp_path):
     random_model().save_pretrained(tmp_path, max_shard_size="20KB")
     return tmp_path
-
-
-def test_the_table_gives_the_published_model_exactly_its_published_tensors():
-    """Names and shapes as listed for google/diffusiongemma-26B-A4B-it: 1,047 tensors, 356 of them vision."""
-    hidden, experts = 2816, 128
-    norms = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-    norms += ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2")
-    expected = {HEAD: (262144, hidden), "model.decoder.norm.weight": (hidden,)}
-    for block in ("model.decoder.self_conditioning.", *(f"model.decoder.layers.{i}.mlp." for i in range(30))):
-        expected |= {f"{block}gate_proj.weight": (2112, hidden), f"{block}up_proj.weight": (2112, hidden)}
-        expected |= {f"{block}down_proj.weight": (hidden, 2112)}
-    expected["model.decoder.self_conditioning.pre_norm.weight"] = (hidden,)
-    for i in range(30):
-        layer, full = f"model.decoder.layers.{i}.", i in (5, 11, 17, 23, 29)
-        query, key, head = (8192, 1024, 512) if full else (4096, 2048, 256)
-        expected |= {f"{layer}self_attn.q_proj.weight": (query, hidden), f"{layer}self_attn.q_norm.weight": (head,)}
-        expected |= {f"{layer}self_attn.k_proj.weight": (key, hidden), f"{layer}self_attn.k_norm.weight": (head,)}
-        expected |= {} if full else {f"{layer}self_attn.v_proj.weight": (key, hidden)}
-        expected |= {f"{layer}self_attn.o_proj.weight": (hidden, query)}
-        expected |= {f"{layer}router.proj.weight": (experts, hidden), f"{layer}router.scale": (hidden,)}
-        expected |= {f"{layer}router.per_expert_scale": (experts,)}
-        expected |= {f"{layer}experts.gate_up_proj": (experts, 1408, hidden)}
-        expected |= {f"{layer}experts.down_proj": (experts, hidden, 704)}
-        expected |= {f"{layer}{norm}.weight": (hidden,) for norm in norms}
-        expected |= {f"{layer}layer_scalar": (1,), f"model.encoder.language_model.layers.{i}.layer_scalar": (1,)}
-    assert len(expected) == 1047 - 356
-    tower, width = "model.encoder.vision_tower.", 1152
-    expected |= {f"{tower}patch_embedder.input_proj.weight": (width, 768)}
-    expected |= {f"{tower}patch_embedder.position_embedding_table": (2, 10240, width)}
-    expected |= {f"{tower}std_bias": (width,), f"{tower}std_scale": (width,)}
-    expected |= {"model.encoder.embed_vision.embedding_projection.weight": (hidden, width)}
-    for i in range(27):
-        layer = f"{tower}encoder.layers.{i}."
-        expected |= {f"{layer}self_attn.{part}_proj.linear.weight": (width, width) for part in "qkvo"}
-        expected |= {f"{layer}self_attn.{part}_norm.weight": (72,) for part in "qk"}
-        expected |= {f"{layer}mlp.{part}_proj.linear.weight": (4304, width) for part in ("gate", "up")}
-        expected |= {f"{layer}mlp.down_proj.linear.weight": (width, 4304)}
-        expected |= {f"{layer}{norm}.weight": (width,) for norm in norms[:4]}
-    assert len(expected) == 1047
-
-    ours = DiffusionGemma(presets.diffusiongemma_26b_a4b(), device="meta").state_dict()
-    assert {published_name(name): tuple(tensor.shape) for name, tensor in ours.items()} == expected
-    assert all(our_names(published_name(name)) == (name,) for name in ours)
 
 
 @pytest.mark.parametrize("limit", ["5GB", "20KB", 1], ids=["single", "sharded", "one-tensor-a-shard"])
@@ -206,11 +162,7 @@ def test_tied_copies_are_recognised(folder):
     expected = DiffusionGemma.from_pretrained(folder)
     edit(folder, write_out_the_ties)
     assert same_weights(expected, DiffusionGemma.from_pretrained(folder))
-
-
-def test_a_tensor_stored_only_under_its_tied_name_is_found(folder):
-    expected = DiffusionGemma.from_pretrained(folder)
-    edit(folder, lambda t: t.update({"lm_head.weight": t.pop(HEAD)}))
+    edit(folder, lambda tensors: tensors.pop(HEAD))  # one name is enough
     assert same_weights(expected, DiffusionGemma.from_pretrained(folder))
 
 
@@ -326,19 +278,10 @@ def test_missing_shards_are_named(sharded):
         DiffusionGemma.from_pretrained(sharded)
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
-        "../model.safetensors",
-        "/etc/model.safetensors",
-        "sub/model.safetensors",
-        "..\\a.safetensors",
-        "a.bin",
-        "",
-        7,
-        None,
-    ],
-)
+OUTSIDE = ("../model.safetensors", "/etc/model.safetensors", "sub/model.safetensors", "..\\a.safetensors")
+
+
+@pytest.mark.parametrize("file", [*OUTSIDE, "a.bin", "", 7, None])
 def test_an_index_may_only_name_safetensors_of_its_own_folder(sharded, file):
     elsewhere = sharded.parent / "model.safetensors"
     save_file({HEAD: torch.ones(128, 16)}, elsewhere)
@@ -379,20 +322,6 @@ def test_pickled_weights_are_never_opened(folder):
     with pytest.raises(ValueError, match="damaged"):
         DiffusionGemma.from_pretrained(folder)
     assert not (folder / "ran").exists()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model_type": "llama"}, "model_type must be .* got 'llama'"),
-        ({"model_type": None}, "model_type must be .* got None"),
-        ({"text_config": 3}, "text_config must be a dictionary"),
-    ],
-)
-def test_a_config_of_another_model_is_refused(folder, changes, message):
-    edit_json(folder / "config.json", **changes)
-    with pytest.raises(ValueError, match=message):
-        DiffusionGemma.from_pretrained(folder)
 
 
 @pytest.mark.parametrize(
@@ -542,7 +471,7 @@ def assets(monkeypatch, tmp_path):
     """A folder of shipped checkpoints: "text", and "text-mask" without weights and tokenizer."""
     assets = tmp_path / "assets"
     monkeypatch.setattr("dgemma.checkpoint.location.ASSETS", assets)
-    model = random_model()
+    model = random_model().bfloat16()
     model.save_pretrained(assets / "text")
     ByteTokenizer().save_pretrained(assets / "text")
     model.generation = replace(model.generation, noise={"kind": "mask", "mask_token_id": 4}, max_denoising_steps=9)
@@ -554,6 +483,7 @@ def assets(monkeypatch, tmp_path):
 def test_a_shipped_twin_has_its_own_defaults_and_the_weights_and_tokenizer_of_another(assets, tmp_path):
     model, twin = (DiffusionGemma.from_pretrained(f"dgemma/{name}") for name in ("text", "text-mask"))
     assert same_weights(model, twin)
+    assert twin.dtype == torch.float32  # most CPUs are slow in bfloat16
     assert twin.generation == replace(model.generation, noise=twin.generation.noise, max_denoising_steps=9)
     assert twin.generation.noise == {"kind": "mask", "mask_token_id": 4}
     assert Tokenizer.from_pretrained("dgemma/text-mask").encode("a") == ByteTokenizer().encode("a")
@@ -568,12 +498,6 @@ def test_a_folder_of_a_user_never_takes_the_weights_of_another(assets, tmp_path)
     (assets / "text-mask").rename(tmp_path / "text-mask")  # with its name, but not among the shipped ones
     with pytest.raises(FileNotFoundError, match=r"text-mask holds neither model\.safetensors"):
         DiffusionGemma.from_pretrained(tmp_path / "text-mask")
-
-
-def test_shipped_checkpoints_load_in_float32_by_default():
-    # They are stored in bfloat16, which most CPUs multiply slowly.
-    assert DiffusionGemma.from_pretrained("dgemma/sudoku").dtype == torch.float32
-    assert DiffusionGemma.from_pretrained("dgemma/sudoku", dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
 def test_ctrl_c_while_weights_are_read_is_a_keyboard_interrupt(tmp_path):

@@ -34,6 +34,10 @@ def test_the_1b_preset_has_the_published_proportions():
     assert ours.vocab_size == published.vocab_size
 
 
+def test_small_has_tens_of_millions_of_parameters():
+    assert 10e6 < counts(dgemma.presets.small())[0] < 100e6
+
+
 @pytest.mark.parametrize("name", ["text", "sudoku"])
 def test_checkpoints_that_ship_have_presets(name):
     shipped = dgemma.ModelConfig.from_hf(ASSETS / name)

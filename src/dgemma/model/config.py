@@ -5,11 +5,11 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from dgemma.checks import check_types, require, require_field
+from dgemma.checks import FINITE, ValueRule, above, at_least, check_types, require, require_field
 from dgemma.files import read_json
 from dgemma.model.gemma4 import GEMMA4_TYPES, config_from_gemma4
 
@@ -18,12 +18,11 @@ SLIDING = "sliding_attention"
 FULL = "full_attention"
 
 _LARGEST_SIZE = 2**31 - 1  # larger sizes are certainly mistakes
-_SIZE, _COUNT, _TOKEN = (
-    f"an integer from 1 to {_LARGEST_SIZE}",
-    "an integer of at least 0",
-    "a token id below vocab_size",
-)
-_POSITIVE, _NOT_NEGATIVE = "a finite number above 0", "a finite number of at least 0"
+_INTEGER = f"be an integer from {{}} to {_LARGEST_SIZE}"
+Size = Annotated[int, ValueRule(_INTEGER.format(1), lambda value: 1 <= value <= _LARGEST_SIZE)]
+Number = Annotated[int, ValueRule(_INTEGER.format(0), lambda value: 0 <= value <= _LARGEST_SIZE)]
+Positive = Annotated[float, above(0), FINITE]
+NotNegative = Annotated[float, at_least(0), FINITE]
 _DEFAULT_ROPE: Mapping[str, Mapping[str, Any]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
@@ -81,12 +80,12 @@ class DenoiserConfig:
     Example: `DenoiserConfig(vocab_size=512, canvas_length=32, max_position_embeddings=1024)`.
     """
 
-    vocab_size: int
-    canvas_length: int = 256
-    max_position_embeddings: int = 262_144
+    vocab_size: Size
+    canvas_length: Size = 256
+    max_position_embeddings: Size = 262_144
 
     def __post_init__(self) -> None:
-        _check_numbers(self, _SIZE, "vocab_size", "canvas_length", "max_position_embeddings")
+        check_types(self)
         most = self.max_position_embeddings
         require_field(self.canvas_length <= most, self, "canvas_length", f"be at most max_position_embeddings, {most}")
 
@@ -98,22 +97,20 @@ class VisionConfig:
     Example: `dgemma.presets.diffusiongemma_26b_a4b().vision.num_hidden_layers` is 27.
     """
 
-    hidden_size: int = 768
-    intermediate_size: int = 3072
-    num_hidden_layers: int = 16
-    num_attention_heads: int = 12
-    head_dim: int = 64
-    patch_size: int = 16
-    pooling_kernel_size: int = 3
-    position_embedding_size: int = 10_240  # the most patches per side
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 100.0
+    hidden_size: Size = 768
+    intermediate_size: Size = 3072
+    num_hidden_layers: Size = 16
+    num_attention_heads: Size = 12
+    head_dim: Size = 64
+    patch_size: Size = 16
+    pooling_kernel_size: Size = 3
+    position_embedding_size: Size = 10_240  # the most patches per side
+    rms_norm_eps: Positive = 1e-6
+    rope_theta: Positive = 100.0
     standardize: bool = False
 
     def __post_init__(self) -> None:
         check_types(self)
-        _check_numbers(self, _SIZE, *(field.name for field in fields(self) if field.type is int))
-        _check_numbers(self, _POSITIVE, "rms_norm_eps", "rope_theta")
         require_field(self.head_dim % 4 == 0, self, "head_dim", "be a multiple of 4, because rope rotates two halves")
 
     @classmethod
@@ -140,23 +137,23 @@ class ModelConfig(DenoiserConfig):
     Example: `ModelConfig.from_hf("path/to/config.json").layer_shape(0).head_dim`.
     """
 
-    hidden_size: int
-    intermediate_size: int  # of the dense MLP next to the experts
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int  # sliding layers
-    head_dim: int  # sliding layers
-    num_global_key_value_heads: int  # full layers
-    global_head_dim: int  # full layers
-    num_experts: int
-    top_k_experts: int
-    moe_intermediate_size: int
-    sliding_window: int
+    hidden_size: Size
+    intermediate_size: Size  # of the dense MLP next to the experts
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size  # sliding layers
+    head_dim: Size  # sliding layers
+    num_global_key_value_heads: Size  # full layers
+    global_head_dim: Size  # full layers
+    num_experts: Size
+    top_k_experts: Size
+    moe_intermediate_size: Size
+    sliding_window: Size
     layer_types: tuple[str, ...]
     rope_parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: dict(_DEFAULT_ROPE), hash=False)
-    rms_norm_eps: float = 1e-6
-    final_logit_softcapping: float = 30.0
-    initializer_range: float = 0.02
+    rms_norm_eps: Positive = 1e-6
+    final_logit_softcapping: Positive = 30.0
+    initializer_range: Positive = 0.02
     pad_token_id: int = 0
     bos_token_id: int = 2
     eos_token_id: int = 1
@@ -165,13 +162,12 @@ class ModelConfig(DenoiserConfig):
     carried: Mapping[str, Any] = field(default_factory=dict, hash=False)  # other published top-level fields
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if isinstance(self.layer_types, list):
             object.__setattr__(self, "layer_types", tuple(self.layer_types))
-        check_types(self)
-        _check_numbers(self, _SIZE, *_LAYER_SIZES)
-        _check_numbers(self, _TOKEN, "pad_token_id", "bos_token_id", "eos_token_id")
-        _check_numbers(self, _POSITIVE, "rms_norm_eps", "final_logit_softcapping", "initializer_range")
+        super().__post_init__()
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id", *(("image_token_id",) if self.vision else ())):
+            fits = _is_id(getattr(self, name)) and getattr(self, name) < self.vocab_size
+            require_field(fits, self, name, "be a token id below vocab_size")
         require_field(len(self.layer_types) == self.num_hidden_layers, self, "layer_types", "name one type per layer")
         known = all(kind in (SLIDING, FULL) for kind in self.layer_types)
         require_field(known, self, "layer_types", f"hold only {SLIDING!r} or {FULL!r}")
@@ -181,8 +177,6 @@ class ModelConfig(DenoiserConfig):
         for kv, head in (("num_key_value_heads", "head_dim"), ("num_global_key_value_heads", "global_head_dim")):
             require_field(self.num_attention_heads % getattr(self, kv) == 0, self, kv, "divide num_attention_heads")
             require_field(getattr(self, head) % 2 == 0, self, head, "be even, because rope rotates pairs")
-        if self.vision is not None:  # which also checks the fields of the tower
-            _check_numbers(self, _TOKEN, "image_token_id", fix="Set carried['image_token_id'].")
         for kind in dict.fromkeys((*self.layer_types, *self.rope_parameters)):
             _check_rope(self.rope_parameters, kind)
 
@@ -237,7 +231,7 @@ class ModelConfig(DenoiserConfig):
         values |= _full_layer_heads(text)
         if "final_logit_softcapping" in text:
             values["final_logit_softcapping"] = text["final_logit_softcapping"]  # null would mean no cap
-        if values.get("layer_types") is None and _is_int(values.get("num_hidden_layers"), 1):
+        if values.get("layer_types") is None and _is_id(values.get("num_hidden_layers")):
             values["layer_types"] = default_layer_types(values["num_hidden_layers"])
         # `eos_token_id` may be a list; the first is the end-of-text token that fills a canvas.
         if isinstance(values.get("eos_token_id"), list | tuple) and values["eos_token_id"]:
@@ -251,7 +245,8 @@ class ModelConfig(DenoiserConfig):
             values["vision_config"] = None if is_none else vision
             if published.get("canvas_length") is not None:
                 values["canvas_length"] = published["canvas_length"]
-        missing = sorted({"vocab_size", *_LAYER_SIZES} - values.keys())
+        required = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
+        missing = sorted(required - values.keys())
         if missing:
             raise ValueError(f"ModelConfig.from_hf needs {', '.join(missing)}, absent from the config. Add the fields.")
         return cls(**values)
@@ -309,15 +304,15 @@ class GenerationDefaults:
     Example: `replace(model.generation, max_denoising_steps=16)`.
     """
 
-    max_new_tokens: int = 256
-    max_denoising_steps: int = 48
-    entropy_bound: float = 0.1
-    t_max: float = 0.8
-    t_min: float = 0.4
-    stability_threshold: int = 1
-    confidence_threshold: float = 0.005  # 0 turns the stop rule off
+    max_new_tokens: Size = 256
+    max_denoising_steps: Size = 48
+    entropy_bound: NotNegative = 0.1
+    t_max: Positive = 0.8
+    t_min: Positive = 0.4
+    stability_threshold: Number = 1
+    confidence_threshold: NotNegative = 0.005  # 0 turns the stop rule off
     eos_token_id: tuple[int, ...] = (1, 106, 50)
-    pad_token_id: int = 0
+    pad_token_id: Number = 0
     # The noise of training, from `describe_noise`; None is uniform. It is stored in config.json, because transformers
     # refuses unknown fields in generation_config.json.
     noise: Mapping[str, Any] | None = field(default=None, hash=False)
@@ -325,16 +320,14 @@ class GenerationDefaults:
     sampler: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
-        _check_numbers(self, _SIZE, "max_new_tokens", "max_denoising_steps")
-        _check_numbers(self, _COUNT, "stability_threshold", "pad_token_id")
-        _check_numbers(self, _POSITIVE, "t_max", "t_min")
-        _check_numbers(self, _NOT_NEGATIVE, "entropy_bound", "confidence_threshold")
+        if isinstance(self.eos_token_id, list):
+            object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
+        check_types(self)
         require_field(self.t_min <= self.t_max, self, "t_min", "be at most t_max")
-        ids = isinstance(self.eos_token_id, list | tuple) and all(_is_int(t, 0) for t in self.eos_token_id)
-        require_field(ids, self, "eos_token_id", "be a tuple of token ids")
+        require_field(all(map(_is_id, self.eos_token_id)), self, "eos_token_id", "be a tuple of token ids")
         for name, key, example in (("noise", "kind", "uniform"), ("sampler", "name", "ancestral")):
             entry = getattr(self, name)
-            named = entry is None or (isinstance(entry, Mapping) and isinstance(entry.get(key), str))
+            named = entry is None or isinstance(entry.get(key), str)
             require_field(named, self, name, f'be a dictionary with a "{key}", such as {{"{key}": "{example}"}}')
 
     def after_learning(self, noise: Mapping[str, Any]) -> Self:
@@ -439,27 +432,9 @@ def _check_fixed(owner: str, published: Mapping[str, Any], fixed: Mapping[str, t
         require(value in accepted, f"{owner}.{name}", f"be {accepted[0]!r}", value, fix)
 
 
-def _check_numbers(config: Any, rule: str, *names: str, fix: str = "") -> None:
-    """Raise unless the fields with these names are numbers of one kind: `_SIZE`, `_COUNT`, `_TOKEN`, ..."""
-    for name in names:
-        value = getattr(config, name)
-        if rule in (_SIZE, _COUNT, _TOKEN):
-            fits = _is_int(value, 1 if rule == _SIZE else 0) and (rule != _TOKEN or value < config.vocab_size)
-        else:
-            fits = _is_positive(value) or (rule == _NOT_NEGATIVE and value == 0)
-        require_field(fits, config, name, f"be {rule}", fix)
-
-
-def _is_int(value: object, smallest: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and smallest <= value <= _LARGEST_SIZE
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST_SIZE
 
 
 def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value) and value > 0
-
-
-_LAYER_SIZES = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("head_dim", "num_global_key_value_heads", "global_head_dim", "num_experts", "top_k_experts"),
-    *("moe_intermediate_size", "sliding_window"),
-)
