@@ -286,18 +286,6 @@ def test_intervals_over_texts_hold_when_rows_of_a_text_are_alike():
     assert hits_of_rows / 600 < 0.8
 
 
-@pytest.mark.parametrize("num_texts", [2, 3, 6])
-def test_intervals_over_few_texts_are_wide_enough(num_texts):
-    """2,000 samples of a few texts of three rows: a normal 95 % interval would cover 70 to 90 %."""
-    clusters, tokens = torch.arange(num_texts).repeat_interleave(3), torch.full((3 * num_texts, 1), 64.0).double()
-    hits = 0
-    for _ in range(2000):
-        nats = tokens * (2 + torch.randn(num_texts, 1).double()[clusters])
-        curve = mean_of_rows(torch.zeros(2), nats, tokens, 0.95, clusters=clusters)
-        hits += abs(curve.nats.item() - 2) < curve.error.item()
-    assert abs(hits / 2000 - 0.95) < 4 * math.sqrt(0.95 * 0.05 / 2000)
-
-
 @pytest.mark.parametrize(
     ("confidence", "degrees", "tabulated"),
     [

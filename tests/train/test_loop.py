@@ -87,15 +87,6 @@ def test_the_final_checkpoint_stores_the_noise_of_its_training(tmp_path):
     assert dgemma.learnt_noise(DiffusionGemma.from_pretrained(result.final)) == MASK
 
 
-@pytest.mark.parametrize(("noise", "bound"), [(dgemma.UniformNoise(next_token.VOCAB), 12.0), (MASK, 0.1)])
-def test_training_under_another_noise_resets_the_entropy_bound(tmp_path, noise, bound):
-    model = next_token.model()
-    model.generation = replace(model.generation, entropy_bound=12.0)
-    loss = PROPOSE_MASK if noise is MASK else CrossEntropy()
-    run(tmp_path, model=model, objective=Objective(noise=noise, canvas_len=4, loss=loss), steps=1)
-    assert model.generation.entropy_bound == bound
-
-
 def test_evaluate_samples_under_the_noise_of_the_training(tmp_path):
     noise, noises = MASK, []
 
@@ -183,16 +174,6 @@ def test_a_resumed_run_ends_in_the_same_bits_and_with_the_same_log(tmp_path, sto
     assert [[line[name] for name in measured] for line in one.log.lines()] == [
         [line[name] for name in measured] for line in two.log.lines()
     ]
-
-
-def test_a_run_under_two_noises_resumes_in_the_same_bits_and_stores_the_first_noise(tmp_path):
-    uniform = dgemma.UniformNoise(next_token.VOCAB)
-    options = {"objective": Objective(noise=uniform, masks=MASK, canvas_len=4, canvases="all"), "steps": 3}
-    straight, _ = run(tmp_path / "straight", **options)
-    run(tmp_path / "resumed", on_step=stop_at(2), **options)
-    resumed, _ = run(tmp_path / "resumed", **options)
-    assert_same_bits(weights(straight), weights(resumed))
-    assert dgemma.learnt_noise(resumed) == uniform
 
 
 def test_a_resumed_run_ignores_the_weights_of_the_model_passed_in(tmp_path):
@@ -463,14 +444,6 @@ def test_the_average_is_evaluated_and_returned(tmp_path):
     assert not torch.equal(averaged.norm.weight, raw.norm.weight)
     assert result.evaluation == {"norm": pytest.approx(float(averaged.norm.weight.detach().norm()))}
     assert result.log.column("evaluation/norm")[0] == [4, 6]
-
-
-def test_after_one_step_the_start_has_weight_one_tenth_in_the_average(tmp_path):
-    averaged, _ = run(tmp_path / "averaged", steps=1, ema_decay=0.99)
-    raw, _ = run(tmp_path / "raw", steps=1)
-    start = weights(next_token.model())
-    for name, weight in weights(averaged).items():
-        torch.testing.assert_close(weight, 0.1 * start[name] + 0.9 * weights(raw)[name])
 
 
 def test_adapters_resume_without_the_frozen_weights_being_saved(tmp_path):

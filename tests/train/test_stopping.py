@@ -75,13 +75,6 @@ def test_the_run_uses_its_time_and_the_learning_rate_ends_at_its_floor(tmp_path,
     assert rates[-1] == pytest.approx(FLOOR * PEAK)
 
 
-def test_the_learning_rate_falls_with_the_time(tmp_path, clock):
-    result, _ = run(tmp_path, clock, lambda step: 2.0)
-    rates = result.log.column("lr")[1]
-    assert rates[2:-1] == sorted(rates[2:-1], reverse=True)
-    assert rates[len(rates) // 2] == pytest.approx(PEAK * (1 + FLOOR) / 2, rel=0.05)  # half of the cosine
-
-
 def test_a_short_run_shortens_its_warm_up(tmp_path, clock):
     run(tmp_path, clock, lambda step: 2.0, warmup=100, stop_at=20)
     result, _ = run(tmp_path, clock, lambda step: 2.0, warmup=100)  # the planned warm-up is not a change of the run

@@ -19,12 +19,9 @@ from dgemma.diffusion.noise import MaskNoise, Noise
 from dgemma.doors import replaceable
 from dgemma.train.batch import TrainBatch
 
-_CANVAS, _TIME, _EVENT, _TOKEN, _SELF_COND, _MASKED, _HOLES = map(
-    draws.purpose_word,
-    (
-        *("training canvas", "training time", "training event", "training token", "training self_cond"),
-        *("training masked", "training holes"),
-    ),
+_CANVAS, _TIME, _EVENT, _TOKEN, _SELF_COND, _MASKED, _HOLES = (
+    draws.purpose_word(f"training {name}")
+    for name in ("canvas", "time", "event", "token", "self_cond", "masked", "holes")
 )
 
 
