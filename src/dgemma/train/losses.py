@@ -37,6 +37,9 @@ class Loss:
 
     scored: Scored = "all"
 
+    def __post_init__(self) -> None:
+        check_types(self)  # of a loss that is a dataclass
+
     def of_logits(self, noise: Noise, logits: Tensor, x: Tensor, z: Tensor, level: Tensor) -> Tensor:
         """Return the costs (m,) of positions with logits (m, V).
 
@@ -70,9 +73,6 @@ class CrossEntropy(Loss):
     scored: Scored = "all"
     propose_mask: bool = False
 
-    def __post_init__(self) -> None:
-        check_types(self)
-
     def __call__(self, model: DiffusionGemma, canvases: Canvases, noisy: NoisyCanvases, hidden: Tensor) -> Tensor:
         return _cross_entropy(model, canvases, noisy, hidden, propose_mask=self.propose_mask)
 
@@ -89,9 +89,6 @@ class LeaveOneOut(Loss):
     """
 
     scored: Scored = "all"
-
-    def __post_init__(self) -> None:
-        check_types(self)
 
     def __call__(self, model: DiffusionGemma, canvases: Canvases, noisy: NoisyCanvases, hidden: Tensor) -> Tensor:
         return _cross_entropy(model, canvases, noisy, hidden, evidence=_evidence(noisy))
@@ -119,7 +116,7 @@ class Bound(Loss):
     propose_mask: bool = False
 
     def __post_init__(self) -> None:
-        check_types(self)
+        super().__post_init__()
         if self.max_weight is not None:
             check_size(self, "max_weight", above=0, fix="Use 2.0, as in GIDD.")
 
