@@ -84,12 +84,3 @@ def test_settled_positions_are_not_written():
 
 def test_sub_blocks_wait_their_turn():
     assert run(KLASS(history=1, block_len=2), [[SURE] * 4] * 2)[-1] == [True, True, False, False]
-
-
-def test_rows_are_decided_independently():
-    sampler = KLASS(history=1)
-    state = fresh_state(torch.full((2, 2), 4), NOISE, 100)
-    state = replace(state, memory=sampler.start(state))
-    rows = torch.cat([probabilities([SURE, SURE]), probabilities([UNSURE, [0.7, 0.3]])])
-    state = replace(state, memory=sampler(Prediction(rows.log()), state).memory)
-    assert sampler(Prediction(rows.log()), state).write.tolist() == [[True, True], [False, True]]
