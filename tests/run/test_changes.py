@@ -99,7 +99,7 @@ def test_the_mask_is_never_proposed_after_allowed_changes():
         ("abc", r"changes must be DenoiseState or Mapping\[str, Any\] or None, got 'abc'"),
         ({"sampler": 3}, r"Knobs\.sampler must be Sampler, got 3"),
         ({"top_k": 0}, r"Knobs\.top_k must be an integer >= 1, got 0"),
-        ({"temperature": -1}, r"ConstantTemperature\.value must be > 0"),
+        ({"temperature": -1}, r"ConstantTemperature\.value must be from 1e-30"),
         ({"canvas": torch.full((2, 6), 11)}, r"DenoiseState\.canvas must hold ids in \[0, 11\), got '11\.\.11'"),
         (
             {"allowed": torch.zeros(1, 1, VOCAB, dtype=torch.bool)},

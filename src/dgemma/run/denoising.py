@@ -1,4 +1,4 @@
-"""Denoising that are denoised together: the one place that takes steps and waits for their verdict.
+"""Canvases that are denoised together: the one place that takes steps and waits for their verdict.
 
 Every form of a run uses it: `denoise_canvas` for rows that start together, `Batch` for rows at their own canvases.
 """
