@@ -226,9 +226,11 @@ class Objective:
 
         Example: `objective.draw(batch, seeds).noisy.z` are the tokens that the network will see.
         """
-        # A single seed would broadcast, and all rows would get the same noise.
-        fits, rule = seeds.shape == batch.length.shape, f"have shape ({batch.batch_size},), one per row"
-        require(fits, "Objective seeds", rule, seeds, "Use `row_seeds` to make them.")
+        if seeds.shape != batch.length.shape:  # a single seed would broadcast, and all rows would get the same noise
+            raise ValueError(
+                f"Objective seeds must have shape ({batch.batch_size},), one per row, got {tuple(seeds.shape)}. Use "
+                "`row_seeds` to make them."
+            )
         canvases = cut_canvases(
             batch,
             canvas_len=self.canvas_len,
