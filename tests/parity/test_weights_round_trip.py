@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from transformers import (
+    AutoTokenizer,
     DiffusionGemmaConfig,
     DiffusionGemmaForBlockDiffusion,
     Gemma4Config,
@@ -13,7 +14,7 @@ from transformers import (
     Gemma4TextConfig,
 )
 
-from dgemma import presets
+from dgemma import ByteTokenizer, Tokenizer, presets
 from dgemma.model.config import ModelConfig
 from dgemma.model.diffusion import DiffusionGemma
 
@@ -90,6 +91,22 @@ def test_a_transformers_checkpoint_loads_here(tmp_path, max_shard_size):
     ours = DiffusionGemma.from_pretrained(tmp_path)
     _assert_same_tensors(ours, theirs)
     _assert_same_logits(ours, theirs)
+
+
+def test_a_saved_model_brings_its_tokenizer_to_transformers(tmp_path):
+    model = DiffusionGemma.from_pretrained("dgemma/text-mask")
+    model.save_pretrained(tmp_path)
+    ours, theirs = Tokenizer.from_pretrained("dgemma/text"), AutoTokenizer.from_pretrained(tmp_path)
+    text = "The fox asked: why not? Ünder"
+    assert theirs.encode(text, add_special_tokens=False) == ours.encode(text, bos=False)
+    assert theirs.decode(ours.encode(text, bos=False)) == text
+
+
+def test_a_tokenizer_that_the_folder_has_already_stays(tmp_path):
+    ByteTokenizer().save_pretrained(tmp_path)
+    DiffusionGemma.from_pretrained("dgemma/text").save_pretrained(tmp_path)
+    assert isinstance(Tokenizer.from_pretrained(tmp_path), ByteTokenizer)
+    assert not (tmp_path / "tokenizer.json").exists()
 
 
 def test_a_round_trip_through_transformers_is_bit_for_bit(tmp_path):

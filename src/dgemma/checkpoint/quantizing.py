@@ -5,16 +5,12 @@ from pathlib import Path
 
 import torch
 
-from dgemma.checkpoint.location import resolve, stored_folder
-from dgemma.files import read_bytes, write_bytes
+from dgemma.checkpoint.location import resolve
 from dgemma.model.config import read_published
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.gptq import quantize_with_calibration
 from dgemma.model.memory import MemoryReport
 from dgemma.model.quantize import Quantization
-
-# Files that save_pretrained writes, or that describe the old weights.
-_WRITTEN = ("config.json", "generation_config.json", "model.safetensors.index.json")
 
 
 def quantize_checkpoint(
@@ -46,8 +42,4 @@ def quantize_checkpoint(
         quantize_with_calibration(model, quantization, run)
         model.to(getattr(torch, dtype) if isinstance(dtype, str) else model.dtype)
     model.save_pretrained(target)
-    folder = stored_folder(folder)
-    for file in sorted((*folder.glob("*.json"), *folder.glob("*.jinja"))):
-        if file.name not in _WRITTEN:
-            write_bytes(target / file.name, read_bytes(file))
     return model.memory_report()

@@ -8,14 +8,18 @@ from typing import Any
 from torch import Tensor
 
 from dgemma.checkpoint.formats import compressed_tensors
-from dgemma.checkpoint.location import INDEX_FILE, SINGLE_FILE
+from dgemma.checkpoint.location import INDEX_FILE, SINGLE_FILE, stored_folder
 from dgemma.checkpoint.names import published_name
 from dgemma.checkpoint.plan import first
+from dgemma.checkpoint.tokenizer import copy_tokenizer
 from dgemma.checks import as_int, require
-from dgemma.files import clear_temporaries, fill_json, fill_tensors, new_files, writing
+from dgemma.files import clear_temporaries, fill_json, fill_tensors, new_files, read_bytes, write_bytes, writing
 from dgemma.model.config import OWN_DEFAULTS
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.quantized import quantized_weights
+
+_TOKENIZER_SIGNS = ("tokenizer.json", "tokenizer_config.json")
+_IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def save_pretrained(model: DiffusionGemma, path: str | Path, *, max_shard_size: int | str = "5GB") -> None:
@@ -24,6 +28,7 @@ def save_pretrained(model: DiffusionGemma, path: str | Path, *, max_shard_size: 
     Quantised weights are stored in the compressed-tensors format, one expert at a time, as in the files published for
     vLLM. transformers 5.22 does not read such experts, because its own are fused.
 
+    A model from a checkpoint brings its tokenizer and the settings of its images, unless the folder has a tokenizer.
     Other files in the folder stay.
 
     New files are written next to the old ones and replace them at the end. If the disk is full, the old checkpoint
@@ -50,6 +55,11 @@ def save_pretrained(model: DiffusionGemma, path: str | Path, *, max_shard_size: 
     for old in (folder / SINGLE_FILE, folder / INDEX_FILE, *folder.glob("model*-of-*.safetensors*")):
         if old.name not in (*names, *index):
             old.unlink(missing_ok=True)
+    if model.source is not None and not any((folder / name).exists() for name in _TOKENIZER_SIGNS):
+        source = stored_folder(model.source)
+        copy_tokenizer(source, folder)
+        for file in filter(Path.is_file, map(source.joinpath, _IMAGE_FILES)):
+            write_bytes(folder / file.name, read_bytes(file))
 
 
 def _published_config(model: DiffusionGemma) -> dict[str, Any]:

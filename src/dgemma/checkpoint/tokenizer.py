@@ -404,16 +404,7 @@ class PretrainedTokenizer(Tokenizer):
         return self._hf.chat_template is not None
 
     def save_pretrained(self, path: str | Path) -> None:
-        folder, files = Path(path), [file for file in map(self._folder.joinpath, _SAVED_FILES) if file.is_file()]
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        with new_files([folder / file.name for file in files]) as new:
-            for target, file in zip(new, files, strict=True):
-                target.write_bytes(read_bytes(file, most=_MOST_BYTES))
-        for template in sorted((self._folder / _TEMPLATES[1]).glob("*.jinja")):
-            with writing(folder):
-                (folder / _TEMPLATES[1]).mkdir(exist_ok=True)
-            write_bytes(folder / _TEMPLATES[1] / template.name, read_bytes(template))
+        copy_tokenizer(self._folder, Path(path))
 
     def _decode(self, ids: list[int]) -> str:
         with explained(f"the tokenizer in {self._folder} cannot decode these ids", "Check its tokenizer.json."):
@@ -536,6 +527,22 @@ class ByteTokenizer(Tokenizer):
             text += f"<|turn>{role}\n{message['content'].strip()}<turn|>\n"
         text += "<|turn>model\n" if options["add_generation_prompt"] else ""
         return [self.bos_token_id, *self._encode_guarded(text)]
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy the tokenizer of a checkpoint folder, if it has one, into another folder."""
+    files = [file for file in map(source.joinpath, _SAVED_FILES) if file.is_file()]
+    if not files:
+        return
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with new_files([folder / file.name for file in files]) as new:
+        for target, file in zip(new, files, strict=True):
+            target.write_bytes(read_bytes(file, most=_MOST_BYTES))
+    for template in sorted((source / _TEMPLATES[1]).glob("*.jinja")):
+        with writing(folder):
+            (folder / _TEMPLATES[1]).mkdir(exist_ok=True)
+        write_bytes(folder / _TEMPLATES[1] / template.name, read_bytes(template))
 
 
 @contextmanager

@@ -17,15 +17,17 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from dgemma.checkpoint.location import resolve
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import require
 from dgemma.cli import loading, output
 from dgemma.data.documents import list_files
+from dgemma.data.sudoku.encoding import load_tokenizer
 from dgemma.data.text import PromptSource, TextSource, TokenFile, read_documents, scan
 from dgemma.data.token_file import describe_files
 from dgemma.diffusion.noise import Noise
 from dgemma.model import presets
-from dgemma.model.config import GenerationDefaults
+from dgemma.model.config import GenerationDefaults, ModelConfig
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.quantized import quantized_weights
 from dgemma.printing import one_line
@@ -93,9 +95,9 @@ def _compress(arguments: argparse.Namespace) -> dict[str, float]:
 
 def run_train(arguments: argparse.Namespace) -> int:
     """Train on text files, or with --rl on runs; return 130 if the run was stopped."""
-    tokenizer = Tokenizer.from_pretrained(arguments.model)
     if arguments.rl:
-        return _learn_from_runs(arguments, tokenizer)
+        return _learn_from_runs(arguments)
+    tokenizer = Tokenizer.from_pretrained(arguments.model)
     made_from = describe_files(arguments.files, tokenizer, separator=arguments.separator)
     new_folders = [path for path in (arguments.out, *arguments.out.parents) if not path.exists()]
     with lock_folder(arguments.out):
@@ -111,10 +113,11 @@ def run_train(arguments: argparse.Namespace) -> int:
         return _train_on(arguments, tokenizer, file)
 
 
-def _learn_from_runs(arguments: argparse.Namespace, tokenizer: Tokenizer) -> int:
+def _learn_from_runs(arguments: argparse.Namespace) -> int:
     """Learn from the model's own runs on prompts with answers."""
     is_one = len(arguments.files) == 1 and arguments.preset is None
     require(is_one, "dgemma train --rl", "have one file and a checkpoint, -m", arguments.files)
+    tokenizer = load_tokenizer(arguments.model, ModelConfig.from_hf(resolve(arguments.model)))
     batch = {"batch_size": arguments.batch_size or 4, "updates": arguments.updates, "seed": arguments.seed}
     problems = Problems.read(arguments.files[0], tokenizer, **batch)
     model = _new_model(arguments, tokenizer)

@@ -19,7 +19,7 @@ import torch
 from dgemma.checkpoint.location import resolve
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import as_int, require, typed
-from dgemma.data.sudoku.encoding import SudokuTokenizer
+from dgemma.data.sudoku.encoding import load_tokenizer
 from dgemma.files import write_text, writing
 from dgemma.intervals import Estimate, mean_of
 from dgemma.model.denoiser import Denoiser, check_denoiser
@@ -136,7 +136,7 @@ class DiffusionLM(TemplateLM):
             pretrained = DiffusionGemma.from_pretrained(pretrained, dtype=dtype, device=where).eval()
             if pretrained.device.type == "cpu":
                 lay_out_by_column(pretrained)
-            tokenizer = tokenizer or _load_tokenizer(self._name, pretrained)
+            tokenizer = tokenizer or load_tokenizer(self._name, pretrained.config)
             is_commit = folder.parent.name == "snapshots"  # the hub's cache names folders after commits
             self._revision = folder.name if is_commit else f"weights:{fingerprint(pretrained)}"
         check_denoiser("DiffusionLM", pretrained)
@@ -439,9 +439,3 @@ def _read_sampler(text: str) -> Sampler:
         return parse_sampler(text.replace(";", ","))  # the harness splits arguments at commas
     except ValueError as error:
         raise ValueError(f"sampler {error}.") from None
-
-
-def _load_tokenizer(pretrained: str, model: Denoiser) -> Tokenizer:
-    if SudokuTokenizer.fits(model.config):
-        return SudokuTokenizer()
-    return Tokenizer.from_pretrained(pretrained)

@@ -153,7 +153,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
 
     @typed
     def save_pretrained(self, path: str | Path, *, max_shard_size: int | str = "5GB") -> None:
-        """Write a checkpoint folder that transformers loads as DiffusionGemmaForBlockDiffusion."""
+        """Write a checkpoint folder that transformers loads as DiffusionGemmaForBlockDiffusion, with its tokenizer."""
         self.files.save(self, path, max_shard_size=max_shard_size)
 
     def forward(self, *args: object, **options: object) -> NoReturn:

@@ -156,11 +156,16 @@ class SudokuTokenizer(Tokenizer):
     def has_chat_template(self) -> bool:
         return False
 
-    def save_pretrained(self, path: str | Path) -> NoReturn:
-        raise ValueError("SudokuTokenizer has no files. A Sudoku solver is recognised by the sizes of its config.")
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write nothing: a Sudoku solver is recognised by the sizes of its config."""
 
     def _decode(self, ids: list[int]) -> str:
         return "".join(map(token_text, ids))
 
     def _render(self, messages: list[dict[str, Any]], **options: Any) -> NoReturn:
         raise ValueError("SudokuTokenizer.chat needs a chat template, got none. Pass a puzzle to encode.")
+
+
+def load_tokenizer(path_or_repo: str | Path, config: DenoiserConfig) -> Tokenizer:
+    """Return the tokenizer of a checkpoint with this config, also of a Sudoku solver, which has no tokenizer files."""
+    return SudokuTokenizer() if SudokuTokenizer.fits(config) else Tokenizer.from_pretrained(path_or_repo)
