@@ -53,6 +53,14 @@ class Sampler:
         return False
 
     @property
+    def has_fixed_order(self) -> bool:
+        """True if positions follow from the predictions, never from a draw, and commits persist under mask noise.
+
+        Such a sampler writes a text in one run only, so `evaluate` has the exact likelihood of the text.
+        """
+        return False
+
+    @property
     def edits(self) -> bool:
         """True if the sampler may write another token at a closed position that is not frozen.
 

@@ -62,6 +62,10 @@ class Confidence(Sampler):
             rule, fix = "be False without an order_temperature", "Set order_temperature, which anneal lowers."
             require_field(not self.anneal, self, "anneal", rule, fix)
 
+    @property
+    def has_fixed_order(self) -> bool:
+        return self.order != "random" and self.order_temperature == 0
+
     def start(self, state: DenoiseState) -> Any:
         return state.open if self.quota == "cosine" else None
 
@@ -73,7 +77,7 @@ class Confidence(Sampler):
 
     def law(self, prediction: Prediction, state: DenoiseState, decision: Decision) -> Law:
         implied, drawn = self(prediction, state), not self.greedy
-        if self.order != "random" and self.order_temperature == 0:
+        if self.has_fixed_order:
             return law_of_rule(implied, prediction, state, decision, drawn=drawn)
         among, count = self._candidates(state)
         fits = is_choice(decision.write, among, count)[:, None]

@@ -35,6 +35,10 @@ class EntropyBound(Sampler, Checked):
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask", "uniform"})
     redecides: ClassVar[frozenset[str]] = frozenset({"uniform"})
 
+    @property
+    def has_fixed_order(self) -> bool:
+        return True
+
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         score = certainty(prediction, self.order).masked_fill(~state.open, -torch.inf)
         ranked = score.argsort(dim=-1, descending=True, stable=True)  # (B, C)

@@ -23,6 +23,10 @@ class Fork(Sampler, Checked):
     greedy: bool = False
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask", "uniform"})
 
+    @property
+    def has_fixed_order(self) -> bool:
+        return True
+
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         sure = state.open & (prediction.confidence >= self.tau)
         leftmost = state.open & (state.open.cumsum(-1) == 1)

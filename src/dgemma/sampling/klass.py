@@ -43,6 +43,10 @@ class KLASS(Sampler, Checked):
         log_probs = torch.full(shape, -torch.inf, device=state.device)
         return Recent(log_probs, log_probs.new_full((shape[0], self.history, shape[1]), torch.inf))
 
+    @property
+    def has_fixed_order(self) -> bool:
+        return True
+
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         recent: Recent = state.memory
         log_probs = prediction.logits.float().log_softmax(-1)

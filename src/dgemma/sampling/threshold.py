@@ -26,6 +26,10 @@ class Threshold(Sampler, Checked):
     greedy: bool = False
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask"})
 
+    @property
+    def has_fixed_order(self) -> bool:
+        return True
+
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         among = state.open & choose_sub_block(state, self.block_len).span
         confidence = prediction.confidence
@@ -51,6 +55,10 @@ class FactorThreshold(Sampler, Checked):
     block_len: Count | None = None
     greedy: bool = False
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask"})
+
+    @property
+    def has_fixed_order(self) -> bool:
+        return True
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         among = state.open & choose_sub_block(state, self.block_len).span

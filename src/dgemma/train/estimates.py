@@ -31,6 +31,7 @@ class RowSums:
     fill_tokens: Tensor  # (R,) scored tokens after its end; their nats are included in the sums
     causal: Tensor  # (R,) nats
     causal_tokens: Tensor  # (R,) of the text itself
+    by_sampler: Tensor  # (R,) nats under a sampler; NaN without one
     reconstruction: Tensor  # (R,) the part of the bound below the lowest level
     by_level: Tensor  # (R, bins) the part of the bound per bin of noise levels
     by_sample: Tensor  # (R, num_samples) the part of the bound from each noise level; sums to `nats - reconstruction`
@@ -85,6 +86,13 @@ class Likelihood:
     @cached_property
     def causal(self) -> Estimate:
         return self._per_token(self.rows.causal, self.rows.causal_tokens)
+
+    @cached_property
+    def by_sampler(self) -> Estimate | None:
+        """The exact likelihood under the sampler of `evaluate`; None without one."""
+        if bool(self.rows.by_sampler.isnan().any()):
+            return None
+        return self._per_token(self.rows.by_sampler, self.rows.tokens)
 
     @property
     def reconstruction(self) -> float:
@@ -160,12 +168,14 @@ class Likelihood:
 
     def summary(self) -> dict[str, Any]:
         """Return the numbers as plain Python, for JSON."""
-        bits, causal_bits = self.bits_per_byte, self.causal_bits_per_byte
+        bits, causal_bits, sampled = self.bits_per_byte, self.causal_bits_per_byte, self.by_sampler
         return {
             "nelbo": self.nelbo.value,
             "nelbo_error": self.nelbo.error,
             "causal": self.causal.value,
             "causal_error": self.causal.error,
+            "by_sampler": None if sampled is None else sampled.value,
+            "by_sampler_error": None if sampled is None else sampled.error,
             "reconstruction": self.reconstruction,
             "bits_per_byte": None if bits is None else bits.value,
             "causal_bits_per_byte": None if causal_bits is None else causal_bits.value,
@@ -193,8 +203,8 @@ class Likelihood:
             f"{tokens} in {rows}, {self.num_samples} noise level{'s' * (self.num_samples != 1)} per canvas",
             f"{'':22}{'nats/token':>10}   {share:20}{'perplexity':>10}",
         ]
-        for name, nats in ((bound, self.nelbo), ("causal", self.causal)):
-            if math.isnan(nats.value):  # a model without a causal mode
+        for name, nats in ((bound, self.nelbo), ("by the sampler", self.by_sampler), ("causal", self.causal)):
+            if nats is None or math.isnan(nats.value):  # without a sampler, or a model without a causal mode
                 continue
             interval = f"{nats.value - nats.error:.4f} … {nats.value + nats.error:.4f}"
             interval = interval if math.isfinite(nats.error) else "–"  # a single row

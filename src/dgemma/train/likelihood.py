@@ -25,7 +25,9 @@ from dgemma.model.config import ModelConfig
 from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.printing import progress_bar
 from dgemma.run.knobs import warn_of_noise
+from dgemma.sampling.base import Sampler
 from dgemma.train.batch import BatchSource, TrainBatch, check_ids, row_seeds
+from dgemma.train.by_sampler import check_sampler, nats_of_texts
 from dgemma.train.canvases import Canvases, cut_canvases
 from dgemma.train.estimates import Likelihood, RowSums
 from dgemma.train.one_pass import ByCanvas, OnePass, read_canvases
@@ -50,6 +52,8 @@ def evaluate(
     lowest_level: float = 1e-4,
     parametrisation: nelbo.Parametrisation = "mean",
     self_cond: bool = False,
+    sampler: Sampler | None = None,
+    steps: int | None = None,
     canvas_len: int | None = None,
     fill_token: int | None = None,
     num_level_bins: int = 10,
@@ -70,8 +74,11 @@ def evaluate(
     Each canvas is noised `num_samples` times. `levels` are "stratified", with one level in each of `num_samples`
     equally likely intervals, or "independent". The noise's schedule is ignored, because the bound does not depend on
     it. `parametrisation` is the meaning of the logits, see `nelbo.integrand`. `self_cond` adds a first pass per canvas,
-    for self-conditioning. `num_bytes`, the size of all scored text, adds bits per byte. The same seed gives the same
-    number for any `batch_size`. `seed` can also be a tensor (R,), with one seed per row.
+    for self-conditioning. `sampler` adds the exact likelihood of the texts under this sampler at temperature 1, in at
+    most `steps` steps per canvas (None: one per position). It must have a fixed order, and the noise must be mask
+    noise. Each step takes a forward, so this costs as much as generating the texts. `num_bytes`, the size of all scored
+    text, adds bits per byte. The same seed gives the same number for any `batch_size`. `seed` can also be a tensor
+    (R,), with one seed per row.
 
     Any `Denoiser` works. A `DiffusionGemma` predicts all canvases of a row in one pass, others one at a time. Without
     `causal_logits` a model's causal likelihood is NaN.
@@ -90,11 +97,15 @@ def evaluate(
     canvas_len = model.config.canvas_length if canvas_len is None else canvas_len
     fill_token = _end_of_text(model) if fill_token is None else fill_token
     vocab_size = model.config.vocab_size
+    if sampler is not None:
+        check_sampler(sampler, noise)
+    steps = canvas_len if steps is None else steps
     for name, value, rule, fits in (
         ("num_rows", num_rows, "be >= 1", num_rows >= 1),
         ("num_samples", num_samples, f"be from 1 to {_MOST_SAMPLES:,}", 1 <= num_samples <= _MOST_SAMPLES),
         ("batch_size", batch_size, "be >= 1", batch_size >= 1),
         ("canvas_len", canvas_len, "be >= 1", canvas_len >= 1),
+        ("steps", steps, "be >= 1", steps >= 1),
         ("num_level_bins", num_level_bins, "be >= 1", num_level_bins >= 1),
         ("num_bytes", num_bytes, "be >= 1", num_bytes is None or num_bytes >= 1),
         ("lowest_level", lowest_level, "be in (0, 1)", 0 < lowest_level < 1),
@@ -110,6 +121,8 @@ def evaluate(
         lowest_level=lowest_level,
         parametrisation=parametrisation,
         self_cond=self_cond,
+        sampler=sampler,
+        steps=steps,
         canvas_len=canvas_len,
         fill_token=fill_token,
         num_level_bins=num_level_bins,
@@ -137,6 +150,8 @@ class _Estimator:
     lowest_level: float
     parametrisation: nelbo.Parametrisation
     self_cond: bool
+    sampler: Sampler | None
+    steps: int
     canvas_len: int
     fill_token: int
     num_level_bins: int
@@ -164,7 +179,11 @@ class _Estimator:
             by_sample.append(cost.sum((1, 2)))
             in_bin = (level[..., 0] * self.num_level_bins).long().clamp(max=self.num_level_bins - 1)
             by_level = by_level.scatter_add(1, in_bin, cost.sum(-1))
+        by_sampler = torch.full((len(seeds),), torch.nan)
+        if self.sampler is not None:
+            by_sampler = nats_of_texts(self.model, canvases, self.noise, self.sampler, self.steps)
         sums = {
+            "by_sampler": by_sampler,
             "nats": bound.sum((1, 2)),
             "tokens": (canvases.scored & ~canvases.fill).sum((1, 2)),
             "fill_tokens": (canvases.scored & canvases.fill).sum((1, 2)),

@@ -280,7 +280,7 @@ class ByCanvas:
         self.model, self.canvases, self.proposer = model, canvases, proposer
 
     @cached_property
-    def _prefixes(self) -> list[Cache]:
+    def prefixes(self) -> list[Cache]:
         """The prefix of each canvas: the clean text before it."""
         position = torch.arange(self.canvases.prefix_len, device=self.canvases.tokens.device)
         tokens = self.canvases.tokens[:, : self.canvases.prefix_len]
@@ -290,7 +290,7 @@ class ByCanvas:
     def map_logits(self, function: OfLogits, z: Tensor, level: Tensor) -> Tensor:
         """Apply `function` as `OnePass.map_logits` does."""
         costs = []
-        for number, prefix in enumerate(self._prefixes):
+        for number, prefix in enumerate(self.prefixes):
             canvas, levels, scored = z[:, number], level[:, number], self.canvases.scored[:, number]
             if not self.model.takes_position_levels:  # the level of the scored tokens, for the whole canvas
                 levels = torch.where(scored, levels, 0.0).amax(-1, keepdim=True).expand_as(levels)
