@@ -284,7 +284,10 @@ def test_anchors_are_refused(pattern):
     [
         ({"type": "string", "pattern": 5}, "must be a JSON schema, got .*'int' object has no attribute"),
         ({"enum": 5}, "must be a JSON schema"),
-        ({"type": "integer", "minimum": float("inf")}, "must be a JSON schema"),
+        ({"type": "integer", "minimum": float("inf")}, "must have whole numbers as bounds"),
+        ({"type": "integer", "minimum": float("nan")}, "must have whole numbers as bounds"),
+        ({"type": "integer", "minimum": "5"}, "must be a JSON schema"),
+        ({"type": "object", "properties": ["a"]}, "must be a JSON schema"),
         (
             {
                 "$defs": {"a": {"type": "object", "properties": {f"p{at}": {"$ref": "#/$defs/a"} for at in range(60)}}},

@@ -166,6 +166,11 @@ def test_a_spliced_row_has_the_donors_allowed_set_and_other_rows_keep_theirs(min
     assert torch.equal(spliced.canvas[1], donor.canvas[0])
 
 
+def test_a_state_is_not_started_where_no_token_is_allowed():
+    with pytest.raises(ValueError, match="start_state allowed must leave at least one token at every position"):
+        started(allow())
+
+
 def test_steps_after_the_last_have_no_noise_and_the_last_temperature():
     class Flat(dgemma.Denoiser):
         def denoise(self, canvas, cache, self_cond=None):

@@ -182,7 +182,7 @@ def _describe_tool(tool: Any) -> Mapping[str, Any]:
 
         tool = get_json_schema(tool)
     description = tool.get("function", tool) if isinstance(tool, Mapping) else {}
-    has_name = isinstance(description.get("name"), str)
+    has_name = isinstance(description, Mapping) and isinstance(description.get("name"), str)
     require(has_name, "ToolCalls.tools", "be functions or descriptions with a name", tool)
     return description
 

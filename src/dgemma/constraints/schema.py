@@ -383,7 +383,7 @@ class _Compiler:
 
     def _object(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
         space, required = self.notation.space, list(schema.get("required", ()))
-        properties = dict(schema.get("properties", {}))
+        properties = {**schema.get("properties", {})}
         others = schema.get("additionalProperties", True)
         properties.update({name: others for name in required if name not in properties})
         if not properties:
@@ -511,7 +511,8 @@ def _bounds(schema: Mapping[str, Any], where: str, *, whole: bool) -> tuple[int 
     bounds: list[int | None] = []
     for name, exclusive, shift in (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1)):
         found = [(schema[key], key == exclusive) for key in (name, exclusive) if key in schema]
-        if any(isinstance(bound, bool) or bound != int(bound) for bound, _ in found) or (len(found) > 1 and not whole):
+        are_whole = all(not isinstance(bound, bool) and bound == bound // 1 for bound, _ in found)
+        if not are_whole or (len(found) > 1 and not whole):
             rule = "have whole numbers as bounds, and at most one lower and one upper bound if its type is 'number'"
             _refuse(rule, found[0][0], where)
         moved = [int(bound) + (shift if beyond and whole else 0) for bound, beyond in found]

@@ -240,6 +240,8 @@ def start_state(
     for name, value in (("canvas", canvas), ("frozen", frozen), ("awaited", awaited)):
         require(value is None or value.shape == shape, f"start_state {name}", f"have the shape {shape}", value)
     usable = noise.proposable(allowed, device)  # a mask is noise, never a proposal
+    fits = allowed is None or usable is None or bool(usable.any(-1).all())
+    require(fits, "start_state allowed", "leave at least one token at every position", allowed)
     block_index = torch.full((batch_size,), block, device=device)
     first_step = round((1 - float(noise.schedule.time(torch.tensor(1 - noise_level, dtype=torch.float64)))) * num_steps)
     num_steps_row = torch.full((batch_size,), num_steps, device=device)
