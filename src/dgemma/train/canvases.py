@@ -196,6 +196,7 @@ class NoisyCanvases(NamedTuple):
     masked: Tensor | None  # (B, K) bool: canvases noised by `masks`; None for none
     noise: Noise
     allowed: Tensor | None  # (V,) bool: the tokens that uniform noise draws from; None for all
+    seeds: Tensor  # (B,)
 
     @property
     def position_level(self) -> Tensor:
@@ -276,6 +277,7 @@ def noise_canvases(
         masked=None if masked is None else masked[..., 0],
         noise=noise,
         allowed=allowed,
+        seeds=seeds,
     )
 
 

@@ -259,6 +259,23 @@ def without_adapters(model: DiffusionGemma) -> Iterator[None]:
             _set_module(model, name, module)
 
 
+@contextmanager
+def start_weights(model: DiffusionGemma, start: DiffusionGemma | None, name: str) -> Iterator[DiffusionGemma]:
+    """Yield the model as it was before training: `start`, or if it is None, the model without its adapters."""
+    if start is not None:
+        yield start
+        return
+    require(
+        is_adapted(model),
+        name,
+        "be a model if this one has no adapters",
+        None,
+        "Pass copy.deepcopy(model), made before training.",
+    )
+    with without_adapters(model):
+        yield model
+
+
 def is_adapted(model: nn.Module) -> bool:
     """Return True if the model has adapters."""
     return adapters_of(model) is not None

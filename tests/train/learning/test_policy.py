@@ -195,7 +195,7 @@ def test_adapters_learn_and_stay_near_the_base_model(tmp_path):
 
 
 def test_all_weights_need_a_reference_for_a_divergence(tmp_path):
-    with pytest.raises(ValueError, match=r"PolicyGradient\.reference must be a model if kl_weight > 0"):
+    with pytest.raises(ValueError, match=r"PolicyGradient\.reference must be a model if this one has no adapters"):
         learn(tmp_path, kl_weight=0.1)
 
 

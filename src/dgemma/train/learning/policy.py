@@ -4,8 +4,7 @@ A run is a sequence of decisions, and every sampler has the exact law of its dec
 exact, per canvas (GSPO, arXiv:2507.18071), and no bound stands in for it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,7 +21,7 @@ from dgemma.train.learning.problems import Problems
 from dgemma.train.learning.rewards import Reward
 from dgemma.train.learning.runs import Runs, choose_steps, roll_out, sum_canvases, weigh_gradient
 from dgemma.train.learning.teacher import Teacher, merge_steps, negative_log_likelihood
-from dgemma.train.lora import is_adapted, without_adapters
+from dgemma.train.lora import start_weights
 from dgemma.train.objective import Terms
 from dgemma.train.optimizer import other_weights
 
@@ -149,7 +148,7 @@ class PolicyGradient:
             "run/clipped": (share * is_clipped).sum(0),
         }
         if self.kl_weight:
-            with torch.no_grad(), self._start(model) as start:
+            with torch.no_grad(), start_weights(model, self.reference, "PolicyGradient.reference") as start:
                 difference = self._score(start, runs)
             difference = (difference - log_probs).clamp(-_MOST_LOG_RATIO, _MOST_LOG_RATIO)
             terms["kl"] = (weights[:, None] * (difference.exp() - 1 - difference)).sum(0)
@@ -180,18 +179,6 @@ class PolicyGradient:
         return runs.trajectory.step_log_probs(
             model, strict=False, through_self_cond=self.through_self_cond, with_grad=with_grad
         )
-
-    @contextmanager
-    def _start(self, model: DiffusionGemma) -> Iterator[DiffusionGemma]:
-        if self.reference is not None:
-            yield self.reference
-            return
-        fix = "Pass copy.deepcopy(model), made before training."
-        require(
-            is_adapted(model), "PolicyGradient.reference", "be a model if kl_weight > 0 without adapters", None, fix
-        )
-        with without_adapters(model):
-            yield model
 
     def _runs(self, model: DiffusionGemma, batch: TrainBatch) -> tuple[Runs, Tensor | None]:
         """Return the runs, and the log-probabilities of their canvases under earlier weights (blocks, R), or None."""
