@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
+import pydantic
 from starlette.testclient import TestClient
 
 import dgemma
@@ -23,42 +24,25 @@ from dgemma.serve.app import create_app
 from dgemma.serve.engine import Engine, Written
 from dgemma.serve.errors import ApiError
 from dgemma.serve.gate import PatientProtocol, QuickServer
+from dgemma.serve.protocol import CompletionRequest
 from dgemma.serve.service import KeptConstraints
 from dgemma.serve.text import GrowingText
 from dgemma.tasks.infill import infill_row
 from rowwise import RowwiseDenoiser
+from serve.letters import CONFIG, TOKENIZER, expected, letters
 
-TOKENIZER = dgemma.ByteTokenizer()
-CONFIG = dgemma.presets.tiny().replace(vocab_size=384, canvas_length=16, max_position_embeddings=320)
 MESSAGES = [{"role": "user", "content": "hi"}]
-
-
-class Letters(RowwiseDenoiser):
-    """Writes lowercase letters, with other tokens too improbable to be drawn."""
-
-    def denoise(self, canvas, cache, self_cond=None):
-        logits = super().denoise(canvas, cache, self_cond).logits
-        a = TOKENIZER.encode("a", bos=False)[0]
-        is_letter = (torch.arange(384) >= a) & (torch.arange(384) < a + 26)
-        return dgemma.Prediction(logits - 100 * ~is_letter)
 
 
 @pytest.fixture(scope="module")
 def model():
-    defaults = dgemma.GenerationDefaults(eos_token_id=(1,), max_new_tokens=32, max_denoising_steps=3)
-    return Letters(CONFIG, defaults)
+    return letters()
 
 
 @pytest.fixture(scope="module")
 def client(model):
     with TestClient(create_app(model, TOKENIZER, name="toy", batch_size=2), base_url="http://localhost") as client:
         yield client
-
-
-def expected(model, prompt, seed=0, **options):
-    """Return what `generate` writes after a prompt, as text."""
-    out = dgemma.generate(model, torch.tensor([prompt]), seed=[seed], **options)
-    return TOKENIZER.decode(out.new_tokens[0])
 
 
 def chat(client, **fields):
@@ -131,7 +115,7 @@ OPEN_CHOICE = {"type": "choice", "instructions": "?"}
         ("chat/completions", {"model": "toy"}, 400, "messages is required."),
         ("chat/completions", {"model": "toy", "messages": []}, 400, "messages: "),
         ("chat/completions", {"model": "toy", "messages": [{"role": "king"}]}, 400, "messages.0.role: "),
-        ("chat/completions", {"model": "toy", "messages": [IMAGE]}, 400, "content.0.type: input should be 'text'."),
+        ("chat/completions", {"model": "toy", "messages": [IMAGE]}, 400, "messages.0.content.0.image_url is required."),
         ("chat/completions", {"model": "gpt", "messages": MESSAGES}, 404, "The model 'gpt' does not exist."),
         ("completions", [], 400, "body: "),
         ("systemone", {"model": "toy", "state": "", "questions": {}}, 400, "questions: "),
@@ -142,13 +126,15 @@ OPEN_CHOICE = {"type": "choice", "instructions": "?"}
             ("completions", {"model": "toy", "prompt": "a", **fields}, 400, message)
             for fields, message in (
                 ({"prompt": {}}, "prompt: input should be a valid string, or input should be a valid list."),
-                ({"prompt": ["a"]}, "prompt.0: input should be a valid integer."),
+                ({"prompt": ["a", 1]}, "prompt.0: input should be a valid integer, or input should be a valid list."),
                 ({"prompt": []}, "at least one token"),
                 ({"prompt": [-1]}, "ids below 384"),
                 ({"prompt": "a" * 300}, "max_position_embeddings 320"),
                 ({"stop": ["b"] * 17}, "at most 16 items"),
                 ({"stop": ["b", ""]}, "stop.1: string should have at least 1 character."),
-                ({"n": 2}, "n: "),
+                ({"n": 0}, "n: "),
+                ({"n": 128, "prompt": ["a"] * 3}, "at most 256 choices of all prompts, got 384"),
+                ({"logprobs": 21}, "logprobs: "),
                 ({"temperature": -1}, "temperature: "),
                 ({"seed": "1"}, "seed: "),
                 ({"max_tokens": 9999}, "must be at most 4096"),
@@ -158,7 +144,7 @@ OPEN_CHOICE = {"type": "choice", "instructions": "?"}
         *(
             ("infill", {"tokens": [5, 6, 7, 8], "holes": [[1, 2]], **fields}, status, message)
             for fields, status, message in (
-                ({"holes": [[0, 2]]}, 400, "must not cover a row's first token"),
+                ({"holes": [[0, 2]]}, 400, "but never the first"),
                 ({"holes": [[2, 99]]}, 400, "0 <= start < stop <= 4"),
                 ({"holes": []}, 400, "holes"),
                 ({"tokens": [5, 999]}, 400, "ids below 384"),
@@ -191,6 +177,14 @@ def test_bodies_that_are_no_json_too_long_or_of_another_type_are_refused(client)
     chunks = (b" " * 100_000 for _ in range(20))  # without a content length
     assert client.post("/v1/completions", content=chunks, headers=headers).status_code == 413
     assert client.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
+
+
+@pytest.mark.parametrize("field", [{"prompt": [0.5] * 1000}, {"prompt": [[None]] * 1000}, {"stop": [0] * 1000}])
+def test_only_the_first_mistake_of_a_long_list_is_collected(field):
+    """A body of 1 MiB can have a million mistakes, and to collect them would take half a minute."""
+    with pytest.raises(pydantic.ValidationError) as refused:
+        CompletionRequest(**{"model": "toy", "prompt": "a", **field})
+    assert refused.value.error_count() <= 4
 
 
 def test_a_json_schema_and_required_tools_constrain_the_answer(client, monkeypatch):

@@ -112,8 +112,8 @@ class ImageProcessor:
         return np.array(image if size == image.size else image.resize(size, Image.Resampling.BICUBIC))
 
 
-def open_image(source: "ImageSource") -> "Image":
-    """Return a picture as an upright RGB image. Transparency becomes white.
+def open_image(source: "ImageSource", *, most_pixels: int = _MOST_PIXELS) -> "Image":
+    """Return a picture as an upright RGB image. Transparency becomes white. A larger picture is not decoded.
 
     Example: `open_image("photo.jpg").size`.
     """
@@ -133,8 +133,8 @@ def open_image(source: "ImageSource") -> "Image":
             source = Image.open(data, formats=_FORMATS)
     # The header has the size and the mode, so nothing is decoded before these checks.
     width, height = source.size
-    fits = 0 < width * height <= _MOST_PIXELS
-    require(fits, name, f"have 1 to {_MOST_PIXELS:,} pixels", f"{width} × {height}", "Resize it.")
+    fits = 0 < width * height <= most_pixels
+    require(fits, name, f"have 1 to {most_pixels:,} pixels", f"{width} × {height}", "Resize it.")
     with explained(problem, fix):
         is_animated = getattr(source, "is_animated", False)
     require(not is_animated, name, "be a still picture", "several frames", "Pass one frame.")

@@ -16,7 +16,9 @@ from dgemma.model.cache import Cache
 from dgemma.model.denoiser import Denoiser
 from dgemma.model.vision.places import join_images
 from dgemma.run.denoising import Denoising
+from dgemma.run.records import StepRecord
 from dgemma.run.rows import Rows
+from dgemma.run.scores import Scores
 
 _Element = TypeVar("_Element")
 
@@ -28,6 +30,7 @@ class _Place:
     row: Rows
     steps: int = 0
     forwards: int = 0
+    scores: Scores | None = None
 
 
 @dataclass
@@ -131,11 +134,15 @@ class Batch:
         for place in group.present.values():
             place.steps, place.forwards = place.steps + 1, place.forwards + record.num_forwards
         finished = {at: place for at, place in group.present.items() if not left[at]}
+        redecides = record.state.noise.kind in record.knobs.sampler.redecides  # then only the last step counts
+        _score(record, finished if redecides else group.present)
         if not finished:
             return []
         drafts = group.denoising.state.draft.cpu()
         for at, place in finished.items():
             place.row.write(drafts[at : at + 1], torch.tensor([place.steps]), torch.tensor([place.forwards]))
+            if place.scores is not None:
+                place.row.scores.append(Scores(*(values.cpu() for values in place.scores)))
             group.places[at] = None
         for places in _parts([at for at, place in finished.items() if not place.row.ended]):
             cache = group.denoising.cache.select(group.denoising.index(places))
@@ -173,6 +180,18 @@ class Batch:
                 self._running = None
             elif len(stay) < len(self._running.places):
                 self._running = self._running.select(stay)
+
+
+def _score(record: StepRecord, places: dict[int, _Place]) -> None:
+    """Score the tokens that a step decided, in the rows that want it."""
+    wanted = {at: (place, place.row.num_top) for at, place in places.items() if place.row.num_top is not None}
+    if not wanted:
+        return
+    scores = Scores.of_step(record, max(num_top for _, num_top in wanted.values()))
+    decided = record.before.open | record.accepted
+    for at, (place, num_top) in wanted.items():
+        new = scores.row(at, num_top)
+        place.scores = new if place.scores is None else place.scores.update(new, decided[at])
 
 
 def _parts(items: list[_Element]) -> Iterator[list[_Element]]:

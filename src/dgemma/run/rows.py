@@ -14,6 +14,7 @@ from dgemma.model.vision.places import join_images
 from dgemma.run.knobs import Knobs
 from dgemma.run.plan import Plan
 from dgemma.run.records import BlockCommit, Output
+from dgemma.run.scores import Scores
 from dgemma.run.step import start_state
 
 
@@ -25,8 +26,10 @@ class Rows:
     Example: `rows = Rows(plan); cache = rows.read(model); state = rows.start(model, plan.knobs)`.
     """
 
-    def __init__(self, plan: Plan, *, index: int = 0) -> None:
+    def __init__(self, plan: Plan, *, index: int = 0, num_top: int | None = None) -> None:
         self.plan, self.index = plan, index  # the index names the row in a `Batch`
+        self.num_top = num_top  # a `Batch` scores this many alternatives of each token; None: it scores nothing
+        self.scores: list[Scores] = []  # of each block
         self.left = torch.arange(plan.batch_size, device=plan.seeds.device)  # (R,) the rows that have not ended
         self.blocks: list[Tensor] = []  # (B, C) each
         self.steps: list[Tensor] = []  # (B,) each

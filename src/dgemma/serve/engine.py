@@ -5,7 +5,7 @@ import itertools
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ import torch
 from dgemma.model.denoiser import Denoiser
 from dgemma.run.batch import Batch
 from dgemma.run.rows import Rows
+from dgemma.run.scores import Scores
 from dgemma.serve.errors import ApiError, shut_down, timed_out
 
 Result = TypeVar("Result")
@@ -38,6 +39,7 @@ class Written(NamedTuple):
     tokens: list[int]
     steps: list[int]  # forwards of each block
     ended: bool
+    scores: Sequence[Scores] = ()  # of each block, if the request wants them
 
 
 Event = Draft | Written | ApiError
@@ -250,7 +252,8 @@ class Engine:
             finished = batch.step()
             self.num_steps += 1
             for row in finished:
-                self._running[row].send(Written(row.new_tokens[0].tolist(), torch.cat(row.steps).tolist(), row.ended))
+                tokens, counts = row.new_tokens[0].tolist(), torch.cat(row.steps).tolist()
+                self._running[row].send(Written(tokens, counts, row.ended, tuple(row.scores)))
             if any(self._running[row].wants_drafts for row in self._running):
                 for row, steps, draft in batch.drafts():
                     if self._running[row].wants_drafts:

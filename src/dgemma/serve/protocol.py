@@ -1,13 +1,16 @@
 """Requests in OpenAI's form: their fields, limits and meaning. Unknown fields are refused."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictBool, StrictInt, Tag
 
 from dgemma.serve.errors import ApiError
 
-_ALTERNATIVES = ("body", "str", "constrained-str", "int", "ToolChoice")
+_ALTERNATIVES = ("body", "str", "constrained-str", "int", "ToolChoice", "TextPart", "ImagePart")
+_PART_NAMES = {"text": "TextPart", "image_url": "ImagePart"}
 
+Element = TypeVar("Element")
+Many = Annotated[list[Element], Field(fail_fast=True)]  # a body can have a million mistakes, and one is reported
 Seed = Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -19,6 +22,29 @@ class _Body(BaseModel):
 class TextPart(_Body):
     type: Literal["text"]
     text: str
+
+
+class ImageUrl(_Body):
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None  # every picture fills the checkpoint's budget of tokens
+
+
+class ImagePart(_Body):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+def _part_name(part: Any) -> str | None:
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    return _PART_NAMES.get(kind) if isinstance(kind, str) else None
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("TextPart")] | Annotated[ImagePart, Tag("ImagePart")],
+    Discriminator(
+        _part_name, custom_error_type="part", custom_error_message="Input should be a part of type text or image_url"
+    ),
+]
 
 
 class FunctionCall(_Body):
@@ -36,21 +62,25 @@ class ChatMessage(_Body):
     """One turn of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Many[Part] | None = None
     name: str | None = None
     refusal: None = None  # OpenAI's client writes this field and the next three into its messages
     annotations: None = None
     audio: None = None
     function_call: None = None
     reasoning_content: str | None = None
-    tool_calls: list[CalledTool] | None = None
+    tool_calls: Many[CalledTool] | None = None
     tool_call_id: str | None = None
 
     @property
-    def text(self) -> str:
+    def parts(self) -> list[TextPart | ImagePart]:
         if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
+            return self.content
+        return [TextPart(type="text", text=self.content or "")]
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, TextPart))
 
 
 class StreamOptions(_Body):
@@ -66,7 +96,7 @@ class AnswerSchema(_Body):
 
 
 class ResponseFormat(_Body):
-    type: Literal["text", "json_schema"]
+    type: Literal["text", "json_object", "json_schema"]
     json_schema: AnswerSchema | None = None
 
 
@@ -99,12 +129,12 @@ class TextRequest(_Body):
     temperature: Annotated[float, Field(ge=0, le=2, strict=True)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
     seed: Seed | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    n: Annotated[StrictInt, Field(ge=1, le=128)] | None = None  # choices for each prompt
+    stop: StopText | Annotated[Many[StopText], Field(max_length=16)] | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
     # These are accepted only with the value that changes nothing.
-    n: Literal[1] | None = None
     presence_penalty: Literal[0] | None = None
     frequency_penalty: Literal[0] | None = None
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
@@ -117,31 +147,58 @@ class TextRequest(_Body):
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
+    @property
+    def most_tokens(self) -> tuple[str, int | None]:
+        """The field that limits the answer, by its name in the request, and its value."""
+        return "max_tokens", self.max_tokens
+
 
 class ChatRequest(TextRequest):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Many[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[Many[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: StrictBool | None = None
-    logprobs: Literal[False] | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
     metadata: dict[str, str] | None = None
     store: StrictBool | None = None
     thinking: StrictBool = False  # ask the model to think first
+
+    @property
+    def most_tokens(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is None:
+            return super().most_tokens
+        return "max_completion_tokens", self.max_completion_tokens
+
+    @property
+    def num_top(self) -> int | None:
+        """The alternatives of each token to report; None if no log-probabilities are wanted."""
+        return self.top_logprobs or 0 if self.logprobs else None
 
 
 class CompletionRequest(TextRequest):
     """The body of /v1/completions."""
 
-    prompt: str | list[StrictInt]
+    prompt: str | Many[StrictInt] | Many[str] | Many[Many[StrictInt]]
     response_format: ResponseFormat | None = None
     echo: Literal[False] | None = None
     suffix: None = None
     best_of: Literal[1] | None = None
-    logprobs: None = None
+    logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
+
+    @property
+    def num_top(self) -> int | None:
+        """The alternatives of each token to report; None if no log-probabilities are wanted."""
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        is_one = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
+        return [self.prompt] if is_one else self.prompt  # type: ignore[return-value]
 
 
 class Question(_Body):
@@ -164,8 +221,8 @@ class InfillRequest(_Body):
     """The body of /v1/infill: tokens with holes, which are spans from start to stop."""
 
     model: str | None = None
-    tokens: Annotated[list[StrictInt], Field(min_length=2)]
-    holes: Annotated[list[tuple[StrictInt, StrictInt]], Field(min_length=1)]
+    tokens: Annotated[Many[StrictInt], Field(min_length=2)]
+    holes: Annotated[Many[tuple[StrictInt, StrictInt]], Field(min_length=1)]
     seed: Seed = 0
 
 
@@ -185,8 +242,32 @@ def describe_mistake(errors: list[Any]) -> ApiError:
     if first["type"] == "missing":
         return ApiError(400, f"{name} is required.", param=name, code="missing_required_parameter")
     same = [error for error in of_field if _place(error) == _place(first) and len(error["loc"]) == len(first["loc"])]
-    message = ", or ".join(error["msg"][:1].lower() + error["msg"][1:200] for error in same)
+    message = ", or ".join(dict.fromkeys(error["msg"][:1].lower() + error["msg"][1:200] for error in same))
     return ApiError(400, f"{name}: {message}.", param=name, code="invalid_value")
+
+
+def describe_refusal(message: str, body: ChatRequest | CompletionRequest) -> ApiError:
+    """Turn a mistake that the library found into an error of the API, with the names that the request uses."""
+    limit_name, _ = body.most_tokens
+    prompt_name = "messages" if isinstance(body, ChatRequest) else "prompt"
+    constraint_name = "tool_choice" if body.response_format is None else "response_format"
+    for theirs, ours in (
+        ("generate must", f"{prompt_name} and {limit_name} must"),
+        ("generate max_new_tokens", limit_name),
+        ("max_new_tokens", limit_name),
+        ("generate constraint", constraint_name),
+        ("generate images", prompt_name),
+        ("JsonSchema.schema", "response_format.json_schema.schema"),
+        ("ToolCalls.tools", "tools"),
+        ("ByteTokenizer.chat role", "messages role"),
+        ("ByteTokenizer.chat ", ""),
+        ("Tokenizer.chat ", ""),
+        ("Knobs.", ""),
+    ):
+        message = message.replace(theirs, ours)
+    param = message.partition(" ")[0].partition(".")[0]
+    code = "context_length_exceeded" if "max_position_embeddings" in message else "invalid_value"
+    return ApiError(400, message, param=param if param in type(body).model_fields else None, code=code)
 
 
 def _place(error: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""From a request to its answer: a plan for the engine, and the text in OpenAI's form, whole or as a stream."""
+"""From a request to its answer: reads a request into plans for the engine, and submits them."""
 
 import asyncio
 import contextlib
@@ -20,23 +20,30 @@ from starlette.concurrency import run_in_threadpool
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import require
 from dgemma.constraints.languages import JsonSchema, Regex, ToolCalls
+from dgemma.constraints.token_text import token_texts
 from dgemma.model.denoiser import Denoiser
+from dgemma.model.vision.images import Images
 from dgemma.run.knobs import default_sampler
 from dgemma.run.plan import Plan, read_plan
 from dgemma.run.rows import Rows
+from dgemma.serve.answer import Answer, Choice
 from dgemma.serve.decisions import answer_questions
-from dgemma.serve.engine import Call, Draft, Engine, Job, Result, Written
+from dgemma.serve.engine import Call, Engine, Job, Result, Written
 from dgemma.serve.errors import ApiError, timed_out
 from dgemma.serve.gate import Limits
+from dgemma.serve.images import read_images
+from dgemma.serve.log_probs import LogProbs
 from dgemma.serve.metrics import Metrics
 from dgemma.serve.protocol import (
     CalledTool,
     ChatRequest,
     CompletionRequest,
     DecisionRequest,
+    ImagePart,
     InfillRequest,
     TextRequest,
     ToolChoice,
+    describe_refusal,
 )
 from dgemma.serve.text import GrowingText
 from dgemma.tasks.infill import infill_row
@@ -45,6 +52,20 @@ from dgemma.view.pieces import Pieces
 _MOST_BYTES = 1 << 27  # of constraints that are kept for later requests
 _MOST_STATES = 10_000  # of a constraint; a step of the model takes longer with more
 _MOST_BUILDS = 16  # constraints that wait to be built
+_ANY_VALUE = {"$ref": "#/$defs/value"}
+_ANY_OBJECT = {
+    "type": "object",
+    "additionalProperties": _ANY_VALUE,
+    "$defs": {
+        "value": {
+            "anyOf": [
+                {"type": ["string", "number", "boolean", "null"]},
+                {"type": "array", "items": _ANY_VALUE},
+                {"type": "object", "additionalProperties": _ANY_VALUE},
+            ]
+        }
+    },
+}
 _COLDEST = 1e-3  # the temperature that replaces 0 for samplers that always draw
 
 
@@ -114,14 +135,20 @@ class Service:
     async def answer(self, body: ChatRequest | CompletionRequest, request: Request) -> Response:
         """Run a request; return its whole answer, or a stream of it."""
         self.check_model(body.model)
-        plan, text = await self._prepare(body, _client(request))
-        job = self._submit(Rows(plan), request, drafts=body.drafts and bool(body.stream))
-        answer = Answer(self, body, plan, text, job)
+        planned = await self._prepare(body, _client(request))
+        rows = [Rows(plan, num_top=body.num_top) for plan, _ in planned]
+        jobs = self._submit(rows, request, drafts=body.drafts and bool(body.stream))
+        choices = list[Choice]()
+        for (plan, text), job in zip(planned, jobs, strict=True):
+            log_probs = None if body.num_top is None else LogProbs(self.tokenizer)
+            choices.append(Choice(len(choices), plan, text, job, log_probs))
+        answer = Answer(body, choices, self.name, self.tokenizer, self.engine, self.metrics)
         if body.stream:
             return StreamingResponse(
                 answer.stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
             )
-        return JSONResponse(await answer.whole(request))
+        async with self.watched(jobs, request):
+            return JSONResponse(await answer.whole())
 
     async def infill(self, body: InfillRequest, request: Request) -> dict[str, Any]:
         """Fill the holes of a text."""
@@ -135,8 +162,8 @@ class Service:
             row = await run_in_threadpool(infill_row, self.model, tokens, body.holes, seed=body.seed)
         except ValueError as error:
             raise ApiError(400, str(error), param="holes", code="invalid_value") from None
-        job = self._submit(row, request)
-        async with self.watched(job, request):
+        (job,) = jobs = self._submit([row], request)
+        async with self.watched(jobs, request):
             written = [event async for event in job.events() if isinstance(event, Written)][-1]
         self.metrics.forwards.inc(sum(written.steps))
         return {"tokens": written.tokens, "pieces": Pieces(self.tokenizer)(written.tokens), "steps": sum(written.steps)}
@@ -155,25 +182,37 @@ class Service:
         return {"model": self.name, "answers": answers, "usage": usage}
 
     @contextlib.asynccontextmanager
-    async def watched(self, job: Job, request: Request) -> AsyncIterator[None]:
-        """Drop a request when its client leaves, and at the end."""
+    async def watched(self, jobs: list[Job], request: Request) -> AsyncIterator[None]:
+        """Drop the rows of a request when its client leaves, and at the end."""
 
         async def leave() -> None:
             while (await request.receive())["type"] != "http.disconnect":
                 pass
-            job.send(ApiError(499, "The client has left."))
+            for job in jobs:
+                job.send(ApiError(499, "The client has left."))
 
         watcher = asyncio.create_task(leave())
         try:
             yield
         finally:
             watcher.cancel()
-            self.engine.cancel(job)
+            for job in jobs:
+                self.engine.cancel(job)
 
-    def _submit(self, row: Rows, request: Request, *, drafts: bool = False) -> Job:
-        return self.engine.submit(row, seconds=self.limits.seconds, client=_client(request), drafts=drafts)
+    def _submit(self, rows: list[Rows], request: Request, *, drafts: bool = False) -> list[Job]:
+        """Queue the rows of a request: all of them, or none."""
+        jobs: list[Job] = []
+        try:
+            for row in rows:
+                seconds, client = self.limits.seconds, _client(request)
+                jobs.append(self.engine.submit(row, seconds=seconds, client=client, drafts=drafts))
+        except ApiError:
+            for job in jobs:
+                self.engine.cancel(job)
+            raise
+        return jobs
 
-    async def _prepare(self, body: ChatRequest | CompletionRequest, client: str) -> tuple[Plan, GrowingText]:
+    async def _prepare(self, body: ChatRequest | CompletionRequest, client: str) -> list[tuple[Plan, GrowingText]]:
         """Plan a request in another thread. Constraints take seconds, so they get two threads and a queue of their own.
 
         A constraint that is known already needs no queue.
@@ -188,37 +227,47 @@ class Service:
         except TimeoutError:
             raise timed_out() from None
 
-    def _plan(self, body: ChatRequest | CompletionRequest, key: str | None) -> tuple[Plan, GrowingText]:
-        """Check a request, and return its plan and its text."""
-        is_chat = isinstance(body, ChatRequest)
-        max_tokens = (body.max_completion_tokens if is_chat else None) or body.max_tokens
+    def _plan(self, body: ChatRequest | CompletionRequest, key: str | None) -> list[tuple[Plan, GrowingText]]:
+        """Check a request, and return the plan and the text of each choice. Choice i has the request's seed + i."""
+        is_chat, num_choices = isinstance(body, ChatRequest), body.n or 1
+        limit_name, max_tokens = body.most_tokens
         max_tokens = min(self.model.generation.max_new_tokens, self.limits.tokens) if max_tokens is None else max_tokens
         if max_tokens > self.limits.tokens:
-            message = f"max_tokens must be at most {self.limits.tokens}, got {max_tokens}."
-            raise ApiError(400, message, param="max_tokens", code="invalid_value")
+            message = f"{limit_name} must be at most {self.limits.tokens}, got {max_tokens}."
+            raise ApiError(400, message, param=limit_name, code="invalid_value")
+        if is_chat and body.top_logprobs and not body.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs", code="invalid_value")
+        num_rows = num_choices * (1 if is_chat else len(body.prompts))
+        if num_rows > self.limits.queue:
+            message = f"n must ask for at most {self.limits.queue} choices of all prompts, got {num_rows}."
+            raise ApiError(400, message, param="n", code="invalid_value")
         options = self._options(body) | {"max_new_tokens": max_tokens}
         options["seed"] = [secrets.randbits(62) if body.seed is None else body.seed]
+        planned = list[tuple[Plan, GrowingText]]()
         try:
+            if body.num_top is not None:
+                token_texts(self.tokenizer)
             if key is not None:
                 options["constraint"] = self.constraints.find(key, self.tokenizer)
-            tokens = self._read_chat(body) if is_chat else body.prompt
-            if isinstance(tokens, str):
-                tokens = self.tokenizer.encode(tokens, markers=False)
-            plan = read_plan(self.model, _as_row(tokens, self.model), **options)
+            for tokens, images in [self._read_chat(body)] if is_chat else ((prompt, None) for prompt in body.prompts):
+                if isinstance(tokens, str):
+                    tokens = self.tokenizer.encode(tokens, markers=False)
+                plan = read_plan(self.model, _as_row(tokens, self.model), images=images, **options)
+                for _ in range(num_choices):
+                    text = GrowingText(
+                        self.tokenizer,
+                        stops=body.stops,
+                        max_tokens=max_tokens,
+                        eos=plan.eos_token_ids,
+                        pad=plan.pad_token_id,
+                        as_reply=is_chat and self.tokenizer.has_chat_template,
+                    )
+                    planned.append((replace(plan, seeds=plan.seeds + len(planned)), text))
         except ImportError as error:
             raise ApiError(501, str(error)) from None
         except (ValueError, TypeError) as error:
-            code = "context_length_exceeded" if "max_position_embeddings" in str(error) else "invalid_value"
-            raise ApiError(400, str(error), code=code) from None
-        text = GrowingText(
-            self.tokenizer,
-            stops=body.stops,
-            max_tokens=max_tokens,
-            eos=plan.eos_token_ids,
-            pad=plan.pad_token_id,
-            as_reply=is_chat and self.tokenizer.has_chat_template,
-        )
-        return plan, text
+            raise describe_refusal(str(error), body) from None
+        return planned
 
     def _options(self, body: TextRequest) -> dict[str, Any]:
         options: dict[str, Any] = {"steps": body.steps, "top_k": body.top_k}
@@ -233,16 +282,24 @@ class Service:
             options["temperature"] = float(body.temperature)
         return options
 
-    def _read_chat(self, body: ChatRequest) -> list[int] | str:
-        """Return the tokens of a chat, or without a chat template the texts of all turns."""
+    def _read_chat(self, body: ChatRequest) -> tuple[list[int] | str, Images | None]:
+        """Return the tokens of a chat, or without a chat template the texts of all turns; and its images."""
+        images = read_images(self.model, body.messages)
         if not self.tokenizer.has_chat_template:
-            if body.tools:
-                raise ApiError(400, "tools must be empty: this model has no chat template.", param="tools")
-            return "\n".join(message.text for message in body.messages)
+            if body.tools or images is not None:
+                name = "tools" if body.tools else "messages"
+                message = f"{name} must have no {'tools' if body.tools else 'images'}: this model has no chat template."
+                raise ApiError(400, message, param=name)
+            return "\n".join(message.text for message in body.messages), None
         messages = []
         for number, message in enumerate(body.messages):
             role = "system" if message.role == "developer" else message.role
             turn: dict[str, Any] = {"role": role, "content": message.text}
+            if any(isinstance(part, ImagePart) for part in message.parts):
+                turn["content"] = [
+                    {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part.text}
+                    for part in message.parts
+                ]
             for index, call in enumerate(message.tool_calls or []):
                 place = f"messages.{number}.tool_calls.{index}.function.arguments"
                 called = {"name": call.function.name, "arguments": _read_arguments(call, place)}
@@ -251,7 +308,7 @@ class Service:
         tools = (
             None if body.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in body.tools or []]
         )
-        return self.tokenizer.chat(messages, thinking=body.thinking, tools=tools or None)
+        return self.tokenizer.chat(messages, thinking=body.thinking, tools=tools or None, images=images), images
 
 
 class Builders:
@@ -289,6 +346,8 @@ def _constraint_key(body: ChatRequest | CompletionRequest) -> str | None:
         if form.json_schema is None:
             raise ApiError(400, "response_format.json_schema is required.", param="response_format.json_schema")
         return json.dumps({"schema": form.json_schema.schema_})
+    if form is not None and form.type == "json_object":
+        return json.dumps({"schema": _ANY_OBJECT})
     if chat is not None and (chat.tool_choice == "required" or isinstance(chat.tool_choice, ToolChoice)):
         tools = [tool.model_dump(exclude_none=True) for tool in chat.tools or []]
         if isinstance(chat.tool_choice, ToolChoice):
@@ -297,120 +356,6 @@ def _constraint_key(body: ChatRequest | CompletionRequest) -> str | None:
             raise ApiError(400, "tool_choice must name one of the tools.", param="tool_choice")
         return json.dumps({"tools": tools})
     return None
-
-
-class Answer:
-    """The answer to one request in OpenAI's form."""
-
-    def __init__(
-        self, service: Service, body: ChatRequest | CompletionRequest, plan: Plan, text: GrowingText, job: Job
-    ) -> None:
-        self._service, self._body, self._plan, self._text, self._job = service, body, plan, text, job
-        self._is_chat = isinstance(body, ChatRequest)
-        self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}"
-        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
-        self._frame = {"id": self._id, "object": kind, "created": int(time.time()), "model": service.name}
-        self._start, self._pieces = time.monotonic(), Pieces(service.tokenizer)
-
-    async def whole(self, request: Request) -> dict[str, Any]:
-        """Wait for the end of the text. If the client leaves, the request is dropped."""
-        try:
-            async with self._service.watched(self._job, request):
-                async for event in self._job.events():
-                    if not isinstance(event, Draft):
-                        self._add(event)
-                    if self._text.finish_reason is not None:
-                        break
-        finally:
-            self._end()
-        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": self._finish_reason()}
-        choice |= {"message": self._message()} if self._is_chat else {"text": self._text.text}
-        return {
-            **self._frame,
-            "object": "chat.completion" if self._is_chat else "text_completion",
-            "choices": [choice],
-            "usage": self._usage(),
-            "dgemma": self._counts(),
-        }
-
-    async def stream(self) -> AsyncIterator[str]:
-        """Yield server-sent events: a chunk per block, drafts if they are requested, and the end."""
-        try:
-            if self._is_chat:
-                yield self._chunk({"role": "assistant", "content": ""})
-            async for event in self._job.events():
-                if isinstance(event, Draft):
-                    yield self._draft(event)
-                    continue
-                self._add(event)
-                if new := self._text.delta():
-                    yield self._chunk({"content": new} if self._is_chat else new)
-                if self._text.finish_reason is not None:
-                    break
-            if calls := self._tool_calls():
-                yield self._chunk({"tool_calls": [{"index": at, **call} for at, call in enumerate(calls)]})
-            yield self._chunk({} if self._is_chat else "", self._finish_reason(), self._counts())
-            if self._body.stream_options is not None and self._body.stream_options.include_usage:
-                yield _event({**self._frame, "choices": [], "usage": self._usage()})
-            yield "data: [DONE]\n\n"
-        except ApiError as error:  # the status is sent already
-            yield _event(error.body())
-        finally:  # also if the client has left
-            self._end()
-
-    def _add(self, event: Any) -> None:
-        if not self._text.steps:
-            self._service.metrics.first_block.observe(time.monotonic() - self._start)
-        self._text.add(event)
-
-    def _end(self) -> None:
-        metrics = self._service.metrics
-        metrics.tokens.inc(self._text.num_tokens)
-        metrics.forwards.inc(sum(self._text.steps))
-        if self._text.finish_reason is None:
-            metrics.abandoned.inc()
-        self._service.engine.cancel(self._job)
-
-    def _chunk(self, new: Any, finish_reason: str | None = None, counts: dict[str, Any] | None = None) -> str:
-        part = {"delta" if self._is_chat else "text": new}
-        choice = {"index": 0, **part, "logprobs": None, "finish_reason": finish_reason}
-        extension = {} if counts is None else {"dgemma": counts}
-        return _event({**self._frame, "choices": [choice], **extension})
-
-    def _draft(self, draft: Draft) -> str:
-        content = {"block": draft.block, "step": draft.step, "pieces": self._pieces(draft.tokens)}
-        return _event({**self._frame, "choices": [], "dgemma": {"draft": content}})
-
-    def _message(self) -> dict[str, Any]:
-        calls, reply = self._tool_calls(), self._text.reply
-        message: dict[str, Any] = {"role": "assistant", "content": self._text.text, "refusal": None}
-        if calls:
-            message |= {"tool_calls": calls, "content": self._text.text or None}
-        if reply is not None and reply.thought is not None:
-            message["reasoning_content"] = reply.thought
-        return message
-
-    def _tool_calls(self) -> list[dict[str, Any]]:
-        if self._text.reply is None or not isinstance(self._body, ChatRequest) or not self._body.tools:
-            return []
-        calls = [call for call in self._text.reply.tool_calls if call.arguments is not None]
-        functions = [{"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)} for call in calls]
-        return [
-            {"id": f"call_{self._id[-12:]}_{at}", "type": "function", "function": function}
-            for at, function in enumerate(functions)
-        ]
-
-    def _finish_reason(self) -> str | None:
-        return "tool_calls" if self._tool_calls() else self._text.finish_reason
-
-    def _usage(self) -> dict[str, int]:
-        prompt, new = self._plan.prompt_tokens.shape[1], self._text.num_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-
-    def _counts(self) -> dict[str, Any]:
-        steps = self._text.steps
-        rate = self._text.num_tokens / sum(steps) if steps else 0.0
-        return {"seed": int(self._plan.seeds[0, 0]), "steps": steps, "tokens_per_forward": rate}
 
 
 def _read_arguments(call: CalledTool, place: str) -> dict[str, Any]:
@@ -429,7 +374,3 @@ def _as_row(tokens: list[int], model: Denoiser, param: str = "prompt") -> Any:
     if not tokens or not all(0 <= token < vocab_size for token in tokens):
         raise ApiError(400, f"{param} must hold at least one token, with ids below {vocab_size}.", param=param)
     return torch.tensor([tokens], dtype=torch.int64, device=model.device)
-
-
-def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"

@@ -1,5 +1,6 @@
 """The text of a request while it is written: deltas for a stream, stop strings, and its finish reason."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from dgemma.checkpoint.tokenizer import Reply, Tokenizer
@@ -38,16 +39,14 @@ class GrowingText:
         """Take all tokens written so far. `finish_reason` is set if the text ends with them."""
         end = next((at for at, token in enumerate(written.tokens, start=1) if token in self._eos), None)
         tokens = written.tokens[: min(self._max_tokens, end or len(written.tokens))]
-        self.steps, self.num_tokens = written.steps, len(tokens)
-        text = self._tokenizer.decode([token for token in tokens if token != self._pad])
-        if self._as_reply:
-            self.reply = self._tokenizer.reply(text)
-            text = self.reply.answer
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            text = text[: min(found)]
-        self.text = text
-        if found or (end is not None and end <= self._max_tokens):
+        text, self.reply = self._read(tokens)
+        stops_at = self._find_stop(text)
+        if stops_at is not None:
+            text = text[:stops_at]
+            # The first tokens whose text has the stop string are the answer's.
+            tokens = tokens[: bisect_left(range(len(tokens)), True, key=lambda end: self._has_stop(tokens[:end]))]
+        self.text, self.steps, self.num_tokens = text, written.steps, len(tokens)
+        if stops_at is not None or (end is not None and end <= self._max_tokens):
             self.finish_reason = "stop"
         elif written.ended or len(tokens) == self._max_tokens:
             self.finish_reason = "length"
@@ -62,6 +61,19 @@ class GrowingText:
         new = self.text[self._num_sent : end]
         self._num_sent = max(self._num_sent, end)
         return new
+
+    def _read(self, tokens: list[int]) -> tuple[str, Reply | None]:
+        """Return the text of tokens, and the reply that it is part of."""
+        text = self._tokenizer.decode([token for token in tokens if token != self._pad])
+        reply = self._tokenizer.reply(text) if self._as_reply else None
+        return text if reply is None else reply.answer, reply
+
+    def _find_stop(self, text: str) -> int | None:
+        """Return where the first stop string begins, None if the text has none."""
+        return min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
+
+    def _has_stop(self, tokens: list[int]) -> bool:
+        return self._find_stop(self._read(tokens)[0]) is not None
 
     def _safe_end(self, stop: str) -> int:
         """Return the length of the text without the longest beginning of `stop` at its end."""

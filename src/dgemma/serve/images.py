@@ -1,0 +1,44 @@
+"""Pictures of a chat: only data URLs, bounded before they are decoded. The server opens no file and fetches nothing."""
+
+from collections.abc import Sequence
+
+from dgemma.checkpoint.images import open_image, processor_of
+from dgemma.model.denoiser import Denoiser
+from dgemma.model.vision.images import Images
+from dgemma.serve.errors import ApiError
+from dgemma.serve.protocol import ChatMessage, ImagePart
+
+_MOST_IMAGES = 16  # of a request
+_MOST_PIXELS = 1 << 24  # of a picture
+
+
+def read_images(model: Denoiser, messages: Sequence[ChatMessage]) -> Images | None:
+    """Return the pictures of a chat as the model reads them, None without pictures; raise a 400 that names the part.
+
+    Example: `read_images(model, body.messages).num_tokens`.
+    """
+    urls = {
+        f"messages.{number}.content.{at}.image_url.url": part.image_url.url
+        for number, message in enumerate(messages)
+        for at, part in enumerate(message.parts)
+        if isinstance(part, ImagePart)
+    }
+    if not urls:
+        return None
+    if not model.takes_images:
+        raise _refusal(next(iter(urls)), "must be absent: this model has no vision tower.")
+    if len(urls) > _MOST_IMAGES:
+        raise _refusal("messages", f"must have at most {_MOST_IMAGES} images, got {len(urls)}.")
+    processor, found = processor_of(model), []
+    for place, url in urls.items():
+        if not url.startswith("data:"):  # before the library sees it, because it would open a path
+            raise _refusal(place, "must be a data URL (data:image/png;base64,…): this server fetches no other URLs.")
+        try:
+            found.append(processor([open_image(url, most_pixels=_MOST_PIXELS)]))
+        except ValueError as error:
+            raise _refusal(place, f"must be a picture: {error}") from None
+    return Images.join(found)
+
+
+def _refusal(place: str, rule: str) -> ApiError:
+    return ApiError(400, f"{place} {rule}", param=place, code="invalid_value")
