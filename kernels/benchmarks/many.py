@@ -31,16 +31,17 @@ from dgemma_kernels import accelerate
 
 GPU = torch.device("cuda")
 STOP_TOKEN = 106
+TEXT_IDS = (200, 250_000)  # without markers and images
 SETTINGS = ("prompts", "canvases", "batch_size", "steps")
 
 
 class Workload:
     """Prompts of mixed length, and the number of canvases that each answer has."""
 
-    def __init__(self, count: int, longest: int, canvas_len: int, vocab_size: int) -> None:
+    def __init__(self, count: int, longest: int, canvas_len: int) -> None:
         generator = torch.Generator().manual_seed(0)
         sizes = (torch.rand(count, generator=generator) * math.log(1024 / 32)).exp() * 32
-        self.prompts = [torch.randint(200, vocab_size, (int(n),), generator=generator) for n in sizes]
+        self.prompts = [torch.randint(*TEXT_IDS, (int(n),), generator=generator) for n in sizes]
         drawn = torch.empty(count).log_normal_(0.3, 1.2, generator=generator).ceil()
         self.canvases = drawn.clamp(max=longest).int().tolist()
         self.canvas_len = canvas_len
@@ -133,7 +134,7 @@ def main() -> None:
     torch.manual_seed(0)
     config = dgemma.presets.diffusiongemma_26b_a4b()
     model = accelerate(dgemma.DiffusionGemma(config, device=GPU, dtype=torch.bfloat16).requires_grad_(False))
-    work = Workload(arguments.prompts, arguments.canvases, config.canvas_length, config.vocab_size)
+    work = Workload(arguments.prompts, arguments.canvases, config.canvas_length)
     batch_size = arguments.batch_size
     options: dict[str, Any] = {"steps": arguments.steps, "stop": None, "progress": False}
     ways: dict[str, Callable[..., list[int]]] = {

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 import dgemma
 from dgemma import values
+from dgemma.run import stored
 from dgemma.run.step import step
 from dgemma.run.trajectory import Trajectory
 from dgemma.sampling import Ancestral, Confidence, EntropyBound, StepCap
@@ -139,6 +140,14 @@ def test_the_file_is_plain_safetensors_and_compact(recorded, tmp_path):
         assert "EntropyBound" in file.metadata()["dgemma"]
     # Per position of a row's step: 4 token ids, 2 float32, 5 candidates of 2 + 2 bytes, 3 bits.
     assert path.stat().st_size < 18 * CANVAS_LEN * (4 * 2 + 2 * 4 + 5 * 4 + 3 / 8) * 1.1 + 8000
+
+
+def test_a_file_without_a_column_is_refused_in_one_sentence(recorded, tmp_path):
+    steps = dict.fromkeys(stored._COLUMNS)  # None instead of tensors
+    content = {"plan": recorded.trajectory.plan, "top": 0, "steps": steps, "sizes": [(0, 0, 2)]}
+    stored.save(tmp_path / "run.safetensors", {**content, "commits": (), "changes": ()})
+    with pytest.raises(ValueError, match=r"run\.safetensors is not a complete trajectory file.*steps must be"):
+        Trajectory.load(tmp_path / "run.safetensors")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.99], ids=["empty", "inside", "last-bytes"])

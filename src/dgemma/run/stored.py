@@ -108,7 +108,9 @@ def _check(
     fits = fits and all(0 <= block < plan.num_blocks and 0 <= step < plan.num_steps for block, step in places)
     fits = fits and all(1 <= number <= plan.batch_size for number in num_rows)
     require(fits, "sizes", "be a block, a step and a number of rows, in order", sizes)
-    require(steps.keys() == (_COLUMNS.keys() if sizes else set()), "steps", "be the recorded columns", list(steps))
+    fits = steps.keys() == (_COLUMNS.keys() if sizes else set())
+    fits = fits and all(isinstance(column, Tensor) for column in steps.values())
+    require(fits, "steps", "be the recorded columns", steps)
     if steps:
         _check_values("steps", steps, _COLUMNS, {**numbers, "R": sum(num_rows)})
         in_order = all(bool((rows.diff() > 0).all()) for rows in steps["rows"].split(num_rows))

@@ -139,7 +139,7 @@ class EndOfText(StopRule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConfidenceGap(StopRule):
+class ConfidenceGap(StopRule, Checked):
     """Done when the mean gap between the two best logits reaches a threshold, one for each third of the run.
 
     This is Prophet (arXiv:2508.19982). The sampler's `final` then fills open positions with the argmax. The gap of the
@@ -153,8 +153,7 @@ class ConfidenceGap(StopRule):
     span: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        rule, fix = "be three gaps (early, middle, late)", "Use (7.5, 5.0, 2.5), as published."
-        require_field(len(self.thresholds) == 3, self, "thresholds", rule, fix)
+        super().__post_init__()
         fits = self.span is None or 0 <= self.span[0] < self.span[1]
         require_field(fits, self, "span", "be 0 <= start < stop", "Use None for the whole canvas.")
 
