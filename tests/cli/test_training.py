@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import dgemma
 from dgemma.cli import training
 from dgemma.data.text import TokenFile
-from dgemma.train.lora import load_lora
+from dgemma.train.adapter_files import load_lora
 
 QUICK = ("--steps", "3", "--batch-size", "2", "--canvases", "2", "--lr", "0.01")
 
@@ -93,7 +93,7 @@ def test_adapters_are_merged_at_the_end(command, checkpoint, words, tmp_path):
     adapted = dgemma.DiffusionGemma.from_pretrained(checkpoint)
     tokens = torch.arange(130, 150)[None]
     base = adapted.causal_logits(tokens)
-    load_lora(adapted, tmp_path / "final" / "adapters.safetensors")
+    load_lora(adapted, tmp_path / "final" / "adapters")
     torch.testing.assert_close(merged.causal_logits(tokens), adapted.causal_logits(tokens), rtol=1e-4, atol=1e-5)
     assert (merged.causal_logits(tokens) - base).abs().max() > 1e-3
 
@@ -266,3 +266,29 @@ def test_rl_learns_from_prompts_and_answers(command, checkpoint, tmp_path):
     assert result["forwards"] == pytest.approx(statistics.fmean(line["run/forwards"] for line in lines))
     assert lines[0]["loss/kl"] == 0.0
     assert command("generate", "-m", tmp_path / "run" / "final", "-n", "1", "--steps", "1", "Hi").code == 0
+
+
+def test_rl_trains_and_saves_a_sudoku_solver(command, tmp_path):
+    file, answer = (
+        tmp_path / "puzzle.jsonl",
+        "534678912672195348198342567859761423426853791713924856961537284287419635345286179",
+    )
+    file.write_text(json.dumps({"prompt": "." + answer[1:], "answer": answer}))
+    settings = ("--steps", "1", "--batch-size", "1", "--group", "2", "--run-steps", "2", "--lora", "2", "--json")
+    ran = command(
+        "train", "-m", "dgemma/sudoku", "--rl", file, "--reward", "sudoku", "--out", tmp_path / "run", *settings
+    )
+    assert ran.code == 0, ran.err
+    assert json.loads(ran.out)["reward"] == 1.0  # one blank
+
+
+def test_an_adapter_folder_gives_the_merged_model(command, tmp_path):
+    (tmp_path / "a.txt").write_text("abcdefgh" * 40)
+    settings = ("--lora", "2", "--steps", "2", "--lr", "0.01", "--batch-size", "1", "--json")
+    assert command("train", tmp_path / "a.txt", "--out", tmp_path / "run", *settings).code == 0
+    writing = ("generate", "-n", "16", "--steps", "4", "Once upon")
+    adapted, merged, plain = (
+        command(*writing, *options).out
+        for options in (("--adapter", tmp_path / "run" / "final" / "adapters"), ("-m", tmp_path / "run" / "final"), ())
+    )
+    assert adapted == merged != plain

@@ -248,17 +248,17 @@ def attempt_trajectory(context: Any, source: random.Random, folder: Path) -> int
 def prepare_adapters(folder: Path) -> Any:
     model = tiny_model()
     train.add_lora(model, train.LoRA(rank=2))
-    train.save_lora(model, folder / "adapters.safetensors")
-    return SimpleNamespace(data=(folder / "adapters.safetensors").read_bytes())
+    train.save_lora(model, folder)
+    return SimpleNamespace(data=(folder / "adapter_model.safetensors").read_bytes())
 
 
 def attempt_adapters(context: Any, source: random.Random, folder: Path) -> int:
-    path = folder / "adapters.safetensors"
-    path.write_bytes(damage_safetensors(context.data, source, metadata="lora"))
+    path = folder / "adapter_model.safetensors"
+    path.write_bytes(damage_safetensors(context.data, source, metadata="noise"))
     _odd_file(path, source)
     model = tiny_model()
     try:
-        train.load_lora(model, path)
+        train.load_lora(model, folder)
     except ValueError:
         if not all(weight.requires_grad for weight in model.parameters()):
             raise Silent("a refused file left weights frozen") from None

@@ -117,9 +117,9 @@ def test_token_ids_need_no_tokenizer(tmp_path):
 def test_adapters_for_other_weights_are_named(tmp_path, caplog):
     model = tiny()
     train.add_lora(model, train.LoRA(rank=2))
-    train.save_lora(model, tmp_path / "adapters.safetensors")
+    train.save_lora(model, tmp_path / "adapters")
     for dtype in (torch.float32, torch.bfloat16):
-        train.load_lora(tiny().to(dtype), tmp_path / "adapters.safetensors")
+        train.load_lora(tiny().to(dtype), tmp_path / "adapters")
     assert not caplog.records
-    train.load_lora(tiny(seed=1), tmp_path / "adapters.safetensors")
+    train.load_lora(tiny(seed=1), tmp_path / "adapters")
     assert "were trained for other weights" in caplog.text

@@ -134,7 +134,9 @@ def test_bfloat16_losses_on_two_processes_are_close_to_those_on_one(runs):
 def test_adapters_on_sharded_experts_train_as_on_one_process(runs):
     two, one = runs / "adapted_2", runs / "adapted_1"
     torch.testing.assert_close(_losses(two), _losses(one), **EXACT)
-    torch.testing.assert_close(*(load_file(run / "final" / "adapters.safetensors") for run in (two, one)), **EXACT)
+    torch.testing.assert_close(
+        *(load_file(run / "final" / "adapters" / "adapter_model.safetensors") for run in (two, one)), **EXACT
+    )
 
 
 @pytest.mark.slow

@@ -18,11 +18,12 @@ import next_token
 from dgemma import DiffusionGemma
 from dgemma.model import experts
 from dgemma.train import loop
+from dgemma.train.adapter_files import load_lora
 from dgemma.train.batch import feed
 from dgemma.train.checkpoints import Checkpoints
 from dgemma.train.config import TrainConfig
 from dgemma.train.loop import train
-from dgemma.train.lora import LoRA, add_lora, load_lora
+from dgemma.train.lora import LoRA, add_lora
 from dgemma.train.losses import CrossEntropy
 from dgemma.train.objective import Objective
 from dgemma.train.parallel import Parallel
@@ -457,7 +458,7 @@ def test_adapters_resume_without_the_frozen_weights_being_saved(tmp_path):
     assert_same_bits(weights(straight), weights(resumed))
     assert torch.equal(resumed.embed_tokens.weight, next_token.model().embed_tokens.weight)
     loaded = next_token.model()
-    load_lora(loaded, result.final / "adapters.safetensors")
+    load_lora(loaded, result.final / "adapters")
     assert_same_bits(weights(straight), weights(loaded))
 
 

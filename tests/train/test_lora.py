@@ -7,15 +7,8 @@ import pytest
 import torch
 
 import dgemma
-from dgemma.train.lora import (
-    LoRA,
-    add_lora,
-    drop_lora,
-    is_adapted,
-    load_lora,
-    merge_lora,
-    save_lora,
-)
+from dgemma.train.adapter_files import load_lora, save_lora
+from dgemma.train.lora import LoRA, add_lora, drop_lora, is_adapted, merge_lora
 from dgemma.train.one_pass import read_clean
 from dgemma_kernels import accelerate_training
 from dgemma_kernels.training.adapted_linear import rounded_once
@@ -206,17 +199,17 @@ def test_saved_adapters_load_again(tmp_path):
     model = _model(torch.float32)
     add_lora(model, LoRA(rank=2, alpha=1.5, targets=("experts", "router")))
     _stir(model)
-    save_lora(model, tmp_path / "adapter.safetensors")
+    save_lora(model, tmp_path / "adapter")
     other = _model(torch.float32)
-    assert load_lora(other, tmp_path / "adapter.safetensors") == LoRA(rank=2, alpha=1.5, targets=("experts", "router"))
+    assert load_lora(other, tmp_path / "adapter") == LoRA(rank=2, alpha=1.5, targets=("experts", "router"))
     assert torch.equal(_logits(other), _logits(model))
 
 
 def test_loaded_adapters_set_the_noise_of_their_training(tmp_path):
-    model, path = _model(torch.float32), tmp_path / "adapter.safetensors"
+    model, path = _model(torch.float32), tmp_path / "adapter"
     noise = dgemma.MaskNoise(model.config.vocab_size, mask_token_id=7)
     add_lora(model, LoRA(rank=2, targets=("router",)))
-    save_lora(model, tmp_path / "silent.safetensors")
+    save_lora(model, tmp_path / "silent")
     model.generation = replace(model.generation, noise=dgemma.describe_noise(noise))
     save_lora(model, path)
     other = _model(torch.float32)
@@ -228,7 +221,7 @@ def test_loaded_adapters_set_the_noise_of_their_training(tmp_path):
     load_lora(tuned, path)
     assert tuned.generation.entropy_bound == dgemma.GenerationDefaults().entropy_bound
     merge_lora(other)
-    load_lora(other, tmp_path / "silent.safetensors")  # stores no noise, so nothing changes
+    load_lora(other, tmp_path / "silent")  # stores no noise, so nothing changes
     assert dgemma.learnt_noise(other) == noise
     bigger = dgemma.DiffusionGemma(dgemma.presets.tiny().replace(hidden_size=128))
     with pytest.raises(ValueError, match="must fit the names and shapes of the model"):
@@ -264,13 +257,13 @@ def test_wrong_calls_raise_errors_that_name_the_fix(tmp_path):
     add_lora(model, LoRA(rank=2, targets=("attention",)))
     with pytest.raises(ValueError, match="model must have no adapters"):
         add_lora(model)
-    save_lora(model, tmp_path / "a.safetensors")
+    save_lora(model, tmp_path / "a")
     bigger = dgemma.DiffusionGemma(dgemma.presets.tiny().replace(hidden_size=128))
     with pytest.raises(ValueError, match="must fit the names and shapes of the model"):
-        load_lora(bigger, tmp_path / "a.safetensors")
+        load_lora(bigger, tmp_path / "a")
     assert not is_adapted(bigger)
     with pytest.raises(FileNotFoundError, match="does not exist"):
-        load_lora(bigger, tmp_path / "none.safetensors")
+        load_lora(bigger, tmp_path / "none")
     with pytest.raises(ValueError, match=r"LoRA\.targets must be among attention"):
         LoRA(targets=("q_proj",))
 

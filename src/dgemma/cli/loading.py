@@ -19,6 +19,7 @@ from dgemma.files import read_json
 from dgemma.model.denoiser import Denoiser
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.layout import lay_out_by_column
+from dgemma.model.quantized import quantized_weights
 from dgemma.run.knobs import learnt_noise, warn_of_noise
 from dgemma.run.options import CanvasOptions, select
 
@@ -57,7 +58,14 @@ def load_model(arguments: argparse.Namespace, *, dtype: torch.dtype | None = Non
         output.print_note(f"Most CPUs are slow in {arguments.dtype}. Without --dtype the model runs in float32.")
     # For small 16-bit products, torch uses another kernel on some CPUs and warns about it.
     warnings.filterwarnings("ignore", message=".*mkldnn_matmul failed")
-    return DiffusionGemma.from_pretrained(arguments.model, dtype=dtype, device=device).eval()
+    model = DiffusionGemma.from_pretrained(arguments.model, dtype=dtype, device=device).eval()
+    if getattr(arguments, "adapter", None) is not None:
+        from dgemma.train import load_lora, merge_lora  # here, because other commands start faster without it
+
+        load_lora(model, arguments.adapter)
+        if not any(quantized_weights(model)):  # the sum with a quantised weight would be rounded
+            merge_lora(model)
+    return model
 
 
 def pick_dtype(arguments: argparse.Namespace) -> torch.dtype | None:

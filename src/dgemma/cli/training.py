@@ -39,7 +39,7 @@ from dgemma.train.checkpoints import lock_folder
 from dgemma.train.learning import REWARDS, PolicyGradient, Problems
 from dgemma.train.log import TrainLog, TrainResult, TrainStep
 from dgemma.train.lora import LoRA, add_lora, merge_lora
-from dgemma.train.parallel import ADAPTERS_FILE
+from dgemma.train.parallel import ADAPTERS
 
 _NUM_AVERAGED = 50  # reported losses are means over this many last steps, because single batches vary
 _SAMPLE_SECONDS = 30  # between two samples of a run
@@ -176,7 +176,7 @@ def _finish(
         if errors:
             output.print_note(
                 f"Rounded {len(errors)} merged weights to their formats again, with a relative error of at most "
-                f"{max(errors.values()):.1%}. The exact adapters are in {final / ADAPTERS_FILE}."
+                f"{max(errors.values()):.1%}. The exact adapters are in {final / ADAPTERS}."
             )
         model.save_pretrained(final)
     tokenizer.save_pretrained(final)

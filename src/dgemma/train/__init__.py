@@ -11,6 +11,7 @@
 | `recipes.py` | the objectives of public recipes and papers; models prepared for training, balanced routers |
 | `likelihood.py`, `estimates.py` | `evaluate`: the bound on text, with intervals and curves |
 | `lora.py` | low-rank adapters: settings, adapted modules, files |
+| `adapter_files.py` | adapters in PEFT's format |
 | `learning` | learning from runs: rewards, reinforcement learning, distillation |
 | `optimizer.py` | AdamW, Muon, the learning rate, averaged weights |
 | `config.py` | `TrainConfig` |
@@ -23,12 +24,13 @@
 """
 
 from dgemma.train import recipes
+from dgemma.train.adapter_files import load_lora, save_lora
 from dgemma.train.batch import BatchSource, TrainBatch
 from dgemma.train.config import TrainConfig
 from dgemma.train.likelihood import evaluate
 from dgemma.train.log import TrainResult
 from dgemma.train.loop import train
-from dgemma.train.lora import LoRA, add_lora, drop_lora, load_lora, merge_lora, save_lora
+from dgemma.train.lora import LoRA, add_lora, drop_lora, merge_lora
 from dgemma.train.losses import Bound, CrossEntropy, LeaveOneOut, Loss
 from dgemma.train.objective import Objective, RowMean, Terms
 from dgemma.train.optimizer import muon

@@ -71,7 +71,7 @@ def train(
     """Train `model` in place, from the last checkpoint in the folder `out` if there is one.
 
     `out` gets `log.jsonl`, checkpoints `step-000100/` and at the end `final/`, which `from_pretrained` reads. An
-    adapted model gets `final/adapters.safetensors`, which `load_lora` reads. The process may be killed at any moment:
+    adapted model gets the folder `final/adapters`, which `load_lora` reads. The process may be killed at any moment:
     the same call continues from the last checkpoint and gives the same result as an uninterrupted run with the same
     number of steps. Checkpoints are about five minutes apart at most, unless writing one takes over 15 seconds. On
     Ctrl-C or SIGTERM `train` finishes the step, writes a checkpoint and returns. A loss or gradient that is not finite

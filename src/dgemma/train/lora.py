@@ -5,16 +5,12 @@ the unchanged model. Experts are 3-D weights, with an A and a B for each. The ad
 base weights. Adapters are additional parameters of those modules, saved separately. The base weights may be quantised
 (QLoRA, arXiv:2305.14314).
 
-A file of adapters is in the safetensors format. Its metadata has the settings of the adapters and the noise of the
-training.
+`adapter_files.py` reads and writes adapters in PEFT's format.
 """
 
-import json
-import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -23,11 +19,9 @@ from torch import Tensor, nn
 
 from dgemma.checks import check_count, check_finite, check_types, require, require_field, typed
 from dgemma.doors import replaceable
-from dgemma.files import open_tensors, parse_json, write_tensors
 from dgemma.model.config import GenerationDefaults
 from dgemma.model.diffusion import DiffusionGemma, require_experts
 from dgemma.model.experts import Experts, Routing, product_by_group
-from dgemma.model.identity import fingerprint
 from dgemma.model.quantize import requantize
 from dgemma.model.quantized import (
     QuantizedLinear,
@@ -38,12 +32,8 @@ from dgemma.model.quantized import (
     quantized_weights,
     set_weight,
 )
-from dgemma.values import describe_settings
 
-logger = logging.getLogger("dgemma")
-
-_DTYPES = ("F64", "F32", "F16", "BF16")
-_TARGETS = {
+TARGETS = {
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "dense": ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
     "experts": ("experts",),
@@ -57,8 +47,8 @@ _TARGETS = {
 class LoRA:
     """The settings of adapters: their rank, their strength and their targets. The update is alpha / rank · B A.
 
-    Targets are groups of weights: attention, dense, experts, router, self_conditioning, and vision_projection. The
-    vision tower itself is never adapted.
+    Targets are groups of weights: attention, dense, experts, router, self_conditioning, and vision_projection; or names
+    of single modules, such as "layers.0.self_attn.q_proj". The vision tower itself is never adapted.
 
     Example: `LoRA(rank=16, alpha=32, targets=("attention", "dense"))` is the choice of several public recipes.
     """
@@ -73,8 +63,9 @@ class LoRA:
         check_types(self)
         check_count(self, "rank", fix="Use 8.")
         check_finite(self, "alpha", above=0, fix="Use twice the rank.")
-        are_known = bool(self.targets) and all(target in [*_TARGETS] for target in self.targets)
-        require_field(are_known, self, "targets", f"be among {', '.join(_TARGETS)}", "Use one or more.")
+        are_known = bool(self.targets) and all(target in TARGETS or "." in target for target in self.targets)
+        rule = f"be among {', '.join(TARGETS)}, or names of modules"
+        require_field(are_known, self, "targets", rule, "Use one or more.")
 
     @property
     def scale(self) -> float:
@@ -84,7 +75,7 @@ class LoRA:
 def is_target(name: str, targets: Iterable[str]) -> bool:
     if name.startswith("vision.layers."):
         return False
-    return any(name == end or name.endswith("." + end) for target in targets for end in _TARGETS[target])
+    return any(name == end or name.endswith("." + end) for target in targets for end in TARGETS.get(target, (target,)))
 
 
 class AdaptedLinear(nn.Module):
@@ -175,6 +166,8 @@ def add_lora(model: DiffusionGemma, lora: LoRA | None = None, *, seed: int = 0) 
     refuse_adapters(model, "add_lora")
     most = model.config.hidden_size
     require(lora.rank <= most, "LoRA.rank", f"be at most the model's hidden size {most}", lora.rank, "Use 8.")
+    unknown = {*lora.targets} - {*TARGETS} - {name for name, _ in model.named_modules()}
+    require(not unknown, "LoRA.targets", "be in the model", unknown)
     model.requires_grad_(False)
     for name, module in list(model.named_modules()):
         if not is_target(name, lora.targets):
@@ -234,7 +227,7 @@ def merge_lora(
 def drop_lora(model: DiffusionGemma) -> None:
     """Remove the adapters. The base model is trainable again and generates with its own noise process.
 
-    Example: `load_lora(model, "sudoku-lora.safetensors"); ...; drop_lora(model)`.
+    Example: `load_lora(model, "sudoku-lora"); ...; drop_lora(model)`.
     """
     require_adapters(model, "drop_lora")
     base = next(module.base_generation for _, module in adapted_modules(model))
@@ -308,72 +301,3 @@ def require_adapters(model: nn.Module, owner: str) -> None:
 def _set_module(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)
-
-
-def save_lora(model: DiffusionGemma, path: str | Path) -> None:
-    """Write only the adapters, to a safetensors file with their settings and the noise of the training.
-
-    Example: `save_lora(model, "sudoku-lora.safetensors")`.
-    """
-    require_adapters(model, "save_lora")
-    lora = adapters_of(model)
-    assert lora is not None
-    metadata = {"lora": json.dumps(describe_settings(lora)), "base": _identify_base(model)}
-    if model.generation.noise is not None:
-        metadata["noise"] = json.dumps(dict(model.generation.noise))
-    write_tensors(path, dict(adapter_weights(model)), metadata=metadata)
-
-
-@typed
-def load_lora(model: DiffusionGemma, path: str | Path) -> LoRA:
-    """Add saved adapters to a model, which then generates with their noise process; return their settings.
-
-    Example: `load_lora(model, "sudoku-lora.safetensors"); merge_lora(model)`.
-    """
-    refuse_adapters(model, "load_lora")
-    with open_tensors(path) as stored:
-        metadata = stored.metadata() or {}
-        slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118 (no mapping)
-        lora, generation = _read_settings(metadata, path), model.generation
-        if "noise" in metadata:  # otherwise the model keeps its own
-            generation = generation.after_learning(parse_json(metadata["noise"], f"the noise in {path}"))
-        # Checked before anything is allocated, because a few bytes can name a huge rank.
-        shapes = {name: tuple(entry.get_shape()) for name, entry in slices.items()}
-        dtypes = {entry.get_dtype() for entry in slices.values()}
-        fix = "Load the model it was made for."
-        require(_adapter_shapes(model, lora) == shapes, str(path), "fit the names and shapes of the model", lora, fix)
-        require(dtypes <= {*_DTYPES}, str(path), f"hold adapters as {', '.join(_DTYPES)}", dtypes)
-        if metadata.get("base", _identify_base(model)) != _identify_base(model):
-            logger.warning("The adapters in %s were trained for other weights than this model's.", path)
-        add_lora(model, lora)
-        for name, weight in adapter_weights(model):
-            weight.data.copy_(stored.get_tensor(name))
-    model.generation = generation
-    return lora
-
-
-def _identify_base(model: nn.Module) -> str:
-    """Return the identity of a model's weights without adapters. It does not depend on the dtype that they have."""
-    adapters = {name for name, _ in adapter_weights(model)}
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in adapters}
-    return fingerprint(tensors, dtype=torch.bfloat16)
-
-
-def _read_settings(metadata: Mapping[str, str], path: str | Path) -> LoRA:
-    require("lora" in metadata, str(path), "hold adapters", "none", "Point at a file written by save_lora.")
-    settings = parse_json(metadata["lora"], f"the settings of the adapters in {path}")
-    is_lora = settings.keys() == {field.name for field in fields(LoRA)}
-    require(is_lora, str(path), "have the settings of a LoRA", settings, "Save the adapters again.")
-    return LoRA(**settings)
-
-
-def _adapter_shapes(model: nn.Module, lora: LoRA) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all adapters that `add_lora` would make."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, module in model.named_modules():
-        if is_target(name, lora.targets):
-            for prefix in ("gate_up_", "down_") if isinstance(module, Experts) else ("",):
-                weight = getattr(module, f"{prefix}proj" if prefix else "weight")
-                of_a, of_b = pair_shapes(weight, lora.rank)
-                shapes |= {f"{name}.{prefix}lora_a": of_a, f"{name}.{prefix}lora_b": of_b}
-    return shapes

@@ -24,12 +24,13 @@ from torch import Tensor, nn
 
 from dgemma.checks import require, show
 from dgemma.files import open_tensors, parse_json, write_tensors
-from dgemma.train.lora import is_adapted, save_lora
+from dgemma.train.adapter_files import save_lora
+from dgemma.train.lora import is_adapted
 
 Model = TypeVar("Model", bound=nn.Module)
 Result = TypeVar("Result")
 
-ADAPTERS_FILE = "adapters.safetensors"
+ADAPTERS = "adapters"  # a folder in that of the result
 _PARTS = "parts"  # the metadata entry with the place of each part
 
 
@@ -83,8 +84,7 @@ class Parallel:
     def save_pretrained(self, model: nn.Module, folder: Path) -> None:
         """Write the whole model with its own `save_pretrained`, once. If the model has adapters, write only those."""
         if is_adapted(model):
-            folder.mkdir(exist_ok=True)
-            save_lora(model, folder / ADAPTERS_FILE)  # type: ignore[arg-type]
+            save_lora(model, folder / ADAPTERS)  # type: ignore[arg-type]
         else:
             model.save_pretrained(folder)  # type: ignore[operator]
 
