@@ -1,7 +1,7 @@
 """Files of adapters, in PEFT's format: a folder with adapter_config.json and adapter_model.safetensors.
 
-transformers has two copies of the tied layers, an encoder and a decoder, and PEFT adapts each. Our model has one, so the
-file holds every adapter of a layer twice. PEFT stacks the adapters of all experts of a weight in one A and one B.
+transformers has two copies of the tied layers, an encoder and a decoder, and PEFT adapts each. Our model has one, so
+the file holds every adapter of a layer twice. PEFT stacks the adapters of all experts of a weight in one A and one B.
 """
 
 import json
