@@ -31,7 +31,7 @@ IN_FUNCTIONS = {
     "dgemma.checkpoint.images": {"PIL"},
     "dgemma.checkpoint.location": {"huggingface_hub"},
     "dgemma.cli.training": {"dgemma_kernels"},
-    "dgemma.cli.loading": {"dgemma_kernels", "dgemma_kernels.engine.weights"},
+    "dgemma.cli.loading": {"dgemma.train", "dgemma_kernels", "dgemma_kernels.engine.weights"},
     "dgemma.constraints.grammar": {"lark"},
     "dgemma.constraints.builder": {"outlines_core", "resource"},
     "dgemma.constraints.languages": {"pydantic", "transformers.utils"},
