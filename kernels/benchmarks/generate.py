@@ -82,7 +82,7 @@ def draw_model(
 
     Example: `draw_model("int4", ("attention", "dense"))`.
     """
-    config = config or dgemma.presets.diffusiongemma_26b_a4b()
+    config = config or dgemma.presets.diffusiongemma_26b_a4b().replace(vision_config=None)
     model = dgemma.DiffusionGemma(config, device="meta", dtype=torch.bfloat16).requires_grad_(False)
     std = config.initializer_range
 

@@ -196,6 +196,14 @@ def test_towers_that_the_model_does_not_have_are_skipped_with_one_log_line(folde
     assert ["2 tensors of towers" in record.getMessage() for record in caplog.records] == [True]
 
 
+def test_a_model_without_vision_leaves_the_tower_out_and_has_the_same_other_weights(tmp_path):
+    model = DiffusionGemma(presets.tiny(vision=True))
+    model.save_pretrained(tmp_path)
+    blind = DiffusionGemma.from_pretrained(tmp_path, vision=False).state_dict()
+    assert blind.keys() == {name for name in model.state_dict() if not name.startswith("vision.")}
+    assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in blind.items())
+
+
 def test_a_checkpoint_without_vision_tensors_has_no_tower_and_one_with_some_must_have_all(tmp_path):
     model = DiffusionGemma(presets.tiny(vision=True))
     model.save_pretrained(tmp_path)

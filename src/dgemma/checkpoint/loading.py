@@ -41,6 +41,7 @@ def load_pretrained(
     device: torch.device | str = "cpu",
     conventions: Conventions | None = None,
     quantization: Quantization | None = None,
+    vision: bool = True,
 ) -> Model:
     """Build `cls` from a checkpoint folder or hub id. One error lists everything that does not fit.
 
@@ -48,7 +49,7 @@ def load_pretrained(
     there is never a second copy of the model. dtype None means the dtype of the embedding. Checkpoints that ship with
     dgemma are stored in bfloat16 to be small. Most CPUs are slow in bfloat16, so for these checkpoints None means
     float32. Quantised weights keep their format. With `quantization`, other weights are quantised one by one as they
-    are read.
+    are read. Without `vision`, the vision tower is not read.
     """
     device, dtype = read_device("from_pretrained", device), read_dtype("from_pretrained", dtype)
     checkpoint = read_checkpoint(path_or_repo)
@@ -56,7 +57,7 @@ def load_pretrained(
     fits = quantization is None or not any(entry.decode for entry in entries.values())
     rule, fix = "be None for a quantised checkpoint", "Load an unquantised one."
     require(fits, "from_pretrained quantization", rule, quantization, fix)
-    model = _build_empty(cls, checkpoint, conventions)
+    model = _build_empty(cls, checkpoint, conventions, vision)
     is_gemma4 = checkpoint.published.get("model_type") in GEMMA4_TYPES
     plan = make_plan(model.state_dict(), checkpoint.contents, plain_gemma4=is_gemma4)
     if dtype is None:
@@ -73,7 +74,7 @@ def load_pretrained(
     return model
 
 
-def _build_empty(cls: type[Model], checkpoint: Checkpoint, conventions: Conventions | None) -> Model:
+def _build_empty(cls: type[Model], checkpoint: Checkpoint, conventions: Conventions | None, vision: bool) -> Model:
     """Return the model that the configs describe, on the "meta" device."""
     folder, published, stored = checkpoint.folder, checkpoint.published, checkpoint.stored
     for part in (published.get("text_config", published), published.get("vision_config")):
@@ -81,7 +82,7 @@ def _build_empty(cls: type[Model], checkpoint: Checkpoint, conventions: Conventi
         fits = not isinstance(layers, int) or layers <= len(stored)  # a huge number would fill the memory
         require(fits, "ModelConfig.num_hidden_layers", f"fit the {len(stored)} tensors stored", layers)
     config = ModelConfig.from_hf(published)
-    if not any(VISION.match(name) for name in stored):
+    if not (vision and any(VISION.match(name) for name in stored)):
         config = config.replace(vision_config=None)
     try:
         model = cls(config, device="meta", conventions=conventions)
