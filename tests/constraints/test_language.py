@@ -3,10 +3,14 @@
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from dgemma.constraints.tables import with_gaps
+from dgemma.constraints.token_automaton import TokenAutomaton
 from dgemma.diffusion.joint import condition
+from dgemma.diffusion.language import Language, splice_languages
 from dgemma.diffusion.noise import UniformNoise
 from dgemma.diffusion.prediction import Prediction
 from dgemma.sampling import Ancestral, LeaveOneOutGibbs
@@ -134,6 +138,49 @@ def test_decided_tokens_and_allowed_sets_are_part_of_the_condition(seed):
     masked = logits.masked_fill(~allowed[0], -torch.inf)
     exact = conditional(masked.softmax(-1), language)
     assert total_variation(law_of(sampler(logits, language, allowed=allowed)), exact) < 1e-9
+
+
+@pytest.mark.parametrize("seed", SEEDS[:2])
+def test_a_shaped_joint_law_is_still_that_of_the_language(seed):
+    """A temperature and an allowed set act on the probability of each accepted text, by enumeration."""
+    logits, language = random_logits(seed), random_language(seed)
+    allowed = torch.ones(CANVAS_LEN, VOCAB_SIZE, dtype=torch.bool)
+    allowed[1, TEXTS[accepted(language)][0, 1] - 1] = False
+    exact = conditional((logits / 2).masked_fill(~allowed, -torch.inf).softmax(-1), language)
+    shaping = {"temperature": 2.0, "allowed": allowed[None]}
+    found = law_of(lambda u: conditioned(logits, language, rows=len(u)).shaped(**shaping).sample(u))
+    assert total_variation(found, exact) < 1e-9
+
+
+@pytest.mark.parametrize("donor", ["same", "other", "plain", None])
+def test_a_spliced_language_keeps_the_gaps_between_its_holes(donor):
+    """Row 0 has holes of one token, 0 or 1, on both sides of a gap. Row 1 is replaced, row 0 must not change."""
+    languages = {
+        "same": hole_language([1, 1, 0, 0], gap=0),
+        "other": hole_language([0, 0, 1, 1], gap=2),
+        "plain": random_language(0),
+        None: None,
+    }
+    whole = hole_language([1, 1, 0, 0], gap=1).select(torch.tensor([0, 0]))
+    there = languages[donor]
+    logits, first = random_logits(3), torch.tensor([0])
+    probabilities = logits.softmax(-1)
+    probabilities[0::2, 2:] = 0
+    exact = probabilities.gather(1, TEXTS.T).prod(0)
+    host = splice_languages(whole, there, torch.tensor([1]), 2)
+    for language in (host.select(first), splice_languages(there, whole.select(first), first, 1)):
+        assert total_variation(law_of(sampler(logits, language)), exact / exact.sum()) < 1e-9
+    if donor == "plain":
+        exact = conditional(logits.softmax(-1), there)
+        assert total_variation(law_of(sampler(logits, host.select(torch.tensor([1])))), exact) < 1e-9
+
+
+def hole_language(classes, gap):
+    """One token of class 1 in every hole. The canvas is holes except at the position `gap`."""
+    automaton = TokenAutomaton(np.array(classes), np.array([[-1, 1], [-1, -1]], np.int32), np.array([False, True]))
+    tensors, (start,) = with_gaps(automaton, [0], VOCAB_SIZE)
+    gaps = torch.arange(CANVAS_LEN)[None] == gap
+    return Language(tensors, torch.tensor([start]), torch.tensor([[False, True, False]]), gaps=gaps)
 
 
 def test_a_stop_token_may_stand_only_where_the_text_may_end():

@@ -12,7 +12,9 @@ import dgemma
 from dgemma import GenerationDefaults, Knobs, Prediction, StepRecord
 from dgemma.model.cache import PrefixCache
 from dgemma.run.knobs import _warn_once
+from dgemma.run.plan import read_plan
 from dgemma.run.records import BlockCommit
+from dgemma.run.step import settle
 from published import pair
 from rowwise import RowwiseDenoiser
 
@@ -326,12 +328,40 @@ def test_noise_is_never_committed_whatever_ends_the_canvas():
 
 
 @pytest.mark.parametrize("schedule", [dgemma.schedule.Geometric(), dgemma.schedule.ClippedLinear(0.3, 0.8)], ids=repr)
-def test_the_last_step_ends_without_noise_under_any_schedule(schedule):
+@pytest.mark.parametrize("sampler", [dgemma.Ancestral(), dgemma.LeaveOneOutGibbs()], ids=repr)
+def test_the_last_step_ends_without_noise_under_any_schedule(schedule, sampler):
+    """So the committed tokens are the sample on the canvas. A flat prediction's argmax would be token 0 everywhere."""
     noise = dgemma.UniformNoise(512, schedule=schedule)
-    knobs = Knobs(sampler=dgemma.Ancestral(), temperature=dgemma.ConstantTemperature(1.0))
-    state = dgemma.start_state(knobs, noise, seeds=torch.arange(2), canvas_len=32, num_steps=1)
-    assert (state.next_noise_level == 0).all()
-    assert (state.noise_level > 0).all()
+    knobs = Knobs(sampler=sampler, temperature=dgemma.ConstantTemperature(1.0))
+    state = dgemma.start_state(knobs, noise, seeds=torch.arange(2), canvas_len=32, num_steps=4)
+    for _ in range(4):
+        assert (sampler.noise_level(state) > 0).all()
+        prediction = Prediction(torch.zeros(2, 32, 512))
+        state = settle(state, prediction, sampler(prediction, state), knobs).state
+    assert (sampler.noise_level(state) == 0).all()
+    assert torch.equal(state.draft, state.canvas)
+    assert state.draft.unique().numel() > 32
+
+
+def test_a_written_padding_token_counts_as_a_token():
+    options = {"max_new_tokens": 32, "steps": 4, "allowed": [0], "eos_token_ids": [9], "stop": None, "record": True}
+    out = dgemma.generate(RowwiseDenoiser(), torch.full((1, 3), 5), **options)
+    assert (out.new_tokens == 0).all()
+    per_forward = out.new_tokens.shape[1] / int(out.steps.sum())
+    assert out.tokens_per_forward.tolist() == out.trajectory.tokens_per_forward.tolist() == [per_forward]
+
+
+def test_a_text_ends_at_its_length_or_at_an_earlier_stop_token():
+    model = SureDenoiser()
+    plan = read_plan(model, torch.full((3, 3), 5), max_new_tokens=16, eos_token_ids=[1])
+    canvas_len = plan.canvas_len
+    plan = replace(plan, text_len=torch.tensor([4, 4, canvas_len]))
+    tokens = torch.full((3, canvas_len), 7)
+    tokens[0, 2], tokens[1, 6] = 1, 1
+    padded, real, ended = plan.end_rows(tokens, 0, torch.arange(3))
+    assert real.sum(1).tolist() == [3, 4, canvas_len]
+    assert ended == [True, False, False]
+    assert padded[0].tolist() == [7, 7, 1] + [plan.pad_token_id] * (canvas_len - 3)
 
 
 @pytest.mark.parametrize(
@@ -346,7 +376,7 @@ def test_the_last_step_ends_without_noise_under_any_schedule(schedule):
         (
             lambda p, s: dgemma.Decision(tokens=p.argmax, write=s.done[:, None], renoise=s.open),
             ValueError,
-            r"one shape \(B, C\), got \[\(1, 16\), \(1, 1\), \(1, 16\)\]",
+            r"one shape \(B, C\), got Decision\(tokens=int64 \(1, 16\), write=bool \(1, 1\)",
         ),
         (
             lambda p, s: dgemma.Decision(tokens=p.argmax[:, :4], write=s.open[:, :4], renoise=~s.open[:, :4]),

@@ -151,9 +151,9 @@ class FusedPrediction(Prediction):
         top_k: int | None = None,
         top_p: float | None = None,
         cut: float = math.inf,
-    ) -> "FusedPrediction":
+    ) -> Prediction:
         shaped = super().shaped(temperature=temperature, allowed=allowed, top_k=top_k, top_p=top_p, cut=cut)
-        return FusedPrediction(self._source, shaped.transforms)
+        return FusedPrediction(self._source, shaped.transforms) if self.joint is None else shaped
 
     def as_self_cond(self) -> SoftEmbedding | Tensor:
         """The soft embedding, or logits if it can no longer be computed. Those are about a hundred times as large."""
@@ -163,6 +163,7 @@ class FusedPrediction(Prediction):
         return self.logits if self.signal is None else SoftEmbedding(self.signal)
 
     def with_bias(self, bias: Transform) -> "FusedPrediction":
+        assert self.joint is None
         return FusedPrediction(self._source, (*self.transforms, bias))
 
     def with_joint(self, joint: JointLaw, bias: Transform) -> "FusedPrediction":

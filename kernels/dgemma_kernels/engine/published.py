@@ -14,7 +14,7 @@ from dgemma.diffusion.noise import UniformNoise
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.run.knobs import Knobs
-from dgemma.run.step import Settled, clock
+from dgemma.run.step import Settled, fields_at_step
 from dgemma.sampling.entropy_bound import EntropyBound
 from dgemma.sampling.stopping import StableAndConfident
 from dgemma_kernels.ops.accept.kernel import MAX_CANVAS, Accepted, Before, accept
@@ -63,7 +63,7 @@ class Early(NamedTuple):
 
 def prepare(state: DenoiseState, knobs: Knobs) -> Early:
     """Compute the parts of a published step that need no prediction."""
-    after_clock = clock(state.noise, knobs.temperature, state.step + 1, state.num_steps)
+    after_clock = fields_at_step(state.noise, knobs.temperature, state.step + 1, state.num_steps)
     return Early(after_clock, state.uniform("token"), ~state.done)
 
 

@@ -1,4 +1,4 @@
-"""Counter-based randomness: every draw is a function of (seed, canvas, step, position, kind of draw).
+"""Counter-based randomness: every draw is a function of (seed, block, step, position, purpose).
 
 Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) in plain tensor code: the same bits
 on CPU, on GPU and in a Triton kernel (`tl.philox(seed, position, step, block, purpose)`), for any batch. Nothing here

@@ -82,9 +82,9 @@ class Joint:
         path = self._ops.best_path(self.language, self._best_weights, self._passes.best)
         return self._spell(path, lambda prediction: prediction.argmax, self.canvas, self.decided)
 
-    def revised(self, revise: Callable[[Tensor], Tensor]) -> Prediction:
-        """Condition again, after `revise` has changed the logits (B, C, V) that the law is made of."""
-        return condition(Prediction(revise(self.prediction.logits)), self.language, self.canvas, self.decided)
+    def condition_again(self, prediction: Prediction) -> Prediction:
+        """Condition another prediction in the same way."""
+        return condition(prediction, self.language, self.canvas, self.decided)
 
     def log_mean(self, weigh: Transform) -> Tensor:
         """Return the log of the mean of Π w_i(x_i) over draws x of the canvas, (B,); see `dgemma.diffusion.law`."""

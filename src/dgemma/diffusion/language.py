@@ -48,7 +48,9 @@ def splice_languages(mine: Language | None, donor: Language | None, rows: Tensor
         start = start + left.automaton.num_states
         end = F.pad(end, (left.automaton.num_states, 0))
     ends = F.pad(left.end, (0, automaton.num_states - left.end.shape[1])).index_copy(0, rows, end)
-    spliced = Language(automaton, left.start.index_copy(0, rows, start), ends, _splice_may_end(left, right, rows))
+    may_end = _splice_flags(left.may_end, right.may_end, rows, state_rows, absent=True)
+    gaps = _splice_flags(left.gaps, right.gaps, rows, state_rows, absent=False)
+    spliced = Language(automaton, left.start.index_copy(0, rows, start), ends, may_end, gaps)
     return spliced if automaton is left.automaton else _reachable(spliced)
 
 
@@ -57,13 +59,16 @@ def _equal(left: Automaton, right: Automaton) -> bool:
     return left is right or all(torch.equal(getattr(left, name), getattr(right, name)) for name in names)
 
 
-def _splice_may_end(left: Language, right: Language, rows: Tensor) -> Tensor | None:
-    known = right.may_end if left.may_end is None else left.may_end
+def _splice_flags(
+    mine: Tensor | None, donor: Tensor | None, rows: Tensor, state_rows: int, *, absent: bool
+) -> Tensor | None:
+    """Replace `rows` of flags (B, C) by a donor's. A table that is None holds `absent` everywhere."""
+    known = donor if mine is None else mine
     if known is None:
         return None
-    everywhere = torch.ones_like(known[:1])
-    mine = everywhere.expand(len(left.start), -1) if left.may_end is None else left.may_end
-    return mine.index_copy(0, rows, everywhere.expand(len(rows), -1) if right.may_end is None else right.may_end)
+    default = torch.full_like(known[:1], absent)
+    mine = default.expand(state_rows, -1) if mine is None else mine
+    return mine.index_copy(0, rows, default.expand(len(rows), -1) if donor is None else donor)
 
 
 def _anything(known: Language, batch_size: int) -> Language:
@@ -74,9 +79,10 @@ def _anything(known: Language, batch_size: int) -> Language:
 
 
 def _side_by_side(left: Automaton, right: Automaton) -> Automaton:
-    """One automaton with the states of both, those of `left` first."""
+    """One automaton with the states of both, those of `left` first. Its last class has no tokens, for gaps."""
     pairs = left.token_class.long() * right.num_classes + right.token_class
     used, token_class = pairs.unique(return_inverse=True)
+    used = F.pad(used, (0, 1), value=left.num_classes * right.num_classes - 1)  # the last classes of both
     below = right.next_state[:, used % right.num_classes]
     below = torch.where(below < 0, below, below + left.num_states)
     table = torch.cat((left.next_state[:, used // right.num_classes], below))
@@ -84,7 +90,7 @@ def _side_by_side(left: Automaton, right: Automaton) -> Automaton:
 
 
 def _reachable(language: Language) -> Language:
-    """The language without the states that no row can reach."""
+    """The language without the states that no row can reach. The last class, for gaps, stays the last."""
     automaton = language.automaton
     seen = F.one_hot(language.start, automaton.num_states).bool().any(0)
     while True:
@@ -94,7 +100,8 @@ def _reachable(language: Language) -> Language:
         seen = further
     rank = torch.where(seen, seen.cumsum(0) - 1, -1)
     table = automaton.next_state[seen]
-    table, column = torch.where(table < 0, table, rank[table]).unique(dim=1, return_inverse=True)
+    table = torch.where(table < 0, table, rank[table])
+    columns, column = table[:, :-1].unique(dim=1, return_inverse=True)
     token_class = column[automaton.token_class.long()].int()
-    smaller = Automaton.build(token_class, table, automaton.is_end[seen])
-    return Language(smaller, rank[language.start], language.end[:, seen], language.may_end)
+    smaller = Automaton.build(token_class, torch.cat((columns, table[:, -1:]), dim=1), automaton.is_end[seen])
+    return language._replace(automaton=smaller, start=rank[language.start], end=language.end[:, seen])

@@ -53,7 +53,9 @@ class JointLaw(Protocol):
     @property
     def best(self) -> Tensor: ...
     def project(self, draft: Tensor, decided: Tensor) -> Tensor: ...
-    def revised(self, revise: Callable[[Tensor], Tensor]) -> "Prediction": ...
+    @property
+    def prediction(self) -> "Prediction": ...
+    def condition_again(self, prediction: "Prediction") -> "Prediction": ...
 
 
 class Prediction:
@@ -123,10 +125,19 @@ class Prediction:
 
         temperature: a number, (B,) or (B, C). allowed: boolean, broadcastable to (B, C, V), with at least one True per
         position. `cut` is subtracted from the logits that top-k and top-p cut; after a finite `cut` they can
-        still be drawn. Nothing is computed until a statistic is read.
+        still be drawn. Nothing is computed until a statistic is read. A joint law is conditioned again after shaping.
 
         Example: `prediction.shaped(temperature=0.7, top_p=0.95).sample(u)`.
         """
+        if self.joint is not None:
+            shaping: dict[str, Any] = {
+                "temperature": temperature,
+                "allowed": allowed,
+                "top_k": top_k,
+                "top_p": top_p,
+                "cut": cut,
+            }
+            return self.joint.condition_again(self.joint.prediction.shaped(**shaping))
         transforms = self.transforms
         if allowed is not None:
             fits = allowed.dtype == torch.bool and broadcasts(allowed.shape, self.shape)
@@ -150,7 +161,8 @@ class Prediction:
         return Prediction(self._raw, transforms)
 
     def with_bias(self, bias: Transform) -> "Prediction":
-        """The prediction after one more transform of its shaped logits."""
+        """The prediction after one more transform of its shaped logits, for independent positions."""
+        assert self.joint is None
         return Prediction(self._raw, (_Shaped(self), bias))
 
     def with_joint(self, joint: JointLaw, bias: Transform) -> "Prediction":
@@ -162,7 +174,9 @@ class Prediction:
 
         Example: `prediction.revised(lambda logits: noise.to_mean(logits, state.canvas, state.noise_level))`.
         """
-        return Prediction(revise(self.logits)) if self.joint is None else self.joint.revised(revise)
+        if self.joint is None:
+            return Prediction(revise(self.logits))
+        return self.joint.condition_again(Prediction(revise(self.joint.prediction.logits)))
 
     @property
     def logits(self) -> Tensor:

@@ -39,7 +39,7 @@ class Layer(nn.Module):
         self.register_buffer("causal_layer_scalar", torch.ones(1))
 
     def forward(
-        self, x: Tensor, rope: KeysValues, past: KeysValues | None, mask: Mask | None, causal: bool
+        self, x: Tensor, rope: tuple[Tensor, Tensor], past: KeysValues | None, mask: Mask | None, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the output (B, T, D) for x (B, T, D), and this layer's new keys and values (B, K, T, H)."""
         attended, keys, values = self.self_attn(self.input_layernorm(x), rope, past, mask)

@@ -200,7 +200,7 @@ class Worker:
             seed=int(row.plan.seeds[0, 0]),
             new_tokens=new_tokens,
             steps=torch.cat(row.steps),
-            tokens_per_forward=int((new_tokens != row.plan.pad_token_id).sum()) / int(torch.cat(row.forwards).sum()),
+            tokens_per_forward=int(row.plan.count_tokens(row.new_tokens)) / int(torch.cat(row.forwards).sum()),
             text=None if self._tokenizer is None else self._tokenizer.decode(new_tokens),
             id=prompt.get("id") if isinstance(prompt, Mapping) else None,
         )

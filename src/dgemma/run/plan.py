@@ -63,17 +63,30 @@ class Plan:
         A text ends with a stop token, or where `text_len` says. The second result marks the real tokens (R, C); it is
         None if all are real.
         """
-        real, ended = None, [False] * len(tokens)
+        if not self.eos_token_ids and self.text_len is None:  # no row ends, and the host need not wait
+            return tokens, None, [False] * len(tokens)
+        real, ends = self._find_text(tokens, block, rows)
+        ended = ends.any(-1).tolist()  # the host waits for the device here
+        if not any(ended) and self.text_len is None:
+            return tokens, None, ended
+        return torch.where(real, tokens, self.pad_token_id), real, ended
+
+    def count_tokens(self, tokens: Tensor) -> Tensor:
+        """The number of tokens in each row without the padding after its end, (B,); tokens (B, N) are all blocks."""
+        rows = torch.arange(self.batch_size, device=self.seeds.device)
+        return self._find_text(tokens, 0, rows)[0].sum(1)
+
+    def _find_text(self, tokens: Tensor, block: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Flags of the tokens up to the end of each text, and of the stop tokens that may end it, both (R, C)."""
+        real, ends = torch.ones_like(tokens, dtype=torch.bool), torch.zeros_like(tokens, dtype=torch.bool)
         if self.text_len is not None:
-            real = torch.arange(self.canvas_len, device=tokens.device) < self.text_len[:, None]
-        if self.eos_token_ids:  # otherwise no row ends, and the host need not wait
-            ends_row = torch.isin(tokens, torch.tensor(self.eos_token_ids, device=tokens.device))
+            real = torch.arange(tokens.shape[1], device=tokens.device) < self.text_len.to(tokens.device)[:, None]
+        if self.eos_token_ids:
+            ends = torch.isin(tokens, torch.tensor(self.eos_token_ids, device=tokens.device)) & real
             if self.span.frozen is not None:
-                ends_row = ends_row & self.span.past_frozen(block, self.canvas_len, rows).to(tokens.device)
-            ended = ends_row.any(-1).tolist()  # the host waits for the device here
-            if any(ended):
-                real = ends_row.cumsum(1) - ends_row.long() == 0  # no stop token before it
-        return tokens if real is None else torch.where(real, tokens, self.pad_token_id), real, ended
+                ends = ends & self.span.past_frozen(block, tokens.shape[1], rows).to(tokens.device)
+            real = real & (ends.cumsum(1) - ends.long() == 0)  # no stop token before it
+        return real, ends
 
     def to(self, device: torch.device) -> Self:
         """The same plan with its tensors on `device`."""

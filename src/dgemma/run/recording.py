@@ -111,7 +111,7 @@ class Recording:
 
     @typed
     def at(self, *, block: int, step: int) -> RecordedStep:
-        """Return step number `step` of a block.
+        """Return a step of a block. `step` counts the recorded steps of the block from 0, like `RecordedStep.index`.
 
         Example: `trajectory.at(block=0, step=3).entropy`.
         """
@@ -137,7 +137,7 @@ class Recording:
     @property
     def tokens_per_forward(self) -> Tensor:
         """New tokens without padding, divided by forwards, (B,)."""
-        return (self.new_tokens != self.plan.pad_token_id).sum(1) / self.num_forwards.sum(1)
+        return self.plan.count_tokens(self.new_tokens) / self.num_forwards.sum(1)
 
     @typed
     def save(self, path: str | Path) -> None:

@@ -63,9 +63,9 @@ class RecordedStep:
     """One step of R unfinished rows, C positions and k candidates, on the CPU in small types."""
 
     block: int
-    index: int  # the step's place in its block
+    index: int  # the step's place in its block, from 0: the `step` of `at`, `moment` and `fork`
     rows: Tensor  # (R,) row numbers in the batch
-    step: Tensor  # (R,) int64, the step number used in random draws
+    step: Tensor  # (R,) int64, the step number used in random draws; above `index` if the run began at a lower level
     seeds: Tensor  # (R,) int64
     temperature: Tensor  # (R,) float32
     noise_level: Tensor  # (R,) float64

@@ -94,7 +94,7 @@ class Rows:
     @property
     def tokens_per_forward(self) -> Tensor:
         """New tokens without padding, divided by forwards, (B,)."""
-        return (self.new_tokens != self.plan.pad_token_id).sum(1) / torch.stack(self.forwards).sum(0)
+        return self.plan.count_tokens(self.new_tokens) / torch.stack(self.forwards).sum(0)
 
     def output(self, cache: Cache) -> Output:
         """Return the result of the run. `cache` is that of the rows that have not ended."""

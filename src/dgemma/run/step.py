@@ -134,7 +134,7 @@ def settle(state: DenoiseState, prediction: Prediction, decision: Decision, knob
         open=still_open,
         memory=decision.memory,
         self_cond=prediction,
-        **clock(state.noise, knobs.temperature, state.step + 1, state.num_steps),
+        **fields_at_step(state.noise, knobs.temperature, state.step + 1, state.num_steps),
     )
     after = replace(after, draft=_draft(state, after, prediction, knobs))
     done, stop_memory = _stop(after, prediction, knobs)
@@ -264,20 +264,26 @@ def start_state(
         awaited=awaited,
         language=language,
         allowed=usable,
-        **clock(noise, knobs.temperature, torch.full_like(block_index, min(first_step, num_steps - 1)), num_steps_row),
+        **fields_at_step(
+            noise, knobs.temperature, torch.full_like(block_index, min(first_step, num_steps - 1)), num_steps_row
+        ),
     )
     state = replace(state, memory=knobs.sampler.start(state))
     return state if knobs.stop is None else replace(state, stop_memory=knobs.stop.start(state))
 
 
-def clock(noise: Noise, temperature: Temperature, step: Tensor, num_steps: Tensor) -> dict[str, Any]:
-    """The fields that the step number determines: noise levels before and after it, and temperature; (B,) each."""
+def fields_at_step(noise: Noise, temperature: Temperature, step: Tensor, num_steps: Tensor) -> dict[str, Any]:
+    """The fields that the step number determines: noise levels before and after it, and temperature; (B,) each.
+
+    The time of the schedule falls from 1 to 0 in `num_steps` equal parts.
+    """
     steps = torch.stack((step, step + 1))
-    level, next_level = 1 - noise.schedule.alpha((1 - steps.double() / num_steps).clamp(min=0.0))
+    levels = 1 - noise.schedule.alpha((1 - steps.double() / num_steps).clamp(min=0.0))
+    # The last step ends at level 0, even if the schedule does not reach it.
+    level, next_level = torch.where(steps >= num_steps, 0.0, levels)
     return {
         "step": step,
         "noise_level": level,
-        # The last step ends at level 0, even if the schedule does not reach it.
-        "next_noise_level": torch.where(steps[1] >= num_steps, 0.0, next_level),
+        "next_noise_level": next_level,
         "temperature": temperature(step, num_steps),
     }

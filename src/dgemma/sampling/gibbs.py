@@ -93,6 +93,8 @@ class LeaveOneOutGibbs(Sampler, Checked):
         still_to_come = (remaining + self.corrections) // cycle
         num_ancestral = 1 + (state.num_steps - 1 + self.corrections) // cycle
         reached = 1 - state.noise.schedule.alpha(still_to_come.double() / num_ancestral)
+        # The last step ends at level 0, even if the schedule does not reach it.
+        reached = torch.where(still_to_come > 0, reached, 0.0)
         return predicts, torch.where(predicts, reached, state.memory)
 
     def final(self, prediction: Prediction, state: DenoiseState) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from dgemma.diffusion.noise import UniformNoise
 from dgemma.diffusion.state import DenoiseState
 from dgemma.run.knobs import Knobs
-from dgemma.run.step import clock, settle
+from dgemma.run.step import fields_at_step, settle
 from dgemma.sampling.entropy_bound import EntropyBound
 from dgemma.sampling.stopping import StableAndConfident
 from dgemma.sampling.temperature import ConstantTemperature
@@ -48,7 +48,7 @@ def accept(
         noise=noise,
         language=language,
         stop_memory=recent,
-        **clock(noise, knobs.temperature, before.step, before.num_steps),
+        **fields_at_step(noise, knobs.temperature, before.step, before.num_steps),
     )
     settled = settle(state, prediction, sampler(prediction, state), knobs)
     after, verdict = settled.state, settled.verdict.clone()
