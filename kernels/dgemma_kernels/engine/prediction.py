@@ -251,8 +251,8 @@ class FusedPrediction(Prediction):
         return VocabularySweep(self._shaping, statistics)
 
     @in_turn
-    def _shaped(self, positions: slice) -> Tensor:
-        return super()._shaped(positions)
+    def _logits_at(self, positions: slice) -> Tensor:
+        return super()._logits_at(positions)
 
     @cached_property
     def _shaping(self) -> vocabulary.Shaping | None:

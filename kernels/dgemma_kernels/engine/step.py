@@ -19,7 +19,7 @@ from dgemma.diffusion.state import DenoiseState, watch
 from dgemma.model.denoiser import Denoiser
 from dgemma.run.knobs import Knobs
 from dgemma.run.records import StepRecord
-from dgemma.run.step import Settled, decide, predict, record_step, settle, shape
+from dgemma.run.step import Settled, decide, predict, record_step, settle, shape_prediction
 from dgemma_kernels.engine import published
 from dgemma_kernels.engine.cache import CacheBuffers, FusedCache
 from dgemma_kernels.engine.graphs import CaptureError, Replay, copy_all, remembered, side_stream
@@ -133,7 +133,7 @@ class CapturedStep:
         self.graph.replay()
         fields_after, record, statistics = self._copy_results(tree_leaves(_carried(state)))
         # Uses the state's own tensors, because the next step overwrites those of the graph.
-        shaped: Any = shape(FusedPrediction(logits, (self._softcap,)), state, self._knobs)
+        shaped: Any = shape_prediction(FusedPrediction(logits, (self._softcap,)), state, self._knobs)
         prediction = shaped.with_statistics(statistics)
         after = replace(state, **fields_after, self_cond=prediction)
         if self._can_hold:

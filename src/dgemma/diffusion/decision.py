@@ -14,6 +14,8 @@ from dgemma.diffusion.state import DenoiseState
 class Decision:
     """The sampler's decision: next canvas = where(write, tokens, where(renoise, noise, canvas)); all (B, C).
 
+    `memory` is what the sampler remembers for the next step, in `state.memory`.
+
     Example: `Decision(tokens=prediction.argmax, write=state.open, renoise=torch.zeros_like(state.open))`.
     """
 

@@ -21,7 +21,7 @@ from dgemma.diffusion.schedule import Linear, Schedule
 
 @dataclass(frozen=True)
 class Noise:
-    """A process over `vocab_size` tokens; `schedule` gives α(t), and noise_level is 1 - α throughout.
+    """A process over `vocab_size` tokens; `schedule` gives α(t), and noise_level is 1 - α. Bayes' rule is written in α.
 
     A noise_level of shape (B,) applies to whole rows of (B, C) tokens. Other shapes must broadcast to (B, C).
     `allowed`, booleans that broadcast to (B, C, V), restricts the process to a set of tokens per position: in every

@@ -82,6 +82,7 @@ class Prediction:
 
     @property
     def _raw(self) -> Tensor:
+        """The head's logits, (B, C, V). A subclass may keep them elsewhere and read them here."""
         return self._unshaped
 
     def __repr__(self) -> str:
@@ -163,11 +164,11 @@ class Prediction:
     def with_bias(self, bias: Transform) -> "Prediction":
         """The prediction after one more transform of its shaped logits, for independent positions."""
         assert self.joint is None
-        return Prediction(self._raw, (_Shaped(self), bias))
+        return Prediction(self._raw, (_LogitsOf(self), bias))
 
     def with_joint(self, joint: JointLaw, bias: Transform) -> "Prediction":
         """The prediction of a joint law, whose marginals are this prediction after `bias`."""
-        return Prediction(self._raw, (_Shaped(self), bias), joint)
+        return Prediction(self._raw, (_LogitsOf(self), bias), joint)
 
     def revised(self, revise: Callable[[Tensor], Tensor]) -> "Prediction":
         """The prediction after `revise` has changed its logits (B, C, V). A joint law is then conditioned again.
@@ -193,7 +194,7 @@ class Prediction:
 
     def pieces(self) -> Iterator[Tensor]:
         """Yield the shaped logits in slices of positions, (B, c, V) each. The whole tensor is not built."""
-        return (self._shaped(positions) for positions in self._slices())
+        return (self._logits_at(positions) for positions in self._slices())
 
     @property
     def entropy(self) -> Tensor:
@@ -228,7 +229,7 @@ class Prediction:
     def top(self, k: int) -> Top:
         """The k most probable tokens and their probabilities, best first."""
         k = min(k, self.vocab_size)
-        parts = [self._shaped(positions).topk(k, dim=-1) for positions in self._slices()]
+        parts = [self._logits_at(positions).topk(k, dim=-1) for positions in self._slices()]
         logits, tokens = torch.cat([p.values for p in parts], dim=1), torch.cat([p.indices for p in parts], dim=1)
         return Top((logits - self.statistics.log_normalizer[..., None]).exp(), tokens)
 
@@ -244,14 +245,14 @@ class Prediction:
         require(fits, "Prediction.sample u", f"be floats of shape {tuple(self.shape[:2])}", u)
         if self.joint is not None:
             return self.joint.sample(u)
-        return torch.cat([_inverse_cdf(self._shaped(part), u[:, part]) for part in self._slices()], dim=1)
+        return torch.cat([_inverse_cdf(self._logits_at(part), u[:, part]) for part in self._slices()], dim=1)
 
     @property
     def statistics(self) -> Statistics:
         """Entropy, argmax, confidence, margin and log-normalizer, from one pass over the logits."""
         if self._known_statistics is not None:
             return self._known_statistics
-        parts = [_describe(self._shaped(positions)) for positions in self._slices()]
+        parts = [_describe(self._logits_at(positions)) for positions in self._slices()]
         statistics = Statistics(*(torch.cat(column, dim=1) for column in zip(*parts, strict=True)))
         if self.joint is not None:
             best = self.joint.best
@@ -263,13 +264,13 @@ class Prediction:
 
     def _gather(self, index: Tensor) -> Tensor:
         """The shaped logits of some tokens: (B, C, n) → (B, C, n)."""
-        return torch.cat([self._shaped(part).gather(-1, index[:, part]) for part in self._slices()], dim=1)
+        return torch.cat([self._logits_at(part).gather(-1, index[:, part]) for part in self._slices()], dim=1)
 
     def _may_keep(self) -> bool:
         """Return False if a cached result would lack the autograd graph that a later caller may need."""
         return torch.is_grad_enabled() or not self._unshaped.requires_grad
 
-    def _shaped(self, positions: slice) -> Tensor:
+    def _logits_at(self, positions: slice) -> Tensor:
         """The shaped logits of one of the `_slices`; kept if one slice is the whole canvas."""
         if self._known_logits is not None:
             return self._known_logits[:, positions]
@@ -295,13 +296,13 @@ class SoftCap(NamedTuple):
         return (logits / self.cap).tanh() * self.cap
 
 
-class _Shaped(NamedTuple):
+class _LogitsOf(NamedTuple):
     """Replaces the logits by the shaped logits of another prediction, which may have cached them."""
 
     prediction: Prediction
 
     def __call__(self, logits: Tensor, positions: slice) -> Tensor:
-        return self.prediction._shaped(positions)
+        return self.prediction._logits_at(positions)
 
 
 class Allow(NamedTuple):

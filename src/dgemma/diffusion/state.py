@@ -25,6 +25,7 @@ class DenoiseState:
 
     `open` marks positions that are still undecided. A permanently committed position is no longer open.
     A sampler that decides everything again at each step, like the published one, keeps all unfrozen positions open.
+    `start_state` sets it, `settle` updates it, and `list_changes` computes it for a changed `canvas` or `frozen`.
     `frozen` positions never change. `noise_level` is 1 - α before the step, `next_noise_level` after it.
 
     A step changes canvas, open, draft, done, self_cond, both memories, step, both noise levels and temperature. It
@@ -52,14 +53,14 @@ class DenoiseState:
     rows: Tensor = field(metadata={"constant": True})  # (B,) int64: row numbers in the whole batch
     noise: Noise = field(metadata={"constant": True, "shared": True})
     awaited: Tensor | None = None  # (B, C) bool: the canvas may end once these positions are finished; None means all
-    # (B or 1, C or 1, V) bool; None allows everything
+    # (B or 1, C or 1, V) bool: `noise.proposable`, so never the mask token; None allows everything
     allowed: Tensor | None = field(default=None, metadata={"shared": True})
     # the texts that the canvas may become; None means all
     language: Language | None = field(default=None, metadata={"constant": True, "shared": True})
     self_cond: Prediction | Tensor | None = None  # condition of the next forward
     memory: Any = None  # of the sampler
     stop_memory: Any = None  # of the stop rule
-    injected: Mapping[str, Tensor] = field(default_factory=dict)  # purpose → (B, C) uniforms that replace draws
+    injected: Mapping[str, Tensor] = field(default_factory=dict)  # purpose → the result of `uniform` or `row_uniform`
 
     __repr__ = short_repr
 

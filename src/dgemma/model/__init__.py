@@ -1,1 +1,5 @@
-"""The network. Start with `diffusion.py`."""
+"""The network. Start with `diffusion.py`.
+
+The network is nine files: config, diffusion, backbone, attention, experts, layers, rotary, masks and cache.
+`denoiser.py` is the interface of a model to a run. The other files are for images, quantised weights and presets.
+"""

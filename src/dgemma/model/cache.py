@@ -3,6 +3,13 @@
 Rows are left-aligned: row b's first `lengths[b]` slots are its tokens, in order and without padding. So a row's result
 depends on its batch only through rounding. Sliding layers keep only the tokens that a later token can still see. So a
 long prefix needs memory in the full layers alone: 262,144 tokens of the 26B model take 5.4 GB instead of 59.
+
+    length        of         meaning
+    lengths       each row   tokens read, without padding, (B,) on the device
+    num_slots     the cache  the largest of `lengths`, known to the host
+    num_seen      the cache  tokens read, with padding: the width of their attention mask
+    window, keep  a layer    tokens that a causal query sees, and tokens kept for later queries; None in a full layer
+    num_filled    a layer    slots in use: `num_slots`, at most `keep`; the buffers may have more
 """
 
 from collections.abc import Callable, Sequence

@@ -307,7 +307,7 @@ class GenerationDefaults:
     max_new_tokens: Size = 256
     max_denoising_steps: Size = 48
     entropy_bound: NotNegative = 0.1
-    t_max: Positive = 0.8
+    t_max: Positive = 0.8  # the temperature of the first step; it falls towards t_min
     t_min: Positive = 0.4
     stability_threshold: Number = 1
     confidence_threshold: NotNegative = 0.005  # 0 turns the stop rule off

@@ -150,7 +150,7 @@ class Denoiser(Generic[CacheT]):
         The loop calls this if another step is likely. An engine may then queue work for that step before it reads the
         values.
 
-        Example: `left, broken, stray = model.read_ahead(record.verdict)`.
+        Example: `steps_left, broken, stray = model.read_ahead(record.verdict)`.
         """
         return values.tolist()
 

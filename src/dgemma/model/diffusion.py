@@ -257,6 +257,8 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         signal = None if self_cond is None else self.soft_embedding(self_cond, self_cond_mask)
         x = self.embed_canvas(canvas, signal, noise_level)
         positions = cache.lengths[:, None] + torch.arange(canvas.shape[1], device=canvas.device)
+        # Every position sees the whole canvas, also in sliding layers, whose cache holds only what they see. So only
+        # the empty slots of shorter rows need a mask.
         masks: list[Tensor | None] = [None] * len(cache.layers)
         if cache.ragged:
             masks = cache.by_kind(lambda layer: canvas_mask(cache, layer, canvas.shape[1]))

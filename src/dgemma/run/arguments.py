@@ -52,7 +52,7 @@ class Span:
         """The same constraints on `device`."""
         return Span(**{name: None if value is None else value.to(device) for name, value in vars(self).items()})
 
-    def block(self, block: int, canvas_len: int, rows: Tensor) -> dict[str, Any]:
+    def part(self, block: int, canvas_len: int, rows: Tensor) -> dict[str, Any]:
         """The part of the span over one block, for some rows. Positions after the end of the span are free."""
         part = slice(block * canvas_len, (block + 1) * canvas_len)
         found: dict[str, Tensor | None] = {"allowed": self.allowed}

@@ -52,7 +52,7 @@ class Batch:
     """Rows with the same knobs and noise, denoised together. `add` rows at any time; each `step` takes one step.
 
     A row is a `Rows` of batch size 1. It takes the first step of each canvas outside the batch, after its unread tokens
-    are encoded. It joins the others for its second step.
+    are encoded: a first step has no self-conditioning. It joins the others for its second step.
 
     Example: `batch = Batch(model); batch.add(Rows(plan)); finished = batch.step()`.
     """
@@ -130,10 +130,10 @@ class Batch:
     def _advance(self, group: _Group) -> list[Rows]:
         """Take one step of a group. Rows that finish their canvas leave it."""
         record = group.denoising.step()
-        left = group.denoising.finish_step()
+        steps_left = group.denoising.finish_step()
         for place in group.present.values():
             place.steps, place.forwards = place.steps + 1, place.forwards + record.num_forwards
-        finished = {at: place for at, place in group.present.items() if not left[at]}
+        finished = {at: place for at, place in group.present.items() if not steps_left[at]}
         redecides = record.state.noise.kind in record.knobs.sampler.redecides  # then only the last step counts
         _score(record, finished if redecides else group.present)
         if not finished:

@@ -38,7 +38,7 @@ class RunLanguage(NamedTuple):
     may_end: Tensor | None = None  # (B, N) bool: positions where a stop token is allowed; None means all
     gaps: Tensor | None = None  # (B, N) bool: positions between two texts
 
-    def block(self, block: int, states: Tensor, rows: Tensor, canvas_len: int) -> Language:
+    def part(self, block: int, states: Tensor, rows: Tensor, canvas_len: int) -> Language:
         """The language of one block for some rows (R,). `states` (R,) are the states before the block."""
         part = slice(block * canvas_len, (block + 1) * canvas_len)
         parts = [None if table is None else table[rows, part] for table in (self.may_end, self.gaps)]

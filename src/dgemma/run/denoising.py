@@ -3,7 +3,8 @@
 Every form of a run uses it: `denoise_canvas` for rows that start together, `Batch` for rows at their own canvases.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 import torch
@@ -27,6 +28,8 @@ class Denoising:
     state: DenoiseState
     cache: Cache
     knobs: Knobs
+    _record: StepRecord = field(init=False, repr=False)  # of the last step
+    _written: Callable[[], bool] = field(init=False, repr=False)  # True if a callback wrote into the state after it
 
     def step(self) -> StepRecord:
         """Take a step. Nothing waits for the device."""
@@ -35,20 +38,22 @@ class Denoising:
         self._written = watch(state.done, state.step, state.num_steps, state.canvas)
         return self._record
 
-    def finish_step(self, changes: Changes = None, *, goes_on: bool = True) -> list[int]:
+    def finish_step(self, changes: Changes = None, *, expects_more: bool = True) -> list[int]:
         """Apply changes, wait for the device, and return the steps that each row has left, 0 if it is done.
 
-        goes_on: True if another step is likely. An engine then queues work for it before the host waits.
+        expects_more: True if another step is likely. An engine then queues work for it before the host waits. It
+        affects only the speed.
         """
         record = self._record
         verdict = record.verdict if changes is None and not self._written() else None
         self.state, self.knobs = apply_changes(changes, self.state, self.knobs)
         if verdict is None:
             verdict = judge(record.prediction, self.state)
-        left, broken, stray = self.model.read_ahead(verdict) if goes_on else verdict.tolist()  # the host waits here
+        # The host waits here.
+        steps_left, broken, stray = self.model.read_ahead(verdict) if expects_more else verdict.tolist()
         if any(broken) or any(stray):
             _refuse_step(record, broken, stray)
-        return left
+        return steps_left
 
     def select(self, places: list[int]) -> "Denoising":
         """The canvases at some places."""

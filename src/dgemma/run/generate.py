@@ -10,9 +10,9 @@
     7 commit the block; back to 3          run_plan, loop.py                the cache grows by C
     8 tokens → text                        checkpoint/tokenizer.py          (B, N) → str
 
-`generate` turns its arguments into a plan (plan.py) and runs the loop over blocks (loop.py). Each iteration of the
-inner loop is one step (step.py). `record=True` keeps every step (recording.py) in a trajectory, which can
-be replayed and forked (trajectory.py).
+`generate` turns its arguments into a plan (plan.py) and runs the loop over blocks (loop.py). rows.py keeps what the
+rows have written. Each iteration of the inner loop (denoising.py) is one step (step.py). `record=True` keeps every step
+(recording.py) in a trajectory, which can be replayed and forked (trajectory.py).
 """
 
 from collections.abc import Generator
@@ -39,6 +39,8 @@ def generate(
     Arguments you omit come from the checkpoint. The published model has max_new_tokens 256, 48 steps, UniformNoise,
     EntropyBound(bound=0.1), temperature 0.8 → 0.4 and StableAndConfident. LeaveOneOutGibbs runs without that stop rule,
     because it still corrects tokens when all predictions are confident.
+
+    Types and defaults: options.py.
 
     - `max_new_tokens` is rounded up to whole canvases; `steps` is the maximum number of steps per canvas.
     - `noise` is the corruption process, and `sampler` decides which tokens are written.

@@ -72,21 +72,22 @@ def denoise_canvas(
     here = list(range(state.batch_size))  # the rows that are still in the batch
     drafts, steps, forwards = list(state.draft), [0] * len(here), [0] * len(here)
     num_forwards = 0
-    goes_on = knobs.stop is None  # another step is likely: there is no stop rule, and every row has steps left
+    expects_more = knobs.stop is None  # another step is likely: there is no stop rule, and every row has steps left
     for num_taken in itertools.count(1):
         record = denoising.step()
         num_forwards += record.num_forwards
         changes = yield record
-        left = denoising.finish_step(changes, goes_on=goes_on)
-        if not all(left):
+        steps_left = denoising.finish_step(changes, expects_more=expects_more)
+        if not all(steps_left):
             now = denoising.state.draft.clone()  # a denoiser may reuse its tensors
+            # Also for rows that go on, whose values are overwritten when they end.
             for row, draft in zip(here, now, strict=True):
                 drafts[row], steps[row], forwards[row] = draft, num_taken, num_forwards
-            if not any(left):
+            if not any(steps_left):
                 break
-            places = [place for place, num_left in enumerate(left) if num_left]
+            places = [place for place, num_left in enumerate(steps_left) if num_left]
             here, denoising = [here[place] for place in places], denoising.select(places)
-        goes_on = denoising.knobs.stop is None and min(left) > 1
+        expects_more = denoising.knobs.stop is None and min(steps_left) > 1
     counts = torch.tensor([steps, forwards], device=device)
     return Denoised(torch.stack(drafts), counts[0], counts[1], denoising.knobs)
 

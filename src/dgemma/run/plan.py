@@ -31,7 +31,7 @@ class Plan:
     num_blocks: int
     num_steps: int
     canvas_len: int
-    seeds: Tensor  # (blocks, B)
+    seeds: Tensor  # (blocks, B); the blocks have equal seeds, except after a fork with another seed
     eos_token_ids: tuple[int, ...]
     pad_token_id: int
     span: Span
@@ -46,15 +46,15 @@ class Plan:
     def batch_size(self) -> int:
         return self.prompt_tokens.shape[0]
 
-    def block(self, block: int, rows: Tensor, states: Tensor | None = None) -> dict[str, Any]:
+    def part(self, block: int, rows: Tensor, states: Tensor | None = None) -> dict[str, Any]:
         """Arguments of `start_state` for one block and some rows: its part of the span, its noise level, its language.
 
         states (R,) are those of the language before the block; None means the start of the language.
         """
-        part = self.span.block(block, self.canvas_len, rows)
+        part = self.span.part(block, self.canvas_len, rows)
         if self.language is not None:
             states = self.language.start[rows] if states is None else states
-            part["language"] = self.language.block(block, states, rows, self.canvas_len)
+            part["language"] = self.language.part(block, states, rows, self.canvas_len)
         return {**part, "noise_level": 1.0 if part["canvas"] is None else self.noise_level}
 
     def end_rows(self, tokens: Tensor, block: int, rows: Tensor) -> tuple[Tensor, Tensor | None, list[bool]]:

@@ -117,7 +117,7 @@ class Rows:
             block=plan.first_block + block,
             rows=self.left,
             uniform=model.uniform,
-            **plan.block(block, self.left, self._states),
+            **plan.part(block, self.left, self._states),
         )
 
 

@@ -85,10 +85,10 @@ def predict(denoiser: Denoiser, state: DenoiseState, *, cache: Cache, knobs: Kno
     got = tuple(raw.shape) if isinstance(raw, Prediction) else raw
     if got != whole:
         raise ValueError(f"{type(denoiser).__name__}.denoise must return a Prediction of shape {whole}, got {got}.")
-    return shape(raw, state, knobs)
+    return shape_prediction(raw, state, knobs)
 
 
-def shape(prediction: Prediction, state: DenoiseState, knobs: Knobs) -> Prediction:
+def shape_prediction(prediction: Prediction, state: DenoiseState, knobs: Knobs) -> Prediction:
     """Shape a raw prediction as `predict` does."""
     shaping: dict[str, Any] = {"temperature": state.temperature, "allowed": state.allowed}
     shaping |= {"top_k": knobs.top_k, "top_p": knobs.top_p}
@@ -146,6 +146,8 @@ def _draft(state: DenoiseState, after: DenoiseState, prediction: Prediction, kno
     """The tokens to commit if the canvas ended after this step, (B, C)."""
     final = torch.where(state.frozen, state.canvas, knobs.sampler.final(prediction, after))
     if prediction.joint is not None:  # what is committed must be in the language
+        # Tokens that the sampler chose stay where possible: those of closed positions and those that differ from the
+        # argmax. An open position with the argmax was only filled in.
         final = prediction.joint.project(final, ~after.open | (final != prediction.argmax))
     return torch.where(state.done[:, None], state.draft, final)
 
@@ -199,12 +201,12 @@ def judge(prediction: Prediction, state: DenoiseState) -> Tensor:
 
     It holds, per row, the steps left (0 once done), 1 for a NaN prediction, and 1 for ids outside the vocabulary.
 
-    Example: `left, broken, stray = judge(prediction, state).tolist()`.
+    Example: `steps_left, broken, stray = judge(prediction, state).tolist()`.
     """
-    left = (state.num_steps - state.step).clamp(min=0).masked_fill(state.done, 0)
+    steps_left = (state.num_steps - state.step).clamp(min=0).masked_fill(state.done, 0)
     broken = prediction.entropy.isnan().any(-1)
     stray = ((state.canvas < 0) | (state.canvas >= state.noise.vocab_size)).any(-1)
-    return torch.stack((left, broken.long(), stray.long()))
+    return torch.stack((steps_left, broken.long(), stray.long()))
 
 
 @typed
@@ -230,7 +232,7 @@ def start_state(
     frozen (B, C) bool marks positions that never change. allowed is boolean and broadcasts to (B, C, V). The canvas may
     end once the positions in awaited (B, C) bool are finished. The committed tokens are a text of `language`. With a
     noise_level below 1, the run starts at the nearest step, to edit a canvas that is only partly noise. `uniform` draws
-    like `draws.uniform`.
+    like `draws.uniform`; an engine passes a faster one, because there is no state yet that could draw.
 
     Example: `start_state(knobs, UniformNoise(512), seeds=torch.arange(2), canvas_len=32, num_steps=16)`.
     """

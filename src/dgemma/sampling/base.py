@@ -2,7 +2,13 @@
 
 A new sampler is one file: subclass `Sampler`, declare `valid_for`, write `__call__`. It may keep memory: `start`
 returns the memory of the first step, and each decision returns that of the next step. It may override `final`, which
-returns the tokens to commit. With a `law`, its runs have log-probabilities.
+returns the tokens to commit. With a `law`, its runs have log-probabilities; skip it on a first reading.
+
+    a sampler declares          because                                              example
+    redecides                   it decides all unfrozen positions at each step       EntropyBound, uniform noise
+    revises                     a committed token may still change                   ReMDM
+    edits                       it writes other tokens at closed positions           TokenEditing
+    stops_when_certain=False    it corrects predictions that are already certain     LeaveOneOutGibbs
 """
 
 from typing import Any, ClassVar

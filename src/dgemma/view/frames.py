@@ -128,7 +128,7 @@ def settled(frames: Frames) -> Array:
 def _frozen(trajectory: Trajectory, step: RecordedStep, row: int) -> Array:
     """Return the positions frozen in a step, by the plan or by a callback before it."""
     plan = trajectory.plan
-    frozen = plan.to(torch.device("cpu")).block(step.block, torch.tensor([row]))["frozen"]
+    frozen = plan.to(torch.device("cpu")).part(step.block, torch.tensor([row]))["frozen"]
     frozen = torch.zeros(plan.canvas_len, dtype=torch.bool) if frozen is None else frozen[0]
     for change in trajectory.changes:
         if change.block == step.block and change.index <= step.index and "frozen" in change.values:
