@@ -34,46 +34,73 @@ ODD_SCHEMA = [
     *({"allOf": [{"type": "integer"}]}, "^.*a.{9}$", "[" * 500, "(a|b)*c{3}", "\\p{L}+", "(?i)a", "date-time", "uuid"),
     *({"type": "string", "maxLength": 10**6}, {"enum": ["ab" * 6000]}, {"minItems": 40}, {"maxItems": -3}, 40, 19_999),
 ]
+RED = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
+)
 TOOL = {"type": "function", "function": {"name": "look", "description": "d", "parameters": SCHEMA}}
-BODIES = {
-    "/v1/chat/completions": {
-        "model": "toy",
-        "messages": [
-            {"role": "system", "content": "s"},
-            {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": "{}"}}]},
-            {"role": "user", "content": [{"type": "text", "text": "<turn|>hi"}]},
-        ],
-        "max_completion_tokens": 8,
-        "temperature": 0.5,
-        "seed": 1,
-        "stop": ["x"],
-        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "boolean"}}},
-        "tools": [TOOL],
-        "tool_choice": "auto",
-    },
-    "/v1/completions": {
-        "model": "toy",
-        "prompt": "<mask>once",
-        "max_tokens": 8,
-        "top_p": 0.9,
-        "top_k": 3,
-        "steps": 2,
-        "stream": True,
-        "drafts": True,
-        "stream_options": {"include_usage": True},
-        "stop": "a",
-    },
-    "/v1/infill": {"model": "toy", "tokens": [200, 201, 202, 203, 204], "holes": [[1, 2], [3, 4]], "seed": 2},
-    "/v1/systemone": {
-        "model": "toy",
-        "state": {"a": [1]},
-        "questions": {
-            "q": {"type": "choice", "instructions": "?", "criteria": {"a": None, "b": "c"}},
-            "r": {"type": "noul", "instructions": "?"},
-            "s": {"type": "score", "instructions": "?", "criteria": ["low", "high"]},
+BODIES = [
+    (
+        "/v1/chat/completions",
+        {
+            "model": "toy",
+            "messages": [
+                {"role": "system", "content": "s"},
+                {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": "{}"}}]},
+                {"role": "user", "content": [{"type": "text", "text": "<turn|>hi"}]},
+            ],
+            "max_completion_tokens": 8,
+            "temperature": 0.5,
+            "seed": 1,
+            "stop": ["x"],
+            "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "boolean"}}},
+            "tools": [TOOL],
+            "tool_choice": "auto",
         },
-    },
-}
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "model": "toy",
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": RED, "detail": "low"}}]}
+            ],
+            "max_tokens": 8,
+            "n": 2,
+            "logprobs": True,
+            "top_logprobs": 2,
+            "response_format": {"type": "json_object"},
+        },
+    ),
+    ("/v1/completions", {"model": "toy", "prompt": ["once", "a"], "max_tokens": 8, "n": 2, "logprobs": 3, "stop": "a"}),
+    (
+        "/v1/completions",
+        {
+            "model": "toy",
+            "prompt": "<mask>once",
+            "max_tokens": 8,
+            "top_p": 0.9,
+            "top_k": 3,
+            "steps": 2,
+            "stream": True,
+            "drafts": True,
+            "stream_options": {"include_usage": True},
+            "stop": "a",
+        },
+    ),
+    ("/v1/infill", {"model": "toy", "tokens": [200, 201, 202, 203, 204], "holes": [[1, 2], [3, 4]], "seed": 2}),
+    (
+        "/v1/systemone",
+        {
+            "model": "toy",
+            "state": {"a": [1]},
+            "questions": {
+                "q": {"type": "choice", "instructions": "?", "criteria": {"a": None, "b": "c"}},
+                "r": {"type": "noul", "instructions": "?"},
+                "s": {"type": "score", "instructions": "?", "criteria": ["low", "high"]},
+            },
+        },
+    ),
+]
 PATHS = (
     *("/", "/health", "/metrics", "/replay", "/page.js", "/page.{}"),
     *("/v1/models", "/v1/models/toy", "/%00", "/a" * 99),
@@ -85,7 +112,9 @@ def prepare_requests(folder: Path) -> Any:
 
     create_app  # noqa: B018
     torch.set_num_threads(1)
-    return SimpleNamespace(model=tiny_model(), client=None)
+    model = dgemma.DiffusionGemma(dgemma.presets.tiny(vision=True)).eval()
+    model.reset_parameters(torch.Generator().manual_seed(0))
+    return SimpleNamespace(model=model, client=None)
 
 
 def client_of(context: Any) -> Any:
@@ -107,7 +136,7 @@ def attempt_request(context: Any, source: random.Random, folder: Path) -> None:
     if source.random() < 0.05:
         answer = client.get(source.choice(PATHS), headers={"x": "a" * source.choice((1, 5000))})
     else:
-        path, body = source.choice(list(BODIES.items()))
+        path, body = source.choice(BODIES)
         odd = ODD_SCHEMA if source.random() < 0.2 else ODD_JSON
         content = dump_json(damage_json(body, source, odd=odd) if source.random() < 0.95 else body)
         if source.random() < 0.1:

@@ -20,7 +20,7 @@ from dgemma.view.pieces import Pieces
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
+class AnswerChoice:
     """One row of a request, and its text so far."""
 
     index: int
@@ -36,7 +36,7 @@ class Answer:
     def __init__(
         self,
         body: ChatRequest | CompletionRequest,
-        choices: Sequence[Choice],
+        choices: Sequence[AnswerChoice],
         name: str,
         tokenizer: Tokenizer,
         engine: Engine,
@@ -52,7 +52,7 @@ class Answer:
 
     async def whole(self) -> dict[str, Any]:
         """Wait for the end of all texts."""
-        last: dict[Choice, Written] = {}
+        last: dict[AnswerChoice, Written] = {}
         try:
             async for choice, event in self._events():
                 if not isinstance(event, Draft):
@@ -101,12 +101,12 @@ class Answer:
         finally:  # also if the client has left
             self._end()
 
-    async def _events(self) -> AsyncIterator[tuple[Choice, Draft | Written]]:
+    async def _events(self) -> AsyncIterator[tuple[AnswerChoice, Draft | Written]]:
         """Yield the events of all choices as they come, until every text has ended."""
         # If the client reads slowly, the next events stay in the jobs, which then drop drafts.
-        events: asyncio.Queue[tuple[Choice, Draft | Written | ApiError]] = asyncio.Queue(maxsize=1)
+        events: asyncio.Queue[tuple[AnswerChoice, Draft | Written | ApiError]] = asyncio.Queue(maxsize=1)
 
-        async def read(choice: Choice) -> None:
+        async def read(choice: AnswerChoice) -> None:
             try:
                 async for event in choice.job.events():
                     await events.put((choice, event))
@@ -121,7 +121,7 @@ class Answer:
             if choice.text.finish_reason is None:
                 yield choice, event
 
-    def _add(self, choice: Choice, event: Written) -> None:
+    def _add(self, choice: AnswerChoice, event: Written) -> None:
         if not any(other.text.steps for other in self._choices):
             self._metrics.first_block.observe(time.monotonic() - self._start)
         choice.text.add(event)
@@ -141,7 +141,7 @@ class Answer:
 
     def _chunk(
         self,
-        choice: Choice,
+        choice: AnswerChoice,
         new: Any,
         *,
         log_probs: dict[str, Any] | None = None,
@@ -153,19 +153,19 @@ class Answer:
         extension = {} if counts is None else {"dgemma": counts}
         return _event({**self._frame, "choices": [part], **extension})
 
-    def _draft(self, choice: Choice, draft: Draft) -> str:
+    def _draft(self, choice: AnswerChoice, draft: Draft) -> str:
         pieces = self._pieces(draft.tokens)
         content = {"choice": choice.index, "block": draft.block, "step": draft.step, "pieces": pieces}
         return _event({**self._frame, "choices": [], "dgemma": {"draft": content}})
 
-    def _log_probs(self, choice: Choice, written: Written) -> dict[str, Any] | None:
+    def _log_probs(self, choice: AnswerChoice, written: Written) -> dict[str, Any] | None:
         """Return the log-probabilities of tokens that are not sent yet."""
         if choice.log_probs is None:
             return None
         form = choice.log_probs.chat if self._is_chat else choice.log_probs.completion
         return form(written.scores, choice.text.num_tokens)
 
-    def _message(self, choice: Choice) -> dict[str, Any]:
+    def _message(self, choice: AnswerChoice) -> dict[str, Any]:
         calls, reply, text = self._tool_calls(choice), choice.text.reply, choice.text.text
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if calls:
@@ -174,7 +174,7 @@ class Answer:
             message["reasoning_content"] = reply.thought
         return message
 
-    def _tool_calls(self, choice: Choice) -> list[dict[str, Any]]:
+    def _tool_calls(self, choice: AnswerChoice) -> list[dict[str, Any]]:
         if choice.text.reply is None or not isinstance(self._body, ChatRequest) or not self._body.tools:
             return []
         calls = [call for call in choice.text.reply.tool_calls if call.arguments is not None]
@@ -184,7 +184,7 @@ class Answer:
             for at, function in enumerate(functions)
         ]
 
-    def _finish_reason(self, choice: Choice) -> str | None:
+    def _finish_reason(self, choice: AnswerChoice) -> str | None:
         return "tool_calls" if self._tool_calls(choice) else choice.text.finish_reason
 
     def _usage(self) -> dict[str, int]:
@@ -195,7 +195,7 @@ class Answer:
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
-def _counts(choices: Sequence[Choice]) -> dict[str, Any]:
+def _counts(choices: Sequence[AnswerChoice]) -> dict[str, Any]:
     """Return the seed of the first choice, the forwards of all blocks, and tokens per forward."""
     steps = [num_steps for choice in choices for num_steps in choice.text.steps]
     rate = sum(choice.text.num_tokens for choice in choices) / sum(steps) if steps else 0.0

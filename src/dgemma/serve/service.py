@@ -26,7 +26,7 @@ from dgemma.model.vision.images import Images
 from dgemma.run.knobs import default_sampler
 from dgemma.run.plan import Plan, read_plan
 from dgemma.run.rows import Rows
-from dgemma.serve.answer import Answer, Choice
+from dgemma.serve.answer import Answer, AnswerChoice
 from dgemma.serve.decisions import answer_questions
 from dgemma.serve.engine import Call, Engine, Job, Result, Written
 from dgemma.serve.errors import ApiError, timed_out
@@ -138,10 +138,10 @@ class Service:
         planned = await self._prepare(body, _client(request))
         rows = [Rows(plan, num_top=body.num_top) for plan, _ in planned]
         jobs = self._submit(rows, request, drafts=body.drafts and bool(body.stream))
-        choices = list[Choice]()
+        choices = list[AnswerChoice]()
         for (plan, text), job in zip(planned, jobs, strict=True):
             log_probs = None if body.num_top is None else LogProbs(self.tokenizer)
-            choices.append(Choice(len(choices), plan, text, job, log_probs))
+            choices.append(AnswerChoice(len(choices), plan, text, job, log_probs))
         answer = Answer(body, choices, self.name, self.tokenizer, self.engine, self.metrics)
         if body.stream:
             return StreamingResponse(
