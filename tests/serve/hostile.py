@@ -1,9 +1,10 @@
 """A server with one hostile client next to honest ones: python tests/serve/hostile.py --seconds 600.
 
-The hostile client connects from another address of this machine. It sends schemas that explode, infillings, slow and
-idle connections, answers that it does not read, and streams that it leaves. The honest clients first ask alone, then
-next to it. The last line is JSON. The exit status is 1 if one of these is false: all honest requests are answered,
-their median latency at most doubles, memory is flat, the log has no traceback, SIGTERM takes at most five seconds.
+Each client connects from an address of its own, as from a machine of its own. The hostile one sends schemas that
+explode, infillings, more requests at once than the server takes, slow and idle connections, answers that it does not
+read, and streams that it leaves. The honest ones ask alone before and after it, and next to it. The last line is JSON.
+The exit status is 1 if one of these is false: all honest requests are answered, their median latency at most doubles,
+memory is flat, the log has no traceback, SIGTERM takes at most five seconds.
 """
 
 import argparse
@@ -24,8 +25,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-HOSTILE, HONEST = "127.0.0.2", "127.0.0.1"
-CLIENTS = 4  # honest ones, half of the server's places
+HOSTILE = "127.0.0.2"
+HONEST = ("127.0.0.1", "127.0.0.3", "127.0.0.4", "127.0.0.5")  # half of the server's places
 GROWTH = 64 << 20  # bytes of memory that caches may take after the first minute
 
 
@@ -82,6 +83,14 @@ def attacks(peer: Peer, name: str, source: random.Random) -> list[Callable[[], o
         with peer.send("/v1/completions", body):
             time.sleep(20)
 
+    def flood() -> None:
+        body = {"model": name, "prompt": "a", "max_tokens": 512}
+        connections = [peer.send("/v1/completions", body) for _ in range(100)]
+        time.sleep(source.random())
+        for connection in connections:
+            connection.close()
+        time.sleep(1)
+
     def slow() -> None:
         with peer.connect() as connection:
             for byte in b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n":
@@ -98,7 +107,7 @@ def attacks(peer: Peer, name: str, source: random.Random) -> list[Callable[[], o
             for connection in connections:
                 connection.close()
 
-    return [schema, schema, schema, infill, infill, infill, stream, stream, deaf, slow, idle]
+    return [schema, schema, schema, infill, infill, infill, stream, stream, deaf, flood, slow, idle]
 
 
 def repeat(work: Callable[[], object], end: float, counts: Counter[str]) -> None:
@@ -120,8 +129,8 @@ def attack(port: int, name: str, seconds: float) -> int:
     return 0
 
 
-def ask_honestly(port: int, name: str, end: float, seconds: list[float], statuses: Counter[int]) -> None:
-    peer, seed = Peer(HONEST, port), 0
+def ask_honestly(peer: Peer, name: str, end: float, seconds: list[float], statuses: Counter[int]) -> None:
+    seed = 0
     while time.monotonic() < end:
         start, seed = time.monotonic(), seed + 1
         try:
@@ -161,14 +170,14 @@ def main() -> int:
         port = listener.getsockname()[1]
     log = Path(tempfile.mkdtemp()) / "log"
     command = [sys.executable, "-m", "dgemma", "serve", "-m", arguments.model, "--port", str(port)]
-    command += ["--batch-size", str(2 * CLIENTS), "--max-seconds", "60"]
+    command += ["--batch-size", str(2 * len(HONEST)), "--max-seconds", "60"]
     limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))  # noqa: E731, as most systems have it
     with log.open("wb") as file:
         process = subprocess.Popen(command, env=os.environ, stderr=file, preexec_fn=limit)
-    peer = Peer(HONEST, port)
+    peers = [Peer(address, port) for address in HONEST]
     while True:
         try:
-            peer.connect().close()
+            peers[0].connect().close()
             break
         except OSError:
             time.sleep(0.2)
@@ -178,7 +187,7 @@ def main() -> int:
     memory: list[int] = []
 
     def honest(end: float, seconds: list[float]) -> list[tuple[Callable[..., None], tuple[Any, ...]]]:
-        return [(ask_honestly, (port, arguments.model, end, seconds, statuses)) for _ in range(CLIENTS)]
+        return [(ask_honestly, (peer, arguments.model, end, seconds, statuses)) for peer in peers]
 
     run_together(honest(time.monotonic() + max(arguments.seconds / 10, 10), alone), lambda: None)
     end = time.monotonic() + arguments.seconds

@@ -7,6 +7,7 @@ import re
 import sys
 import time
 import unittest.mock
+from collections import Counter
 
 import pytest
 import torch
@@ -19,14 +20,14 @@ from starlette.testclient import TestClient
 import dgemma
 from dgemma.constraints import build
 from dgemma.run.rows import Rows
-from dgemma.serve import service
 from dgemma.serve.app import create_app
 from dgemma.serve.engine import Engine, Written
 from dgemma.serve.errors import ApiError
-from dgemma.serve.gate import PatientProtocol, QuickServer
+from dgemma.serve.gate import Limits, PatientProtocol, QuickServer
 from dgemma.serve.protocol import CompletionRequest
 from dgemma.serve.service import KeptConstraints
 from dgemma.serve.text import GrowingText
+from dgemma.serve.turns import Builders
 from dgemma.tasks.infill import infill_row
 from rowwise import RowwiseDenoiser
 from serve.letters import CONFIG, TOKENIZER, expected, letters
@@ -430,6 +431,41 @@ def test_a_client_does_not_keep_others_out():
     asyncio.run(scenario())
 
 
+def test_clients_take_turns_whatever_waits():
+    """A client with one request waits for one of the other's, not for its backlog; rows of a client that left for none.
+
+    The second request of "a" has left its place in the queue, and costs no step.
+    """
+    model, order = Slow(CONFIG), []
+
+    async def scenario():
+        engine = Engine(model, batch_size=1, max_queue=9)
+
+        async def run(name, client):
+            job = engine.submit(row_of(model, max_new_tokens=16, steps=3), seconds=60, client=client)
+            jobs[name] = job
+            async for event in job.events():
+                if event.ended:
+                    order.append(name)
+
+        jobs = {}
+        tasks = [asyncio.create_task(run(f"a{at}", "a")) for at in range(5)]
+        while not engine.num_running:
+            await asyncio.sleep(0.001)
+        tasks += [asyncio.create_task(run(name, name)) for name in ("b", "c")]
+        await asyncio.sleep(0)
+        engine.cancel(jobs["a1"])
+        await asyncio.gather(*tasks[:1], *tasks[2:])
+        tasks[1].cancel()
+        assert [name for name in order if name[0] == "a"] == ["a0", "a2", "a3", "a4"]
+        assert order.index("b") <= 2
+        assert order.index("c") <= 3
+        assert engine.num_steps == 6 * 2  # the first step of a canvas is taken together with its second one
+        engine.stop()
+
+    asyncio.run(scenario())
+
+
 def test_while_others_run_a_client_has_half_of_the_places():
     model = Slow(CONFIG)
 
@@ -549,14 +585,123 @@ def test_constraints_are_kept_by_size_and_errors_are_kept_too():
     assert bad in kept
 
 
-def test_more_constraints_than_can_wait_get_a_429(model, monkeypatch):
-    pytest.importorskip("outlines_core")
-    monkeypatch.setattr(service, "_MOST_BUILDS", 0)
-    app = create_app(model, TOKENIZER, name="toy")
-    form = {"type": "json_schema", "json_schema": {"schema": {"type": "boolean"}}}
-    with TestClient(app, base_url="http://localhost") as client:
-        refused = chat(client, response_format=form)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+def test_constraints_of_a_client_are_built_one_after_another_and_not_for_those_who_left():
+    """The other client needs no turn behind them."""
+
+    async def scenario():
+        engine = Engine(Slow(CONFIG), batch_size=1, max_queue=1)
+        builders, order = Builders(engine), []
+
+        def build(name):
+            order.append(name)
+            time.sleep(0.05)
+
+        class Present:
+            async def is_disconnected(self):
+                return False
+
+        class Gone:
+            async def is_disconnected(self):
+                return True
+
+        async def run(name, request):
+            await builders.run(lambda: build(name), name[0], request)
+
+        backlog = [asyncio.create_task(run(f"a{at}", Present())) for at in range(4)]
+        left, other = asyncio.create_task(run("a left", Gone())), asyncio.create_task(run("b", Present()))
+        await asyncio.gather(*backlog, other)
+        assert order == ["a0", "b", "a1", "a2", "a3"]
+        with pytest.raises(ApiError, match="has left"):
+            await left
+        engine.stop()
+
+    asyncio.run(scenario())
+
+
+def post_raw(app, client, read, headers=()):
+    """Post to the application from an address; return the task and what it sends. `read` counts bodies by client."""
+    sent, bodies = [], [json.dumps({"model": "toy", "prompt": "a", "max_tokens": 64, "steps": 400}).encode()]
+
+    async def receive():
+        if not bodies:
+            await asyncio.sleep(60)
+        read[client] += 1
+        return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+
+    async def send(message):
+        sent.append(message)
+
+    fields = [(b"content-type", b"application/json"), *headers]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "root_path": ""}
+    return asyncio.ensure_future(app({**scope, "headers": fields, "client": (client, 1)}, receive, send)), sent
+
+
+def test_a_client_with_too_many_requests_gets_a_429_before_they_are_read():
+    async def scenario():
+        app = create_app(Slow(CONFIG), TOKENIZER, name="toy", limits=Limits(per_client=2))
+        read = Counter()
+        tasks = [post_raw(app, "a", read)[0] for _ in range(2)]
+        while app.state.engine.num_running < 2:
+            await asyncio.sleep(0.01)
+        num_read = read["a"]
+        refused, sent = post_raw(app, "a", read)
+        await refused
+        error = json.loads(sent[1]["body"])["error"]
+        assert (sent[0]["status"], dict(sent[0]["headers"])[b"retry-after"]) == (429, b"1")
+        assert (error["type"], error["code"]) == ("rate_limit_error", "too_many_requests")
+        assert read["a"] == num_read
+        tasks.append(post_raw(app, "b", read)[0])
+        while app.state.engine.num_running + app.state.engine.num_waiting < 3:
+            await asyncio.sleep(0.01)
+        tasks[0].cancel()  # its place becomes free
+        await asyncio.sleep(0.05)
+        tasks.append(post_raw(app, "a", read)[0])
+        await asyncio.sleep(0.2)
+        assert not tasks[-1].done()
+        app.state.engine.stop()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(scenario())
+
+
+def test_of_several_keys_each_is_a_client(model):
+    app = create_app(model, TOKENIZER, name="toy", api_key="one\ntwo", limits=Limits(per_client=0))
+    with TestClient(app) as client:
+        for key, status in (("one", 429), ("two", 429), ("one\ntwo", 401), ("", 401)):
+            answer = client.post("/v1/completions", json={}, headers={"Authorization": f"Bearer {key!s}".encode()})
+            assert answer.status_code == status, key
+
+
+def test_a_client_that_had_more_time_than_others_waits_before_its_requests_are_read():
+    async def scenario():
+        app = create_app(Slow(CONFIG), TOKENIZER, name="toy")
+        engine, read = app.state.engine, Counter()
+        engine.charge("a", 100.0)
+        free, _ = post_raw(app, "a", read)
+        await asyncio.sleep(0.1)
+        assert read["a"]  # nobody else is here
+        free.cancel()
+        while engine.num_running:
+            await asyncio.sleep(0.01)
+        tasks = [post_raw(app, "b", read)[0]]
+        while not engine.num_running:
+            await asyncio.sleep(0.01)
+        read.clear()
+        engine.charge("a", 2.0)
+        tasks += [post_raw(app, "a", read)[0] for _ in range(3)]
+        await asyncio.sleep(0.5)
+        assert not read["a"]
+        tasks += [post_raw(app, "c", read)[0]]
+        await asyncio.sleep(0.5)
+        assert read["c"]
+        deadline = time.monotonic() + 20
+        while read["a"] < 3:  # after the others had as much
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+        engine.stop()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(scenario())
 
 
 def test_a_batch_that_fails_does_not_stop_the_engine():

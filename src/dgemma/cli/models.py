@@ -199,7 +199,12 @@ def run_serve(arguments: argparse.Namespace) -> None:
 
     replay = None if arguments.replay is None else read_text(arguments.replay)
     tokenizer = Tokenizer.from_pretrained(arguments.tokenizer or arguments.model)
-    limits = Limits(tokens=arguments.max_tokens, queue=arguments.max_queue, seconds=arguments.max_seconds)
+    limits = Limits(
+        tokens=arguments.max_tokens,
+        queue=arguments.max_queue,
+        per_client=arguments.max_per_client,
+        seconds=arguments.max_seconds,
+    )
     listening = _bind(arguments.host, arguments.port)  # now, because loading the model may take minutes
     is_local = arguments.host in _LOCAL
     key = os.environ.get(_API_KEY) or None

@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from dgemma.checks import require, show
@@ -51,9 +50,15 @@ class Regex:
         """
         return Regex(f"(?:{before})(?:{self.pattern})(?:{after})", self.tokenizer)
 
-    @cached_property
+    @property
     def automaton(self) -> TokenAutomaton:
-        """The automaton over tokens."""
+        """The automaton over tokens, built once."""
+        if "automaton" not in self.__dict__:  # Python 3.11's `cached_property` builds one at a time, of all constraints
+            self.__dict__["automaton"] = self._build()
+        built: TokenAutomaton = self.__dict__["automaton"]
+        return built
+
+    def _build(self) -> TokenAutomaton:
         name = type(self).__name__
         if importlib.util.find_spec("outlines_core") is None:
             raise ImportError(f"Constraints need outlines-core. Install it with: {install_command('constraints')}")

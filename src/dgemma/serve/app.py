@@ -23,6 +23,7 @@ from dgemma.serve.gate import Gate, Limits
 from dgemma.serve.metrics import Metrics
 from dgemma.serve.protocol import ChatRequest, CompletionRequest, DecisionRequest, InfillRequest, describe_mistake
 from dgemma.serve.service import Service
+from dgemma.serve.turns import Builders, Door
 from dgemma.view.html import read_policy
 
 
@@ -41,7 +42,8 @@ def create_app(
     """Return the server as an ASGI application; run it with uvicorn.
 
     name: the id that clients pass as `model`. batch_size: requests that run together. hosts: values of the Host
-    header that are answered; None answers all. With an api_key, requests need `Authorization: Bearer KEY`.
+    header that are answered; None answers all. With an api_key, requests need `Authorization: Bearer KEY`; it may hold
+    several keys, one per line, and then each key is a client.
     replay: a page of `to_html`, shown at /replay; a click there removes a word, and the model fills the hole.
     frames: which pages may show that page in a frame, as the values of `frame-ancestors`.
 
@@ -51,7 +53,7 @@ def create_app(
     limits = limits or Limits()
     policy = None if replay is None else f"{read_policy(replay)}; frame-ancestors {frames}"
     engine = Engine(model, batch_size=batch_size, max_queue=limits.queue)
-    service = Service(model, tokenizer, name, engine, limits, Metrics(engine))
+    service = Service(model, tokenizer, name, engine, limits, Metrics(engine), Builders(engine))
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -64,7 +66,8 @@ def create_app(
     _describe_errors(app)
     _add_api(app, service)
     _add_pages(app, name, replay, policy)
-    app.add_middleware(Gate, limits=limits, api_key=api_key, hosts=hosts, metrics=service.metrics)
+    door = Door(engine, most=limits.per_client, seconds=limits.seconds)
+    app.add_middleware(Gate, limits=limits, api_key=api_key, hosts=hosts, metrics=service.metrics, door=door)
     return app
 
 
@@ -73,8 +76,7 @@ def _describe_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
-        headers = {"Retry-After": "1"} if error.status in (429, 503) else None
-        return JSONResponse(error.body(), error.status, headers=headers)
+        return JSONResponse(error.body(), error.status, headers=error.headers())
 
     @app.exception_handler(RequestValidationError)
     async def bad_body(request: Request, error: RequestValidationError) -> Response:

@@ -22,6 +22,7 @@ from dgemma.serve.errors import ApiError, shut_down, timed_out
 Result = TypeVar("Result")
 
 _MOST_DEBT = 10.0  # seconds
+_MOST_AHEAD = 1.0  # seconds of debt of a client whose next requests are read
 _PATIENCE = 1  # seconds for the last step when the engine stops
 
 
@@ -146,13 +147,24 @@ class Engine:
 
     @contextmanager
     def charged(self, client: str) -> Iterator[None]:
-        """Count the time of the block, in this thread or another: other clients go first until they had the same."""
+        """Charge the time of the block."""
         start = time.monotonic()
         try:
             yield
         finally:
-            with self._changed:
-                self._debt[client] = self._debt.get(client, 0.0) + time.monotonic() - start
+            self.charge(client, time.monotonic() - start)
+
+    def charge(self, client: str, seconds: float) -> None:
+        """Count time of a client, in this thread or another: other clients go first until they had the same."""
+        with self._changed:
+            self._debt[client] = self._debt.get(client, 0.0) + seconds
+
+    def is_ahead(self, client: str) -> bool:
+        """Return True if others have requests here, and had at least a second less than this client."""
+        with self._changed:
+            jobs = {job.client for job in (*self._queue, *self._running.values())}
+            others = (jobs | {call.client for call in self._calls}) - {client}
+            return bool(others) and self._debt.get(client, 0.0) > _MOST_AHEAD and not self._stopping
 
     def cancel(self, job: Job) -> None:
         """Drop a request whose client has gone or has enough text."""
@@ -239,7 +251,8 @@ class Engine:
     def _admit(self) -> None:
         while self._queue and len(self._running) < self.batch_size:
             running = Counter(job.client for job in self._running.values())
-            job = min(self._queue, key=lambda job: running[job.client])  # the first of those with the fewest
+            # Clients take turns: first the one with the fewest rows, then the one that had the least time.
+            job = min(self._queue, key=lambda job: (running[job.client], self._debt.get(job.client, 0.0)))
             others = {job.client for job in (*self._queue, *self._running.values())} - {job.client}
             if others and running[job.client] >= max(self.batch_size // 2, 1):
                 break

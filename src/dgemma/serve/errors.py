@@ -18,6 +18,10 @@ class ApiError(Exception):
         param = None if self.param is None else _encodable(self.param)
         return {"error": {"message": _encodable(self.message), "type": kind, "param": param, "code": self.code}}
 
+    def headers(self) -> dict[str, str]:
+        """Return the headers of the response."""
+        return {"Retry-After": "1"} if self.status in (429, 503) else {}
+
 
 def timed_out() -> ApiError:
     return ApiError(504, "The request took longer than the server allows.", code="timeout")

@@ -9,7 +9,7 @@ import re
 import socket
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from dgemma.constraints.build import stop_builds
 from dgemma.serve.errors import ApiError, shut_down
 from dgemma.serve.metrics import Metrics
+from dgemma.serve.turns import Door
 
 _OPEN_PATHS = ("/", "/page.css", "/page.js", "/health")  # need no API key
 _PATHS = (
@@ -44,6 +45,7 @@ class Limits:
     body_seconds: float = 10.0  # to send a request
     tokens: int = 4096  # of an answer
     queue: int = 256  # requests that wait
+    per_client: int = 64  # requests of one client, running or waiting
     seconds: float = 300.0  # for one answer, including its wait
 
 
@@ -51,10 +53,17 @@ class Gate:
     """Middleware that reads each body within its limits, before any route sees it."""
 
     def __init__(
-        self, app: ASGIApp, *, limits: Limits, api_key: str | None, hosts: tuple[str, ...] | None, metrics: Metrics
+        self,
+        app: ASGIApp,
+        *,
+        limits: Limits,
+        api_key: str | None,
+        hosts: tuple[str, ...] | None,
+        metrics: Metrics,
+        door: Door,
     ) -> None:
-        self._app, self._limits, self._hosts, self._metrics = app, limits, hosts, metrics
-        self._key = None if api_key is None else _digest(api_key.encode())
+        self._app, self._limits, self._hosts, self._metrics, self._door = app, limits, hosts, metrics, door
+        self._keys = [_digest(key.encode()) for key in (api_key or "").split("\n") if key]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -73,12 +82,12 @@ class Gate:
 
         try:
             try:
-                self._check(scope)
-                body = await self._read(Headers(scope=scope), receive)
+                scope["dgemma.client"] = client = self._check(scope)
+                async with self._door.enter(client) if scope["method"] == "POST" else nullcontext():
+                    body = await self._read(receive)
+                    await self._app(scope, _replay(body, receive), send_with_headers)
             except ApiError as error:
                 await _send_error(error, send_with_headers, asks=scope["path"] == "/replay")
-            else:
-                await self._app(scope, _replay(body, receive), send_with_headers)
         except asyncio.CancelledError:  # the server stops
             if status is None:
                 await _send_error(shut_down(), send_with_headers)
@@ -87,18 +96,23 @@ class Gate:
             self._metrics.requests.labels(path, str(status or 500)).inc()
             self._metrics.seconds.observe(time.monotonic() - start)
 
-    def _check(self, scope: Scope) -> None:
-        headers = Headers(scope=scope)
+    def _check(self, scope: Scope) -> str:
+        """Check the headers, and return the name of the client."""
+        headers, client = Headers(scope=scope), (scope.get("client") or ("", 0))[0]
         # A page of another site can reach a local server through a name that resolves to 127.0.0.1.
         host = re.sub(r":\d*$", "", headers.get("host", ""))
         if self._hosts is not None and host.lower() not in self._hosts:
             raise ApiError(421, f"The server does not answer for this host. Use {self._hosts[0]}.", code="wrong_host")
-        if self._key is not None and scope["path"] not in _OPEN_PATHS:
-            key = _sent_key(headers.get("authorization", ""))
+        if self._keys and scope["path"] not in _OPEN_PATHS:
+            sent = _sent_key(headers.get("authorization", ""))
             # Clients send a key outside ASCII as UTF-8 or as Latin-1. Headers are decoded as Latin-1.
-            if not any(hmac.compare_digest(_digest(key.encode(form)), self._key) for form in ("latin-1", "utf-8")):
+            digests = [_digest(sent.encode(form)) for form in ("latin-1", "utf-8")]
+            fits = [any(hmac.compare_digest(digest, key) for digest in digests) for key in self._keys]
+            if not any(fits):
                 message = "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`."
                 raise ApiError(401, message, code="invalid_api_key")
+            if len(self._keys) > 1:  # one key says nothing about who sends it
+                client = f"key {fits.index(True)}"
         if scope["method"] == "POST":
             # A page of another site cannot send this type without a CORS preflight.
             if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -106,8 +120,9 @@ class Gate:
             length = headers.get("content-length")
             if length is not None and (not length.isdecimal() or int(length) > self._limits.body):
                 raise self._too_large()
+        return client
 
-    async def _read(self, headers: Headers, receive: Receive) -> bytes:
+    async def _read(self, receive: Receive) -> bytes:
         parts, size = [], 0
         try:
             async with asyncio.timeout(self._limits.body_seconds):
@@ -133,7 +148,7 @@ class PatientProtocol(H11Protocol):
     """HTTP for uvicorn, with limits on connections.
 
     A request must arrive within `seconds` of its first byte, and a client must go on reading its answer. If there are
-    more than `most` connections, the client with the most of them loses its oldest one that has no request.
+    more than `most` connections, the client with the most unused ones loses the older half of these.
     """
 
     seconds: float = 10.0
@@ -146,9 +161,7 @@ class PatientProtocol(H11Protocol):
         self._timer: asyncio.TimerHandle | None = self.loop.call_later(self.seconds, self._give_up)
         if len(self.connections) > self.most:
             others = cast(set[PatientProtocol], self.connections)
-            hosts = Counter(other._host for other in others)
-            idle = [other for other in others if other._waits and not other.transport.is_closing()]
-            max(idle, key=lambda other: (hosts[other._host], -other._born)).transport.abort()
+            self._make_room([other for other in others if not other.transport.is_closing()])
 
     def data_received(self, data: bytes) -> None:
         """Start the timer at the first byte of a request, and stop it when its headers are complete."""
@@ -182,6 +195,14 @@ class PatientProtocol(H11Protocol):
     def _waits(self) -> bool:
         """True if the connection has no request."""
         return self.cycle is None or self.cycle.response_complete
+
+    def _make_room(self, others: list["PatientProtocol"]) -> None:
+        if len(others) > self.most:
+            idle = sorted((other for other in others if other._waits), key=lambda other: other._born)
+            ((greediest, _),) = Counter(other._host for other in idle).most_common(1)
+            own = [other for other in idle if other._host == greediest]
+            for other in own[: len(own) // 2 + 1]:  # many, because a search for each new connection would take long
+                other.transport.abort()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -251,6 +272,7 @@ async def _send_error(error: ApiError, send: Send, *, asks: bool = False) -> Non
     # The rest of the request is not read, so the connection cannot be used again.
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers.append((b"connection", b"close"))
+    headers += [(name.lower().encode(), value.encode()) for name, value in error.headers().items()]
     if asks and error.status == 401:
         headers.append((b"www-authenticate", b'Basic realm="dgemma: the API key is the password"'))
     await send({"type": "http.response.start", "status": error.status, "headers": headers})

@@ -4,10 +4,9 @@ import asyncio
 import contextlib
 import json
 import secrets
-import threading
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,7 +27,7 @@ from dgemma.run.plan import Plan, read_plan
 from dgemma.run.rows import Rows
 from dgemma.serve.answer import Answer, AnswerChoice
 from dgemma.serve.decisions import answer_questions
-from dgemma.serve.engine import Call, Engine, Job, Result, Written
+from dgemma.serve.engine import Engine, Job, Written
 from dgemma.serve.errors import ApiError, timed_out
 from dgemma.serve.gate import Limits
 from dgemma.serve.images import read_images
@@ -46,12 +45,12 @@ from dgemma.serve.protocol import (
     describe_refusal,
 )
 from dgemma.serve.text import GrowingText
+from dgemma.serve.turns import Builders
 from dgemma.tasks.infill import infill_row
 from dgemma.view.pieces import Pieces
 
 _MOST_BYTES = 1 << 27  # of constraints that are kept for later requests
 _MOST_STATES = 10_000  # of a constraint; a step of the model takes longer with more
-_MOST_BUILDS = 16  # constraints that wait to be built
 _ANY_VALUE = {"$ref": "#/$defs/value"}
 _ANY_OBJECT = {
     "type": "object",
@@ -95,7 +94,7 @@ class KeptConstraints:
             rule = f"have at most {_MOST_STATES} states on this server"
             require(built.automaton.num_states <= _MOST_STATES, "The schema", rule, built.automaton.num_states)
         except ValueError as error:
-            built = error.with_traceback(None)
+            built = ValueError(str(error))  # without the frames that the first one holds
         self._kept[key] = (built, num_bytes)
         while len(self._kept) > 1 and sum(size for _, size in list(self._kept.values())) > self._most_bytes:
             self._kept.popitem(last=False)
@@ -112,8 +111,8 @@ class Service:
     engine: Engine
     limits: Limits
     metrics: Metrics
+    builders: Builders
     constraints: KeptConstraints = field(default_factory=lambda: KeptConstraints(_MOST_BYTES))
-    builders: "Builders" = field(default_factory=lambda: Builders())
 
     def check_model(self, name: str) -> None:
         """Raise a 404 for a model that is not served."""
@@ -135,7 +134,7 @@ class Service:
     async def answer(self, body: ChatRequest | CompletionRequest, request: Request) -> Response:
         """Run a request; return its whole answer, or a stream of it."""
         self.check_model(body.model)
-        planned = await self._prepare(body, _client(request))
+        planned = await self._prepare(body, request)
         rows = [Rows(plan, num_top=body.num_top) for plan, _ in planned]
         jobs = self._submit(rows, request, drafts=body.drafts and bool(body.stream))
         choices = list[AnswerChoice]()
@@ -212,18 +211,15 @@ class Service:
             raise
         return jobs
 
-    async def _prepare(self, body: ChatRequest | CompletionRequest, client: str) -> list[tuple[Plan, GrowingText]]:
-        """Plan a request in another thread. Constraints take seconds, so they get two threads and a queue of their own.
-
-        A constraint that is known already needs no queue.
-        """
-        key = _constraint_key(body)
+    async def _prepare(self, body: ChatRequest | CompletionRequest, request: Request) -> list[tuple[Plan, GrowingText]]:
+        """Plan a request in another thread. A constraint takes seconds, so its client waits for a turn to build it."""
+        key, client = _constraint_key(body), _client(request)
         plan = partial(self.engine.charged(client)(self._plan), body, key)
         if key is None or key in self.constraints:
             return await run_in_threadpool(plan)
         try:
             async with asyncio.timeout(self.limits.seconds):
-                return await self.builders.run(plan)
+                return await self.builders.run(plan, client, request)
         except TimeoutError:
             raise timed_out() from None
 
@@ -311,32 +307,9 @@ class Service:
         return self.tokenizer.chat(messages, thinking=body.thinking, tools=tools or None, images=images), images
 
 
-class Builders:
-    """Runs functions that take seconds, two at a time. Their threads do not keep the process from ending."""
-
-    def __init__(self) -> None:
-        self._places, self._num_waiting = asyncio.Semaphore(2), 0
-
-    async def run(self, function: Callable[[], Result]) -> Result:
-        """Return the result of a function; raise a 429 if too many wait already."""
-        if self._num_waiting >= _MOST_BUILDS:
-            raise ApiError(429, "Too many constraints are waiting to be built. Try again later.", code="queue_full")
-        self._num_waiting += 1
-        try:
-            await self._places.acquire()
-        finally:
-            self._num_waiting -= 1
-        call = Call(function)
-        threading.Thread(target=call.run, daemon=True).start()
-        try:
-            result: Result = await asyncio.wrap_future(call.future)
-            return result
-        finally:
-            self._places.release()
-
-
 def _client(request: Request) -> str:
-    return "" if request.client is None else request.client.host
+    name: str = request.scope["dgemma.client"]  # of `Gate`
+    return name
 
 
 def _constraint_key(body: ChatRequest | CompletionRequest) -> str | None:
