@@ -253,3 +253,8 @@ def test_learning_from_runs_reports_both_stages(run):
     assert len(numbers) == 2
     assert all(1 <= float(forwards) <= 3 for _, forwards in numbers)
     assert re.search(r"update  10: reward [01]\.\d{3}, forwards [123]\.\d\d", printed)
+
+
+def test_distillation_to_fewer_steps_reports_both_models(run):
+    printed = run("25", "--examples", "2", "--distil", "2", "--texts", "64")
+    assert len(re.findall(r"^(before|after) distillation:( +\d+\.\d%){6}$", printed, flags=re.MULTILINE)) == 2
