@@ -114,3 +114,32 @@ def test_the_mean_importance_ratio_is_one_also_where_other_weights_would_keep_ot
         ratio = (run.log_prob(other) - run.log_prob(model)).exp()
     assert float(ratio.std()) > 0.05
     assert abs(float(ratio.mean()) - 1) < 4 * float(ratio.std()) / 4000**0.5
+
+
+def test_token_log_probs_are_those_of_the_run_and_add_up_to_the_steps():
+    model = dgemma.DiffusionGemma(dgemma.presets.tiny())
+    seen = []
+
+    def note(record):  # rows leave the batch when they are finished
+        logits = record.prediction.logits.log_softmax(-1)
+        tokens = torch.where(record.accepted, record.state.canvas, 0)
+        seen.append((record.rows, record.accepted, logits.gather(-1, tokens[..., None])[..., 0]))
+
+    noise = dgemma.MaskNoise(model.config.vocab_size, mask_token_id=4)
+    options = {"max_new_tokens": 40, "steps": 5, "noise": noise, "sampler": dgemma.Threshold(tau=0.004)}
+    prompt = torch.tensor([[2, 9, 8], [2, 7, 6]])
+    run = dgemma.generate(model, prompt, record=True, on_step=note, stop=None, **options).trajectory
+    got = run.token_log_probs(model)
+    assert got.shape == (len(run), 2, run.plan.canvas_len)
+    for step, (rows, written, log_probs) in zip(got, seen, strict=True):
+        expected = torch.full_like(step, torch.nan)
+        expected[rows] = log_probs.double().masked_fill(~written, torch.nan)
+        torch.testing.assert_close(step, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(got.nansum(-1), run.step_log_probs(model, strict=False), rtol=1e-6, atol=1e-6)
+    got.nansum().backward()
+    assert model.embed_tokens.weight.grad.isfinite().all()
+
+
+def test_a_number_is_a_constant_temperature():
+    knobs = dgemma.Knobs(sampler=dgemma.EntropyBound(), temperature=1)
+    assert knobs.temperature == dgemma.ConstantTemperature(1.0)

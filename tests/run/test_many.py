@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 from dataclasses import dataclass, replace
 
@@ -341,3 +342,18 @@ def test_a_run_that_is_killed_again_and_again_loses_and_repeats_nothing(tmp_path
     indices = [line["index"] for line in lines[0][1:]]
     assert sorted(indices) == list(range(40))
     assert sorted(lines[0][1:], key=lambda line: line["index"]) == sorted(lines[1][1:], key=lambda line: line["index"])
+
+
+def test_results_carry_their_prompts_also_from_a_file(tmp_path):
+    model, prompts = RowwiseDenoiser(), [{"tokens": PROMPTS[0], "id": "a"}, PROMPTS[1]]
+    for _ in range(2):
+        results = dgemma.generate_many(model, prompts, out=tmp_path / "run.jsonl", **OPTIONS)
+        assert [result.prompt for result in results] == prompts
+
+
+def test_piped_progress_is_a_plain_line_now_and_then(monkeypatch, capsys):
+    monkeypatch.setattr("dgemma.run.many._REPORT_SECONDS", 0)
+    list(dgemma.generate_many(RowwiseDenoiser(), PROMPTS[:2], **OPTIONS))
+    assert re.fullmatch(r"generating: 1 of 2 prompts in \d+ s\ngenerating: 2 of 2 .*\n", capsys.readouterr().err)
+    list(dgemma.generate_many(RowwiseDenoiser(), PROMPTS[:2], progress=False, **OPTIONS))
+    assert capsys.readouterr().err == ""

@@ -24,7 +24,7 @@ logger = logging.getLogger("dgemma")
 
 @dataclass(frozen=True, kw_only=True)
 class Knobs:
-    """The settings of a step. Every knob may change between two steps.
+    """The settings of a step. Every knob may change between two steps. A number is a constant temperature.
 
     Example: `Knobs(sampler=EntropyBound(), temperature=LinearTemperature(), stop=StableAndConfident())`.
     """
@@ -36,6 +36,7 @@ class Knobs:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "temperature", read_temperature(self.temperature))
         check_types(self)
         # A value is the key of a CUDA graph. If an attribute outside its fields changed, the old graph would run.
         for name in ("sampler", "stop"):
@@ -79,7 +80,7 @@ def read_knobs(model: Denoiser, settings: Mapping[str, Any]) -> Knobs:
         stop = None if runs_on else StableAndConfident(stability=stability, confidence=confidence)
     return Knobs(
         sampler=sampler,
-        temperature=read_temperature(temperature),
+        temperature=temperature,
         stop=stop,
         top_k=settings["top_k"],
         top_p=settings["top_p"],

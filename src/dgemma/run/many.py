@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Unpack
@@ -28,6 +30,7 @@ from dgemma.run.rows import Rows
 from dgemma.run.run_file import RunFile
 from dgemma.values import identify
 
+_REPORT_SECONDS = 30  # between two lines of progress, where no bar can be shown
 _PROMPT_KEYS = ("prompt", "messages", "tokens")
 _OWN_KEYS = ("id", "seed", "max_new_tokens", "images")
 
@@ -43,6 +46,7 @@ class Completion:
     tokens_per_forward: float
     text: str | None  # None without a tokenizer
     id: Any = None  # copied from a prompt that is a dictionary
+    prompt: Any = None  # as it was in `prompts`
 
     __repr__ = short_repr
 
@@ -73,7 +77,7 @@ def generate_many(model: Denoiser, prompts: Iterable[Any], **options: Unpack[Man
       continues after a kill, and also yields the results that are already in the file.
     - `tokenizer`: for texts and chats. The default is that of the checkpoint that the model was loaded from.
     - `in_order`: False yields results as they finish.
-    - `progress` shows a progress bar, with the time left if `prompts` has a length.
+    - `progress` shows a progress bar, with the time left if `prompts` has a length, or a line now and then in a pipe.
     - All other options are those of `generate`, and apply to every prompt.
 
     Example: `for result in dgemma.generate_many(model, ["Once", "It was"], out="run.jsonl"): print(result.text)`.
@@ -203,6 +207,7 @@ class Worker:
             tokens_per_forward=int(row.plan.count_tokens(row.new_tokens)) / int(torch.cat(row.forwards).sum()),
             text=None if self._tokenizer is None else self._tokenizer.decode(new_tokens),
             id=prompt.get("id") if isinstance(prompt, Mapping) else None,
+            prompt=prompt,
         )
 
     @cached_property
@@ -312,7 +317,7 @@ def _load(file: RunFile, index: int, prompt: Any) -> Completion:
             f"{file.path} must be continued with the prompts that it began with, but prompt {index} differs. "
             "Use the old prompts, or another file."
         )
-    return completion
+    return replace(completion, prompt=prompt)
 
 
 def _sort(completed: Iterator[Completion]) -> Iterator[Completion]:
@@ -328,8 +333,14 @@ def _sort(completed: Iterator[Completion]) -> Iterator[Completion]:
 
 def _show(completed: Iterator[Completion], *, total: int | None, progress: bool) -> Iterator[Completion]:
     with progress_bar(desc="generating", unit="prompt", total=total, show=progress) as bar:
-        for completion in completed:
+        began = reported = time.monotonic()
+        for number, completion in enumerate(completed, start=1):
             bar.update()
+            now = time.monotonic()
+            if progress and bar.disable and now - reported >= _REPORT_SECONDS:  # no terminal
+                of_all = "" if total is None else f" of {total}"
+                print(f"generating: {number}{of_all} prompts in {now - began:.0f} s", file=sys.stderr, flush=True)
+                reported = now
             yield completion
 
 

@@ -12,6 +12,7 @@ from typing import Any, Unpack
 
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.model.denoiser import Denoiser
+from dgemma.printing import install_command
 from dgemma.run.many import Completion, ManyOptions, Worker, read_many, run_prompts
 from dgemma.run.options import TextOptions, select, takes_options
 
@@ -33,7 +34,7 @@ def generate_on_ray(
 
     load: called once in each worker, returns its model. Each worker has at most twice `batch_size` prompts. If a
     worker is lost, Ray starts it again and repeats its prompts. A prompt that is lost three times raises Ray's error.
-    Call `ray.init` first to choose a cluster. Needs `pip install "dgemma[ray]"`.
+    Call `ray.init` first to choose a cluster. On a cluster without GPUs pass `gpus_per_worker=0`.
 
     Example: `generate_on_ray(lambda: DiffusionGemma.from_pretrained(path, device="cuda"), prompts, workers=8)`.
     """
@@ -41,7 +42,7 @@ def generate_on_ray(
     try:
         ray: Any = importlib.import_module("ray")
     except ImportError:
-        raise ImportError('generate_on_ray needs Ray. Install it with: pip install "dgemma[ray]"') from None
+        raise ImportError(f"generate_on_ray needs Ray. Install it with: {install_command('ray')}") from None
     if not ray.is_initialized():
         ray.init()
     num_gpus = ray.cluster_resources().get("GPU", 0)

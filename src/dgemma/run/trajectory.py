@@ -4,7 +4,7 @@ A draw is a function of (seed, block, step, position, purpose). So the plan, the
 callbacks determine a run. A trajectory keeps the plan and the changes; with the model, any step can be repeated.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -106,12 +106,40 @@ class Trajectory(Recording):
 
         Example: `trajectory.step_log_probs(model)[:4].sum(0)` is the log-probability of the first four steps.
         """
+        zeros = torch.zeros(self.batch_size, dtype=torch.float64, device=model.device)
+        of_steps = [
+            zeros.index_add(0, taken.rows.to(model.device, torch.int64), law.log_prob if strict else law.drawn)
+            for taken, _, law in self._predict_again(model, cache, through_self_cond, with_grad)
+        ]
+        return torch.stack(of_steps) if of_steps else zeros[None][:0]
+
+    @typed
+    def token_log_probs(self, model: Denoiser, *, cache: Cache | None = None, through_self_cond: bool = True) -> Tensor:
+        """Return the log-probability of every token when it was written, (steps, B, C) float64, with gradients.
+
+        It is that of the shaped prediction: after temperature, allowed tokens, top-k and top-p. It is NaN where a step
+        wrote no token.
+
+        Example: `trajectory.token_log_probs(model).nansum(-1)` is (steps, B).
+        """
+        size = self.batch_size, self.plan.canvas_len
+        nothing = torch.full(size, torch.nan, dtype=torch.float64, device=model.device)
+        of_steps = []
+        for taken, prediction, _ in self._predict_again(model, cache, through_self_cond, None):
+            tokens, written = taken.next_canvas.long().to(model.device), taken.accepted.to(model.device)
+            log_probs = prediction.log_prob(tokens).double().masked_fill(~written, torch.nan)  # (R, C)
+            of_steps.append(nothing.index_copy(0, taken.rows.to(model.device, torch.int64), log_probs))
+        return torch.stack(of_steps) if of_steps else nothing[None][:0]
+
+    def _predict_again(
+        self, model: Denoiser, cache: Cache | None, through_self_cond: bool, with_grad: Sequence[bool] | None
+    ) -> Iterator[tuple[RecordedStep, Prediction, Law]]:
+        """Yield every recorded step, with the prediction of `model` for its canvas and the law of its decision."""
         self._check_model(model, cache)
         plan, device = self.plan.to(model.device), model.device
         rows, knobs = Rows(plan), plan.knobs
         cache = rows.read(model, None if cache is None else cache.clone())
-        zeros = torch.zeros(self.batch_size, dtype=torch.float64, device=device)
-        of_steps: list[Tensor] = []
+        number = 0
         for block in range(self.steps[-1].block + 1 if self.steps else 0):
             if block > 0:
                 rows.repeat(self.commits[block - 1])
@@ -125,14 +153,14 @@ class Trajectory(Recording):
                 if len(left) < len(state.rows):
                     state, here = state.select(left), here.select(left)
                 ends = ~torch.isin(state.rows, (taken.rows[:0] if following is None else following.rows).to(device))
-                has_grad = torch.is_grad_enabled() and (with_grad is None or with_grad[len(of_steps)])
+                has_grad = torch.is_grad_enabled() and (with_grad is None or with_grad[number])
                 with torch.set_grad_enabled(has_grad):
                     prediction = predict(model, state, cache=here, knobs=knobs)
                     law, state = _repeat_step(taken, prediction, state, knobs, ends)
-                    of_steps.append(zeros.index_add(0, state.rows, law.log_prob if strict else law.drawn))
+                yield taken, prediction, law
+                number += 1
                 if not through_self_cond:
                     state = replace(state, self_cond=Prediction(prediction.logits.detach()))
-        return torch.stack(of_steps) if of_steps else zeros[None][:0]
 
     @typed
     def moment(self, model: Denoiser, *, block: int = 0, step: int = 0, cache: Cache | None = None) -> Moment:
