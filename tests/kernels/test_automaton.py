@@ -61,5 +61,6 @@ def test_the_conditioned_prediction_of_the_kernels_is_that_of_the_library(device
     torch.testing.assert_close(got.confidence, want.confidence, rtol=1e-3, atol=1e-4)
     assert torch.equal(got.argmax, want.argmax)
     assert torch.equal(got.sample(u), want.sample(u))
+    assert torch.equal(got.shaped(temperature=0.5).sample(u), want.shaped(temperature=0.5).sample(u))
     draft = torch.randint(VOCAB_SIZE, canvas.shape, generator=generator).to(device)
     assert torch.equal(got.joint.project(draft, fixed), want.joint.project(draft, fixed))

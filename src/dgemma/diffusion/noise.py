@@ -250,6 +250,7 @@ class _MaskingNoise(Noise):
     def _num_uniform(self, allowed: Tensor | None) -> Tensor | int:
         if allowed is None:
             return self.vocab_size - 1
+        # A caller may pass `allowed` with the mask token; a state's does not have it.
         return (allowed & (self._ids(allowed) != self.mask_token_id)).sum(-1)
 
 

@@ -269,17 +269,17 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         """Run tokens (B, T) causally in chunks, append keys and values, return the last hidden state (B, T, D)."""
         real = check_prefix(self, tokens, cache, attention_mask)
         cache.reserve(cache.num_slots + tokens.shape[1])
-        embedded, blocks = self.embed_prompt(tokens, images)
+        embedded, image_index = self.embed_prompt(tokens, images)
         hidden = [embedded[:, :0]]
-        for chunk in split_tokens(tokens.shape[1], _ENCODE_CHUNK, blocks):
-            parts = (None if part is None else part[:, chunk] for part in (real, blocks))
+        for chunk in split_tokens(tokens.shape[1], _ENCODE_CHUNK, image_index):
+            parts = (None if part is None else part[:, chunk] for part in (real, image_index))
             hidden.append(self._read_chunk(embedded[:, chunk], cache, *parts))
         return torch.cat(hidden, dim=1)
 
-    def _read_chunk(self, x: Tensor, cache: PrefixCache, real: Tensor | None, blocks: Tensor | None) -> Tensor:
+    def _read_chunk(self, x: Tensor, cache: PrefixCache, real: Tensor | None, image_index: Tensor | None) -> Tensor:
         counted = torch.ones(x.shape[:2], dtype=torch.int64, device=x.device) if real is None else real.long()
         positions = (cache.lengths[:, None] + counted.cumsum(1) - 1).clamp(min=0)
-        masks = cache.by_kind(lambda layer: causal_mask(cache, layer, positions, real, blocks))
+        masks = cache.by_kind(lambda layer: causal_mask(cache, layer, positions, real, image_index))
         x, new = self.run(x, positions, cache.views(), masks, causal=True)
         cache.append(new, real)
         return x
@@ -322,8 +322,8 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
             return embedded, None
         require_vision(self)
         assert self.vision is not None
-        blocks = find_blocks(tokens, images, self.config.image_token_id)
-        return insert_features(embedded, self.vision(images.to(self.device)), blocks), blocks
+        image_index = find_blocks(tokens, images, self.config.image_token_id)
+        return insert_features(embedded, self.vision(images.to(self.device)), image_index), image_index
 
     def embed_canvas(self, canvas: Tensor, signal: Tensor | None = None, noise_level: Tensor | None = None) -> Tensor:
         """Return the layers' input for a canvas (B, C), a self-conditioning signal (B, C, D) and a level → (B, C, D).

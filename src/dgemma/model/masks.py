@@ -10,11 +10,11 @@ from dgemma.model.cache import LayerCache, PrefixCache
 
 
 def causal_mask(
-    cache: PrefixCache, layer: LayerCache, positions: Tensor, real: Tensor | None, blocks: Tensor | None = None
+    cache: PrefixCache, layer: LayerCache, positions: Tensor, real: Tensor | None, image_index: Tensor | None = None
 ) -> Tensor:
     """Return the mask under which new tokens see the prefix, earlier real tokens and themselves, within the window.
 
-    positions: (B, T) of the new tokens. real: (B, T), False for padding. blocks: (B, T), the image of each token, -1
+    positions: (B, T) of the new tokens. real: (B, T), False for padding. image_index: (B, T), each token's image, -1
     for text; a token also sees its whole image. Returns (B, 1, T, S + T), where S slots of the layer are in use.
     """
     filled, num_slots = layer.filled(cache.lengths), layer.num_filled(cache.num_slots)
@@ -30,8 +30,10 @@ def causal_mask(
     # Padding sees itself, because a softmax over nothing is NaN. The result is not used.
     num_new = positions.shape[1]
     visible[:, :, num_slots:] |= torch.eye(num_new, dtype=torch.bool, device=positions.device)
-    if blocks is not None:
-        visible[:, :, num_slots:] |= (blocks[:, :, None] == blocks[:, None, :]) & (blocks >= 0)[:, :, None]
+    if image_index is not None:
+        visible[:, :, num_slots:] |= (image_index[:, :, None] == image_index[:, None, :]) & (image_index >= 0)[
+            :, :, None
+        ]
     return visible[:, None]
 
 

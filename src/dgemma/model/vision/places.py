@@ -36,11 +36,11 @@ def find_blocks(tokens: Tensor, images: Images, image_token_id: int) -> Tensor:
     Example: `find_blocks(tokens, processor(["photo.jpg"]), model.config.image_token_id)`.
     """
     is_image = tokens == image_token_id
-    blocks = torch.where(is_image, _is_first(is_image).flatten().cumsum(0).view_as(tokens) - 1, -1)
-    sizes = tuple(blocks[is_image].bincount().tolist())  # the host waits for the device here
+    image_index = torch.where(is_image, _is_first(is_image).flatten().cumsum(0).view_as(tokens) - 1, -1)
+    sizes = tuple(image_index[is_image].bincount().tolist())  # the host waits for the device here
     rule = f"have the sizes of the prompt's runs of image tokens, {sizes}"
     require(sizes == images.num_tokens, "images", rule, images.num_tokens, "Use tokenizer.place_images(ids, images).")
-    return blocks
+    return image_index
 
 
 def _is_first(is_image: Tensor) -> Tensor:
@@ -48,21 +48,23 @@ def _is_first(is_image: Tensor) -> Tensor:
     return is_image & ~F.pad(is_image, (1, 0))[:, :-1]
 
 
-def insert_features(embedded: Tensor, features: Tensor, blocks: Tensor) -> Tensor:
+def insert_features(embedded: Tensor, features: Tensor, image_index: Tensor) -> Tensor:
     """Replace the embeddings (B, T, D) of image tokens by the images' features (N, D), in order."""
-    return embedded.masked_scatter((blocks >= 0)[..., None], features.to(embedded.dtype))
+    return embedded.masked_scatter((image_index >= 0)[..., None], features.to(embedded.dtype))
 
 
-def split_tokens(num_tokens: int, size: int, blocks: Tensor | None) -> Iterator[slice]:
-    """Yield chunks of about `size` tokens that cover all `num_tokens`. None of them cuts an image of blocks (B, T).
+def split_tokens(num_tokens: int, size: int, image_index: Tensor | None) -> Iterator[slice]:
+    """Yield chunks of about `size` tokens that cover all `num_tokens`. None of them cuts an image.
 
     A chunk is longer than `size` only if an image is.
 
     Example: `list(split_tokens(5, 2, None))` is [slice(0, 2), slice(2, 4), slice(4, 5)].
     """
     cuts_image = [False] * (num_tokens + 1)  # a cut before this token is inside an image
-    if blocks is not None:
-        cuts_image[1:num_tokens] = ((blocks[:, 1:] == blocks[:, :-1]) & (blocks[:, 1:] >= 0)).any(0).tolist()
+    if image_index is not None:
+        cuts_image[1:num_tokens] = (
+            ((image_index[:, 1:] == image_index[:, :-1]) & (image_index[:, 1:] >= 0)).any(0).tolist()
+        )
     start = 0
     while start < num_tokens:
         end = limit = min(start + size, num_tokens)
