@@ -58,7 +58,7 @@ NO_CHECKPOINT_READ = [
         "--sampler must name every field once, got 'tau' again",
     ),
     (("generate", "--sampler", "threshold:tau=inf", "Hi"), "Threshold.tau must be a probability, got inf"),
-    (("sudoku", "--sampler", "leave-one-out-gibbs"), "LeaveOneOutGibbs must run under uniform noise, got mask."),
+    (("sudoku", "--sampler", "leave-one-out-gibbs"), "LeaveOneOutGibbs must run under uniform noise, got 'mask'."),
     (("evaluate", "--separator", "", "words.txt"), "--separator must not be empty"),
     (("train", "--ema", "1", "--out", "run", "words.txt"), "--ema must be a number above 0 and below 1, got 1"),
     (("generate", "--top-p", "1.5", "Hi"), "--top-p must be a number above 0, at most 1, got 1.5"),
@@ -71,7 +71,7 @@ NO_CHECKPOINT_READ = [
     (("generate", "--sampler", "threshold:tau=7", "Hi"), "Threshold.tau must be a probability, got 7"),
     (("generate", "--sampler", "p2:eta=high", "Hi"), "must fit p2: P2.eta must be float, got 'high'"),
     (("generate", "--sampler", "threshold:greedy=1", "Hi"), "greedy must be bool, got 1"),
-    (("generate", "--noise", "hybrid", "Hi"), "EntropyBound must run under mask or uniform noise, got hybrid"),
+    (("generate", "--noise", "hybrid", "Hi"), "EntropyBound must run under mask or uniform noise, got 'hybrid'"),
     (("generate", "--regex", "a", "--choice", "b", "Hi"), "--choice must not be used with --regex"),
     (("generate", "--regex", "a[", "Hi"), "got 'a[': unterminated character set at position 1"),
     (("serve", "--port", "70000"), "--port must be a whole number from 1 to 65535, got 70000"),
@@ -82,7 +82,7 @@ NO_CHECKPOINT_READ = [
     (("edit", "--level", "2", "Hi"), "--level must be a number above 0, at most 1, got 2"),
     (("edit", "--keep", "ho", "Hi"), "--keep must name words of the text, got 'ho'"),
     (("sudoku", "--givens", "5"), "--givens must be a whole number from 23 to 81, got 5"),
-    (("sudoku", "." * 80), "must get 81 characters per puzzle, digits and 0 or . for a blank, got 80"),
+    (("sudoku", "." * 80), "must get 81 characters per puzzle, got 80"),
     (("sudoku", CONTRADICTION), "contradict each other"),
     (("sudoku", "--sampler", "ancestral:parametrisation=odd"), "--sampler must fit ancestral"),
     (("info", "/no/such/folder"), "neither a folder nor a hub id"),
@@ -99,8 +99,8 @@ def test_bad_arguments_get_one_sentence(command, words, message):
 
 
 def test_a_prompt_longer_than_the_context_is_refused(command, checkpoint):
-    refuses(command("generate", "-m", checkpoint, "x" * 400), "got 657 tokens with the prompt and 8 canvases.")
-    refuses(command("generate", "-m", checkpoint, "-n", 32, "x" * 400), "got 433 tokens with the prompt and 1 canvas.")
+    refuses(command("generate", "-m", checkpoint, "x" * 400), "got 657. The run writes 256 tokens.")
+    refuses(command("generate", "-m", checkpoint, "-n", 32, "x" * 400), "got 433. The run writes 32 tokens.")
 
 
 def test_a_port_in_use_is_refused_before_the_model_is_loaded(command, checkpoint, monkeypatch):
@@ -151,7 +151,7 @@ def test_an_invalid_config_entry_is_refused_with_its_file(command, checkpoint, t
     file.write_text(json.dumps(json.loads(file.read_text()) | {"sampler": "ancestral"}))
     refuses(
         command("generate", "-m", file.parent, "Hi"),
-        'sampler must be a dictionary with a "name"',
+        "sampler must be Mapping[str, Any] or None, got 'ancestral'",
         f"Correct generation_config.json or config.json in {file.parent}.",
     )
 

@@ -69,8 +69,8 @@ def test_frozen_tokens_cost_nothing_and_are_seen():
     frozen = torch.tensor([False, False, True, False]).expand(27, -1)
     batch = TrainBatch(tokens=tokens, prompt_len=torch.ones_like(length), length=length, frozen=frozen)
     likelihood = evaluate(model, batch, noise, num_samples=1, sampler=Confidence(), progress=False)
-    given = torch.stack([JOINT[SEQUENCES[:, 1] == middle].sum() for middle in range(3)])[SEQUENCES[:, 1]]
-    torch.testing.assert_close((-likelihood.rows.by_sampler).exp(), JOINT / given, atol=1e-9, rtol=0)
+    condition = torch.stack([JOINT[SEQUENCES[:, 1] == middle].sum() for middle in range(3)])[SEQUENCES[:, 1]]
+    torch.testing.assert_close((-likelihood.rows.by_sampler).exp(), JOINT / condition, atol=1e-9, rtol=0)
 
 
 def test_samplers_with_random_positions_and_other_noise_are_refused():

@@ -19,7 +19,7 @@ FULL = "full_attention"
 
 _LARGEST_SIZE = 2**31 - 1  # larger sizes are certainly mistakes
 _INTEGER = f"be an integer from {{}} to {_LARGEST_SIZE}"
-Size = Annotated[int, ValueRule(_INTEGER.format(1), lambda value: 1 <= value <= _LARGEST_SIZE)]
+Dimension = Annotated[int, ValueRule(_INTEGER.format(1), lambda value: 1 <= value <= _LARGEST_SIZE)]
 Number = Annotated[int, ValueRule(_INTEGER.format(0), lambda value: 0 <= value <= _LARGEST_SIZE)]
 Positive = Annotated[float, above(0), FINITE]
 NotNegative = Annotated[float, at_least(0), FINITE]
@@ -80,9 +80,9 @@ class DenoiserConfig:
     Example: `DenoiserConfig(vocab_size=512, canvas_length=32, max_position_embeddings=1024)`.
     """
 
-    vocab_size: Size
-    canvas_length: Size = 256
-    max_position_embeddings: Size = 262_144
+    vocab_size: Dimension
+    canvas_length: Dimension = 256
+    max_position_embeddings: Dimension = 262_144
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -97,14 +97,14 @@ class VisionConfig:
     Example: `dgemma.presets.diffusiongemma_26b_a4b().vision.num_hidden_layers` is 27.
     """
 
-    hidden_size: Size = 768
-    intermediate_size: Size = 3072
-    num_hidden_layers: Size = 16
-    num_attention_heads: Size = 12
-    head_dim: Size = 64
-    patch_size: Size = 16
-    pooling_kernel_size: Size = 3
-    position_embedding_size: Size = 10_240  # the most patches per side
+    hidden_size: Dimension = 768
+    intermediate_size: Dimension = 3072
+    num_hidden_layers: Dimension = 16
+    num_attention_heads: Dimension = 12
+    head_dim: Dimension = 64
+    patch_size: Dimension = 16
+    pooling_kernel_size: Dimension = 3
+    position_embedding_size: Dimension = 10_240  # the most patches per side
     rms_norm_eps: Positive = 1e-6
     rope_theta: Positive = 100.0
     standardize: bool = False
@@ -137,18 +137,18 @@ class ModelConfig(DenoiserConfig):
     Example: `ModelConfig.from_hf("path/to/config.json").layer_shape(0).head_dim`.
     """
 
-    hidden_size: Size
-    intermediate_size: Size  # of the dense MLP next to the experts
-    num_hidden_layers: Size
-    num_attention_heads: Size
-    num_key_value_heads: Size  # sliding layers
-    head_dim: Size  # sliding layers
-    num_global_key_value_heads: Size  # full layers
-    global_head_dim: Size  # full layers
-    num_experts: Size
-    top_k_experts: Size
-    moe_intermediate_size: Size
-    sliding_window: Size
+    hidden_size: Dimension
+    intermediate_size: Dimension  # of the dense MLP next to the experts
+    num_hidden_layers: Dimension
+    num_attention_heads: Dimension
+    num_key_value_heads: Dimension  # sliding layers
+    head_dim: Dimension  # sliding layers
+    num_global_key_value_heads: Dimension  # full layers
+    global_head_dim: Dimension  # full layers
+    num_experts: Dimension
+    top_k_experts: Dimension
+    moe_intermediate_size: Dimension
+    sliding_window: Dimension
     layer_types: tuple[str, ...]
     rope_parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: dict(_DEFAULT_ROPE), hash=False)
     rms_norm_eps: Positive = 1e-6
@@ -304,8 +304,8 @@ class GenerationDefaults:
     Example: `replace(model.generation, max_denoising_steps=16)`.
     """
 
-    max_new_tokens: Size = 256
-    max_denoising_steps: Size = 48
+    max_new_tokens: Dimension = 256
+    max_denoising_steps: Dimension = 48
     entropy_bound: NotNegative = 0.1
     t_max: Positive = 0.8  # the temperature of the first step; it falls towards t_min
     t_min: Positive = 0.4
