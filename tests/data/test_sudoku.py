@@ -230,7 +230,7 @@ def test_texts_are_parsed_and_bad_arguments_are_refused():
     assert sudoku.to_text(sudoku.parse([PUZZLE, HARD]))[1] == HARD.replace(".", "0")
     with pytest.raises(ValueError, match="81 characters"):
         sudoku.parse(PUZZLE[:-1])
-    with pytest.raises(ValueError, match="digits and 0 or . for a blank"):
+    with pytest.raises(ValueError, match=r"digits and 0 or \. for a blank"):
         sudoku.parse("x" * 81)
     with pytest.raises(ValueError, match="givens must lie"):
         sudoku.generate_puzzles(1, givens=(5, 9))
