@@ -179,8 +179,8 @@ class CausalReader:
         canvas = torch.zeros(shape, dtype=torch.int64, device=workspace.device)
         hidden = workspace.forward.canvas(canvas, workspace.soft_embedding(None, canvas), buffers)
         logits = Logits(workspace.forward.head(hidden).unflatten(0, shape))
-        prediction = FusedPrediction(logits, (workspace.softcap,))
-        prediction = prediction.shaped(temperature=torch.ones(shape[0], device=workspace.device))
+        raw = FusedPrediction(logits, (workspace.softcap,))
+        prediction = raw.shaped(temperature=torch.ones(shape[0], device=workspace.device))
         prediction.sample(torch.zeros(shape, dtype=torch.float64, device=workspace.device))
         workspace.soft_embedding(prediction, canvas)
 
