@@ -466,7 +466,23 @@ def test_clients_take_turns_whatever_waits():
     asyncio.run(scenario())
 
 
-def test_while_others_run_a_client_has_half_of_the_places():
+def test_requests_of_several_clients_share_a_batch():
+    model = Slow(CONFIG)
+
+    async def scenario():
+        engine = Engine(model, batch_size=4, max_queue=9)
+        jobs = [
+            engine.submit(row_of(model, max_new_tokens=16, steps=4), seconds=60, client=client) for client in "abcd"
+        ]
+        for job in jobs:
+            assert [event async for event in job.events()][-1].ended
+        assert engine.num_steps <= 2 * 3  # the first may start alone; one by one they take 4 * 3
+        engine.stop()
+
+    asyncio.run(scenario())
+
+
+def test_while_others_run_a_client_has_its_share_of_the_places():
     model = Slow(CONFIG)
 
     async def scenario():

@@ -99,9 +99,9 @@ class Call:
 class Engine:
     """Runs at most `batch_size` requests at a time in one thread; up to `max_queue` more wait.
 
-    Requests of a client with the same sampler, temperature, noise and constraint share a batch. Clients get equal
-    shares of the time, and so do the batches of a client. While other clients wait, a client has at most half of the
-    places. A request that fails, is cancelled or runs out of time frees its place; the others go on.
+    Requests with the same sampler, temperature, noise and constraint share a batch, and its clients share the time of
+    its steps. The next step is of the client that had the least time. While others are here, a client has at most its
+    equal share of the places. A request that fails, is cancelled or runs out of time frees its place; the others go on.
     """
 
     def __init__(self, model: Denoiser, *, batch_size: int, max_queue: int) -> None:
@@ -214,28 +214,33 @@ class Engine:
                 self._admit()
                 self._batches = {key: batch for key, batch in self._batches.items() if len(batch)}
                 calls = {(call.client,): call for call in reversed(self._calls)}  # the first of each client
-                if not self._batches and not calls:
+                clients = {key: [call.client] for key, call in calls.items()}
+                for job in self._running.values():
+                    clients.setdefault(_key(job), []).append(job.client)
+                if not clients:
                     continue
-                key = self._choose([*self._batches, *calls])
+                key = self._choose(clients)
                 if key in calls:
                     self._calls.remove(calls[key])
             start = time.monotonic()
-            with self.charged(key[0]):
-                if key in calls:
-                    calls[key].run()
-                else:
-                    self._step(key, self._batches[key])
-            self._debt_of_batch[key] = self._debt_of_batch.get(key, 0.0) + time.monotonic() - start
+            if key in calls:
+                calls[key].run()
+            else:
+                self._step(key, self._batches[key])
+            seconds = time.monotonic() - start
+            self._debt_of_batch[key] = self._debt_of_batch.get(key, 0.0) + seconds
+            for client in clients[key]:
+                self.charge(client, seconds / len(clients[key]))
 
-    def _choose(self, keys: list[Any]) -> Any:
-        """Return the next batch: the client is the one that had the least time, and so is the batch among its own."""
-        clients, batches = self._debt, self._debt_of_batch
-        least = min(clients.get(key[0], 0.0) for key in keys)
+    def _choose(self, clients: dict[Any, list[str]]) -> Any:
+        """Return the next of the batches, or calls, with these clients: the client that had the least time has one."""
+        least = min(self._debt.get(client, 0.0) for names in clients.values() for client in names)
         # Clients that are not here keep their debt. It shrinks as others get time.
-        self._debt = {name: min(debt - least, _MOST_DEBT) for name, debt in clients.items() if debt > least}
-        least = min(batches.get(key, 0.0) for key in keys)
-        self._debt_of_batch = {key: batches.get(key, 0.0) - least for key in keys}
-        return min(keys, key=lambda key: (self._debt.get(key[0], 0.0), self._debt_of_batch[key]))
+        self._debt = {name: min(debt - least, _MOST_DEBT) for name, debt in self._debt.items() if debt > least}
+        least = min(self._debt_of_batch.get(key, 0.0) for key in clients)
+        self._debt_of_batch = {key: self._debt_of_batch.get(key, 0.0) - least for key in clients}
+        debts = {key: min(self._debt.get(client, 0.0) for client in names) for key, names in clients.items()}
+        return min(clients, key=lambda key: (debts[key], self._debt_of_batch[key]))
 
     def _drop(self) -> None:
         """Remove requests that are cancelled or out of time."""
@@ -253,8 +258,8 @@ class Engine:
             running = Counter(job.client for job in self._running.values())
             # Clients take turns: first the one with the fewest rows, then the one that had the least time.
             job = min(self._queue, key=lambda job: (running[job.client], self._debt.get(job.client, 0.0)))
-            others = {job.client for job in (*self._queue, *self._running.values())} - {job.client}
-            if others and running[job.client] >= max(self.batch_size // 2, 1):
+            present = {job.client for job in (*self._queue, *self._running.values())}
+            if running[job.client] >= max(self.batch_size // len(present), 1):
                 break
             self._queue.remove(job)
             self._running[job.row] = job
@@ -282,6 +287,6 @@ class Engine:
 
 
 def _key(job: Job) -> Any:
-    """Return what the rows of a batch share, the client first."""
+    """Return what the rows of a batch share."""
     plan = job.row.plan
-    return job.client, plan.knobs, plan.noise, None if plan.language is None else id(plan.language.automaton)
+    return plan.knobs, plan.noise, None if plan.language is None else id(plan.language.automaton)
