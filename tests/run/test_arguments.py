@@ -176,7 +176,7 @@ def test_a_prompt_of_padding_is_refused_like_an_empty_one(model, mask):
 
 def test_knobs_refuse_what_generate_refuses():
     whole = {"sampler": dgemma.EntropyBound(), "temperature": dgemma.LinearTemperature()}
-    for change in ({"top_k": 0}, {"top_p": 1.5}, {"sampler": dgemma.EntropyBound}, {"temperature": "warm"}, {"stop": 3}):
+    for change in ({"top_k": 0}, {"top_p": 1.5}, {"sampler": dgemma.EntropyBound}, {"temperature": "a"}, {"stop": 3}):
         with pytest.raises(ValueError, match=rf"Knobs\.{next(iter(change))} must"):
             dgemma.Knobs(**(whole | change))
 
