@@ -249,13 +249,17 @@ def prepare_adapters(folder: Path) -> Any:
     model = tiny_model()
     train.add_lora(model, train.LoRA(rank=2))
     train.save_lora(model, folder)
-    return SimpleNamespace(data=(folder / "adapter_model.safetensors").read_bytes())
+    data = (folder / "adapter_model.safetensors").read_bytes()
+    return SimpleNamespace(data=data, config=json.loads((folder / "adapter_config.json").read_text()))
 
 
 def attempt_adapters(context: Any, source: random.Random, folder: Path) -> int:
-    path = folder / "adapter_model.safetensors"
-    path.write_bytes(damage_safetensors(context.data, source, metadata="noise"))
-    _odd_file(path, source)
+    path, damages_config = folder / "adapter_model.safetensors", source.random() < 0.4
+    config = damage_json(context.config, source) if damages_config else context.config
+    (folder / "adapter_config.json").write_bytes(dump_json(config))
+    path.write_bytes(context.data if damages_config else damage_safetensors(context.data, source, metadata="noise"))
+    if not damages_config:
+        _odd_file(path, source)
     model = tiny_model()
     try:
         train.load_lora(model, folder)

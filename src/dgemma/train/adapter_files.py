@@ -143,7 +143,9 @@ def _keys(name: str) -> Iterator[str]:
 def _find_sources(names: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -> dict[str, list[str]]:
     """Return our names of adapters, each with the stored names of its copies."""
     sources: dict[str, list[str]] = {}
-    parameters = [str(name) for name in config.get("target_parameters") or ()]
+    parameters = config.get("target_parameters") or []
+    fits = isinstance(parameters, list) and all(isinstance(name, str) for name in parameters)
+    require(fits, str(folder), "list names as target_parameters", parameters)
     wrapped = [kind for kind in ("gate_up", "down") if any(name.endswith(f"{kind}_proj") for name in parameters)]
     for key in names:
         module, letter, inner = _read_key(key)
