@@ -6,12 +6,11 @@ Papers use "cosine" for two curves: `OneMinusCosine` is the one of MD4 (arXiv:24
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from dgemma.checks import Checked, above, require_field
+from dgemma.checks import require_field
 
 LEAST_NOISE = 1 - 1e-6  # from this level on, a canvas has less than 1e-4 nats of information per token: pure noise
 
@@ -81,70 +80,6 @@ class PlainCosine(Schedule):
 
     def time(self, alpha: Tensor) -> Tensor:
         return torch.acos(alpha) * 2 / math.pi
-
-
-@dataclass(frozen=True)
-class Polynomial(Schedule, Checked):
-    """1 - α = t**exponent.
-
-    Example: `Polynomial(2.0).alpha(torch.tensor(0.5))` is 0.75.
-    """
-
-    exponent: Annotated[float, above(0)] = 2.0
-
-    def alpha(self, t: Tensor) -> Tensor:
-        return 1 - t**self.exponent
-
-    def derivative(self, t: Tensor) -> Tensor:
-        return -self.exponent * t ** (self.exponent - 1)
-
-    def time(self, alpha: Tensor) -> Tensor:
-        return (1 - alpha) ** (1 / self.exponent)
-
-
-@dataclass(frozen=True)
-class Logarithmic(Schedule):
-    """1 - α = log2(1 + t).
-
-    Example: `Logarithmic().alpha(torch.tensor(1.0))` is 0.
-    """
-
-    def alpha(self, t: Tensor) -> Tensor:
-        return 1 - torch.log2(1 + t)
-
-    def derivative(self, t: Tensor) -> Tensor:
-        return -1 / ((1 + t) * math.log(2))
-
-    def time(self, alpha: Tensor) -> Tensor:
-        return torch.exp2(1 - alpha) - 1
-
-
-@dataclass(frozen=True)
-class Geometric(Schedule):
-    """α = exp(-σ), σ = sigma_min^(1 - t) · sigma_max^t (SEDD, arXiv:2310.16834); its ends are not 0 and 1.
-
-    Example: `Geometric().alpha(torch.tensor(0.0))` is exp(-1e-4).
-    """
-
-    sigma_min: float = 1e-4
-    sigma_max: float = 20.0
-
-    def __post_init__(self) -> None:
-        require_field(0 < self.sigma_min < self.sigma_max, self, "sigma_min", f"lie in (0, {self.sigma_max})")
-
-    def alpha(self, t: Tensor) -> Tensor:
-        return torch.exp(-self._sigma(t))
-
-    def derivative(self, t: Tensor) -> Tensor:
-        sigma = self._sigma(t)
-        return -math.log(self.sigma_max / self.sigma_min) * sigma * torch.exp(-sigma)
-
-    def time(self, alpha: Tensor) -> Tensor:
-        t = torch.log(-torch.log(alpha) / self.sigma_min) / math.log(self.sigma_max / self.sigma_min)
-        return t.clamp(0.0, 1.0)
-
-    def _sigma(self, t: Tensor) -> Tensor:
-        return self.sigma_min ** (1 - t) * self.sigma_max**t
 
 
 @dataclass(frozen=True)
