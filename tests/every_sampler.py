@@ -33,7 +33,7 @@ def classes(base: type) -> list[type]:
     for module_info in pkgutil.iter_modules(dgemma.sampling.__path__, "dgemma.sampling."):
         module = importlib.import_module(module_info.name)
         for _, value in inspect.getmembers(module, inspect.isclass):
-            if issubclass(value, base) and value is not base and not value.__name__.startswith("_"):
+            if issubclass(value, base) and dataclasses.is_dataclass(value) and not value.__name__.startswith("_"):
                 found.add(value)
     return sorted(found, key=lambda cls: cls.__name__)
 

@@ -111,6 +111,11 @@ def above(least: float) -> ValueRule:
     return ValueRule(f"be > {least}", lambda value: value > least)
 
 
+def at_most(most: float) -> ValueRule:
+    """Return the rule of a number <= `most`."""
+    return ValueRule(f"be <= {most}", lambda value: value <= most)
+
+
 FINITE = ValueRule("be finite", math.isfinite)
 Count = Annotated[int, at_least(1)]
 Probability = Annotated[float, ValueRule("be a probability", lambda value: 0 <= value <= 1)]
@@ -121,14 +126,19 @@ def check_types(owner: Any) -> None:
 
     Example: `check_types(self)` in `__post_init__`.
     """
-    kind: Any = type(owner)
-    hints = _hints_of(kind)
+    hints = _hints_of(type(owner))
     for field in fields(owner):
-        value, name = getattr(owner, field.name), f"{kind.__name__}.{field.name}"
         if field.name in hints:
-            _check_type(value, hints[field.name], name)
+            _check_type(getattr(owner, field.name), hints[field.name], f"{type(owner).__name__}.{field.name}")
+    check_rules(owner)
+
+
+def check_rules(owner: Any) -> None:
+    """Check only the rules in the annotations of a dataclass, for fields that may hold a look-alike of their type."""
+    for field in fields(owner):
+        value = getattr(owner, field.name)
         for rule in _rules_in(field.type):
-            require(value is None or rule.accepts(value), name, rule.text, value, rule.fix)
+            require_field(value is None or rule.accepts(value), owner, field.name, rule.text, rule.fix)
 
 
 class Checked:
@@ -178,35 +188,6 @@ def _meanings() -> Any:
         TextIO: Annotated[object, Is[lambda value: hasattr(value, "write") and hasattr(value, "isatty")]],
     }
     return BeartypeConf(hint_overrides=FrozenDict(meanings))
-
-
-def check_count(owner: Any, field: str, *, least: int = 1, fix: str = "") -> None:
-    """Require a field that is an integer >= `least`.
-
-    Example: `check_count(self, "history", fix="Use Threshold to ignore stability.")`.
-    """
-    value = as_int(getattr(owner, field))
-    require_field(value is not None and value >= least, owner, field, f"be an integer >= {least}", fix)
-
-
-def check_probability(owner: Any, field: str, *, fix: str = "") -> None:
-    """Require a field that is a number in [0, 1]."""
-    value = as_number(getattr(owner, field))
-    require_field(value is not None and 0 <= value <= 1, owner, field, "be a probability", fix)
-
-
-def check_size(owner: Any, field: str, *, above: float | None = None, unit: str = "", fix: str = "") -> None:
-    """Require a field that is a number >= 0, or > `above` if it is set. Infinity is allowed."""
-    value = as_number(getattr(owner, field))
-    rule = f"be {'>= 0' if above is None else f'> {above}'}{f' {unit}' if unit else ''}"
-    fits = value is not None and (value >= 0 if above is None else value > above)
-    require_field(fits, owner, field, rule, fix)
-
-
-def check_finite(owner: Any, field: str, *, above: float | None = None, fix: str = "") -> None:
-    """Apply `check_size`, and also refuse infinity."""
-    check_size(owner, field, above=above, fix=fix)
-    require_field(math.isfinite(getattr(owner, field)), owner, field, "be finite", fix)
 
 
 def as_int(value: Any) -> int | None:

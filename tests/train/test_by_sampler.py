@@ -7,7 +7,16 @@ import pytest
 import torch
 
 import dgemma
-from dgemma.sampling import KLASS, Ancestral, Confidence, EntropyBound, FactorThreshold, Fork, Threshold
+from dgemma.sampling import (
+    KLASS,
+    Ancestral,
+    Confidence,
+    EntropyBound,
+    FactorThreshold,
+    Fork,
+    SoftEntropyBound,
+    Threshold,
+)
 from dgemma.train import TrainBatch, evaluate
 from exact_networks import ExactModel, Network
 from learning_toy import NOISE, NUM_TOKENS, OPTIONS, small_model
@@ -75,7 +84,7 @@ def test_frozen_tokens_cost_nothing_and_are_seen():
 
 def test_samplers_with_random_positions_and_other_noise_are_refused():
     model, tokens = small_model(), torch.zeros(1, 3, dtype=torch.int64)
-    for sampler in (Ancestral(), Confidence(order="random"), Confidence(order_temperature=1.0)):
+    for sampler in (Ancestral(), Confidence(order="random"), Confidence(order_temperature=1.0), SoftEntropyBound()):
         with pytest.raises(ValueError, match="fixed order"):
             evaluate(model, tokens, NOISE, sampler=sampler, progress=False)
     with pytest.raises(ValueError, match="MaskNoise"):

@@ -533,7 +533,7 @@ def test_the_loss_runs_under_autocast_with_recomputed_activations(model):
     [
         ({"canvases": "two"}, "canvases must be 'one' or 'all', got 'two'"),
         ({"reduction": "sum"}, "reduction must be 'example' or"),
-        ({"canvas_len": 0}, "canvas_len must be an integer >= 1"),
+        ({"canvas_len": 0}, "canvas_len must be >= 1"),
         ({"t_range": (0.5, 0.2)}, "t_range must satisfy"),
         ({"self_cond_prob": 1.5}, "self_cond_prob must be a probability"),
         ({"causal_weight": -1.0}, "causal_weight must be >= 0"),

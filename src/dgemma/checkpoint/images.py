@@ -19,7 +19,7 @@ from einops import rearrange
 
 from dgemma.checkpoint.location import resolve, stored_folder
 from dgemma.checkpoint.tokenizer import IMAGE_MARKER, Tokenizer, explained
-from dgemma.checks import check_count, check_types, require, show
+from dgemma.checks import Checked, Count, require, show
 from dgemma.files import read_bytes, read_json
 from dgemma.model.config import ModelConfig
 from dgemma.model.denoiser import Denoiser, require_vision
@@ -39,7 +39,7 @@ _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # other decoder
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageProcessor:
+class ImageProcessor(Checked):
     """Resizes pictures so that they fill a budget of tokens, and cuts them into patches.
 
     A token covers 3 × 3 patches of 16 × 16 pixels. The aspect ratio is kept, except for rounding to whole tokens.
@@ -48,13 +48,8 @@ class ImageProcessor:
     """
 
     max_soft_tokens: Literal[70, 140, 280, 560, 1120] = 280
-    patch_size: int = 16
-    pooling_kernel_size: int = 3
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        check_count(self, "patch_size")
-        check_count(self, "pooling_kernel_size")
+    patch_size: Count = 16
+    pooling_kernel_size: Count = 3
 
     @classmethod
     def from_pretrained(cls, path_or_repo: str | Path, *, max_soft_tokens: int | None = None) -> Self:

@@ -7,13 +7,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dgemma.checks import check_count, check_types, require, require_field, typed
+from dgemma.checks import Count, at_least, check_types, require, require_field, typed
 from dgemma.data.documents import Document, read_documents
 from dgemma.data.token_file import TokenFile
 from dgemma.diffusion import draws
@@ -47,15 +47,13 @@ class TextSource:
     """
 
     file: TokenFile
-    canvas_len: int
-    num_canvases: int
-    batch_size: int
+    canvas_len: Count
+    num_canvases: Annotated[int, at_least(2)]
+    batch_size: Count
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name, least in (("canvas_len", 1), ("num_canvases", 2), ("batch_size", 1)):
-            check_count(self, name, least=least)
         num_prompts = int((self.file.prompt_len > 1).sum())  # more than begin-of-text
         rule = "hold running text, without prompts, which would be trained on"
         require(not num_prompts, "TextSource.file", rule, f"{num_prompts} prompts", "Use PromptSource.")
@@ -175,12 +173,11 @@ class PromptSource:
 
     file: TokenFile
     max_len: int
-    batch_size: int
+    batch_size: Count
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_count(self, "batch_size")
         longest = int(self.file.prompt_len.max())
         rule, fix = f"exceed the longest prompt, {longest} tokens", "Raise it, or leave such prompts out."
         require_field(self.max_len > longest, self, "max_len", rule, fix)

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dgemma.checks import check_count, require, require_field
+from dgemma.checks import require, require_field
 from dgemma.model.quantized import (
     E2M1,
     NVFP4_GROUP,
@@ -48,7 +48,7 @@ class Quantization:
         for name in ("experts", "dense"):
             fits = getattr(self, name) is None or getattr(self, name) in FORMATS
             require_field(fits, self, name, f"be None or one of {', '.join(FORMATS)}")
-        check_count(self, "group_size", fix="Use 32 or 64.")
+        require_field(self.group_size >= 1, self, "group_size", "be >= 1", "Use 32 or 64.")
         fits = self.symmetric or "int4" in (self.experts, self.dense)
         require_field(fits, self, "symmetric", "be True without int4, the only format with zero points")
 

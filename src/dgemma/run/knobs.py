@@ -4,11 +4,11 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from torch.utils._pytree import tree_leaves
 
-from dgemma.checks import check_count, check_types, require_field
+from dgemma.checks import ValueRule, check_types, require_field
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.prediction import LEAST_TOP_P
 from dgemma.model.denoiser import Denoiser
@@ -20,6 +20,9 @@ from dgemma.sampling.temperature import LinearTemperature, Temperature, read_tem
 
 _Built = TypeVar("_Built")
 logger = logging.getLogger("dgemma")
+_EVERY = "Use None to keep every token."
+_TOP_K = ValueRule("be an integer >= 1", lambda top_k: top_k >= 1, _EVERY)
+_TOP_P = ValueRule("be a probability above 0", lambda top_p: LEAST_TOP_P <= top_p <= 1, f"{_EVERY} Or set greedy=True.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +35,8 @@ class Knobs:
     sampler: Sampler
     temperature: Temperature
     stop: StopRule | None = None
-    top_k: int | None = None
-    top_p: float | None = None
+    top_k: Annotated[int, _TOP_K] | None = None
+    top_p: Annotated[float, _TOP_P] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "temperature", read_temperature(self.temperature))
@@ -43,13 +46,9 @@ class Knobs:
             rule = "be a frozen dataclass whose settings are its fields"
             fix = "Write @dataclass(frozen=True, kw_only=True) above the class."
             require_field(_is_frozen(getattr(self, name)), self, name, rule, fix)
-        if self.top_k is not None:
-            check_count(self, "top_k", fix="Use None to keep every token.")
-            object.__setattr__(self, "top_k", int(self.top_k))
-        if self.top_p is not None:
-            fits, fix = LEAST_TOP_P <= self.top_p <= 1, "Use None to keep every token, or a sampler's greedy=True."
-            require_field(fits, self, "top_p", "be a probability above 0", fix)
-            object.__setattr__(self, "top_p", float(self.top_p))
+        for name, kind in (("top_k", int), ("top_p", float)):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, kind(getattr(self, name)))
 
 
 def _is_frozen(value: Any) -> bool:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from dgemma.diffusion.decision import Decision
-from dgemma.diffusion.law import Law
+from dgemma.diffusion.law import Law, law_of_rule
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 
-__all__ = ["Decision", "DenoiseState", "Law", "Prediction", "Sampler"]  # every sampler's file needs them
+__all__ = ["Decision", "DenoiseState", "FixedOrder", "Law", "Prediction", "Sampler"]  # every sampler's file needs them
 
 
 class Sampler:
@@ -107,3 +107,19 @@ class Sampler:
         state: the state after the step.
         """
         return torch.where(state.open, prediction.argmax, state.canvas)
+
+
+class FixedOrder(Sampler):
+    """Base class of samplers whose positions follow from the prediction; tokens are drawn unless `greedy`.
+
+    Example: `Threshold` is one. Its law is the probability of the drawn tokens.
+    """
+
+    greedy: bool  # a field of every subclass
+
+    @property
+    def has_fixed_order(self) -> bool:
+        return True
+
+    def law(self, prediction: Prediction, state: DenoiseState, decision: Decision) -> Law:
+        return law_of_rule(self(prediction, state), prediction, state, decision, drawn=not self.greedy)

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from dgemma.checks import Checked, at_least
-from dgemma.diffusion.law import law_of_rule
-from dgemma.sampling.base import Decision, DenoiseState, Law, Prediction, Sampler
+from dgemma.sampling.base import Decision, DenoiseState, FixedOrder, Prediction
 from dgemma.sampling.ranking import certainty, propose
 
 
 @dataclass(frozen=True, kw_only=True)
-class EntropyBound(Sampler, Checked):
+class EntropyBound(FixedOrder, Checked):
     """Accept the most certain positions while Σh - max h of their entropies stays within `bound` nats.
 
     This difference is an upper bound on the information that the accepted tokens share. If it is small, drawing them
@@ -35,10 +34,6 @@ class EntropyBound(Sampler, Checked):
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask", "uniform"})
     redecides: ClassVar[frozenset[str]] = frozenset({"uniform"})
 
-    @property
-    def has_fixed_order(self) -> bool:
-        return True
-
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         score = certainty(prediction, self.order).masked_fill(~state.open, -torch.inf)
         ranked = score.argsort(dim=-1, descending=True, stable=True)  # (B, C)
@@ -50,9 +45,6 @@ class EntropyBound(Sampler, Checked):
         accept = torch.zeros_like(state.open).scatter(-1, ranked, shared <= self.bound) & state.open
         tokens = propose(prediction, state, greedy=self.greedy)
         return Decision(tokens=tokens, write=accept, renoise=state.open & ~accept)
-
-    def law(self, prediction: Prediction, state: DenoiseState, decision: Decision) -> Law:
-        return law_of_rule(self(prediction, state), prediction, state, decision, drawn=not self.greedy)
 
     def final(self, prediction: Prediction, state: DenoiseState) -> Tensor:
         """Return the tokens (B, C) that `commit` selects, never the mask token."""

@@ -4,13 +4,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dgemma.checks import Checked, Probability
-from dgemma.diffusion.law import law_of_rule
-from dgemma.sampling.base import Decision, DenoiseState, Law, Prediction, Sampler
+from dgemma.sampling.base import Decision, DenoiseState, FixedOrder, Prediction
 from dgemma.sampling.ranking import propose
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fork(Sampler, Checked):
+class Fork(FixedOrder, Checked):
     """Commit every open position whose confidence is at least `tau`. If there is none, commit the leftmost open one.
 
     A step of the second kind is a fork: the model is not sure, and the token that it draws decides how the text goes
@@ -23,16 +22,9 @@ class Fork(Sampler, Checked):
     greedy: bool = False
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask", "uniform"})
 
-    @property
-    def has_fixed_order(self) -> bool:
-        return True
-
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         sure = state.open & (prediction.confidence >= self.tau)
         leftmost = state.open & (state.open.cumsum(-1) == 1)
         write = sure | (leftmost & ~sure.any(-1, keepdim=True))
         tokens = propose(prediction, state, greedy=self.greedy)
         return Decision(tokens=tokens, write=write, renoise=state.open & ~write)
-
-    def law(self, prediction: Prediction, state: DenoiseState, decision: Decision) -> Law:
-        return law_of_rule(self(prediction, state), prediction, state, decision, drawn=not self.greedy)

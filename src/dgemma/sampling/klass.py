@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from dgemma.checks import Checked, Count, Probability, above
-from dgemma.diffusion.law import law_of_rule
-from dgemma.sampling.base import Decision, DenoiseState, Law, Prediction, Sampler
+from dgemma.sampling.base import Decision, DenoiseState, FixedOrder, Prediction
 from dgemma.sampling.ranking import best, choose_sub_block, even_share, propose
 
 
@@ -20,7 +19,7 @@ class Recent(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KLASS(Sampler, Checked):
+class KLASS(FixedOrder, Checked):
     """Commit open positions that are confident (c > `tau`) and whose last `history` KL(pₙ‖pₙ₋₁) are all < `kl_bound`.
 
     A row without such positions commits an even share of its open positions, the most confident first. The memory holds
@@ -43,10 +42,6 @@ class KLASS(Sampler, Checked):
         log_probs = torch.full(shape, -torch.inf, device=state.device)
         return Recent(log_probs, log_probs.new_full((shape[0], self.history, shape[1]), torch.inf))
 
-    @property
-    def has_fixed_order(self) -> bool:
-        return True
-
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         recent: Recent = state.memory
         log_probs = prediction.logits.float().log_softmax(-1)
@@ -63,6 +58,3 @@ class KLASS(Sampler, Checked):
         tokens = propose(prediction, state, greedy=self.greedy)
         memory = Recent(log_probs, divergences)
         return Decision(tokens=tokens, write=write, renoise=torch.zeros_like(write), memory=memory)
-
-    def law(self, prediction: Prediction, state: DenoiseState, decision: Decision) -> Law:
-        return law_of_rule(self(prediction, state), prediction, state, decision, drawn=not self.greedy)

@@ -26,6 +26,10 @@ class SoftEntropyBound(EntropyBound):
 
     softness: Annotated[float, above(0), FINITE] = 0.05
 
+    @property
+    def has_fixed_order(self) -> bool:
+        return False
+
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         hard = super().__call__(prediction, state)
         score = certainty(prediction, self.order).double() / self.softness + draws.gumbel(state.uniform("order"))

@@ -6,13 +6,12 @@ from typing import Annotated, ClassVar
 import torch
 
 from dgemma.checks import Checked, Count, Probability, above
-from dgemma.diffusion.law import law_of_rule
-from dgemma.sampling.base import Decision, DenoiseState, Law, Prediction, Sampler
+from dgemma.sampling.base import Decision, DenoiseState, FixedOrder, Prediction
 from dgemma.sampling.ranking import best, choose_sub_block, propose
 
 
 @dataclass(frozen=True, kw_only=True)
-class Threshold(Sampler, Checked):
+class Threshold(FixedOrder, Checked):
     """Commit every open position whose confidence is at least `tau`, and always the most confident one.
 
     The comparison is ≥, as in Fast-dLLM; LLaDA2.0 published the same rule with > and tau = 0.95. With
@@ -26,10 +25,6 @@ class Threshold(Sampler, Checked):
     greedy: bool = False
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask"})
 
-    @property
-    def has_fixed_order(self) -> bool:
-        return True
-
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         among = state.open & choose_sub_block(state, self.block_len).span
         confidence = prediction.confidence
@@ -37,12 +32,9 @@ class Threshold(Sampler, Checked):
         tokens = propose(prediction, state, greedy=self.greedy)
         return Decision(tokens=tokens, write=write, renoise=torch.zeros_like(write))
 
-    def law(self, prediction: Prediction, state: DenoiseState, decision: Decision) -> Law:
-        return law_of_rule(self(prediction, state), prediction, state, decision, drawn=not self.greedy)
-
 
 @dataclass(frozen=True, kw_only=True)
-class FactorThreshold(Sampler, Checked):
+class FactorThreshold(FixedOrder, Checked):
     """Commit the n most confident open positions; n is the largest with (n + 1)(1 - the n-th confidence) < `factor`.
 
     n is at least 1. With factor ≤ 1 and `greedy`, the written tokens are also the most probable ones of their joint
@@ -56,10 +48,6 @@ class FactorThreshold(Sampler, Checked):
     greedy: bool = False
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask"})
 
-    @property
-    def has_fixed_order(self) -> bool:
-        return True
-
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
         among = state.open & choose_sub_block(state, self.block_len).span
         # Closed positions rank last, with a confidence that never passes.
@@ -71,6 +59,3 @@ class FactorThreshold(Sampler, Checked):
         write = best(confidence, among, count)
         tokens = propose(prediction, state, greedy=self.greedy)
         return Decision(tokens=tokens, write=write, renoise=torch.zeros_like(write))
-
-    def law(self, prediction: Prediction, state: DenoiseState, decision: Decision) -> Law:
-        return law_of_rule(self(prediction, state), prediction, state, decision, drawn=not self.greedy)

@@ -1,13 +1,15 @@
 """The settings of a training run."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from dgemma.checks import check_count, check_probability, check_size, check_types, require_field
+from dgemma.checks import Count, Probability, ValueRule, above, at_least, at_most, check_types, require_field
 
 _MOST_ROWS = 1 << 20  # of a batch; more would fill the memory before the first step
 _MOST_LR = 1e30  # torch cannot convert a much larger number to float32
 _MOST_MINUTES = 10**7  # 19 years; in a longer run, one step would be too small a share of the time to measure
+_BETAS = ValueRule("be two numbers in [0, 1)", lambda betas: all(0 <= beta < 1 for beta in betas))
+_SHARE = ValueRule("be in (0, 1)", lambda value: 0 < value < 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,48 +28,29 @@ class TrainConfig:
     Example: `TrainConfig(steps=2000, batch_size=64, lr=3e-4, ema_decay=0.999)`.
     """
 
-    steps: int | None = None
-    minutes: float | None = None
-    batch_size: int
-    micro_batch_size: int | None = None  # None: all rows at once
-    lr: float = 1.5e-4
-    betas: tuple[float, float] = (0.95, 0.99)
-    weight_decay: float = 1e-4
-    clip: float = 1.0  # the largest norm of the gradient
-    warmup: int = 100  # steps
-    final_lr: float = 0.1  # the last learning rate, as a fraction of the peak
-    ema_decay: float | None = None
+    steps: Count | None = None
+    minutes: Annotated[float, above(0), at_most(_MOST_MINUTES)] | None = None
+    batch_size: Annotated[int, at_least(1), at_most(_MOST_ROWS)]
+    micro_batch_size: Count | None = None  # None: all rows at once
+    lr: Annotated[float, at_least(0), at_most(_MOST_LR)] = 1.5e-4
+    betas: Annotated[tuple[float, float], _BETAS] = (0.95, 0.99)
+    weight_decay: Annotated[float, at_least(0)] = 1e-4
+    clip: Annotated[float, above(0)] = 1.0  # the largest norm of the gradient
+    warmup: Annotated[int, at_least(0)] = 100  # steps
+    final_lr: Probability = 0.1  # the last learning rate, as a fraction of the peak
+    ema_decay: Annotated[float, _SHARE] | None = None
     precision: Literal["mixed", "weights"] = "mixed"
     recompute_activations: bool = False
     seed: int = 0
-    log_every: int = 20
-    evaluate_every: int | None = None  # None: only after the last step
-    checkpoint_every: int = 1000  # steps; sooner if these take more than five minutes
-    keep_last: int = 2  # checkpoints
+    log_every: Count = 20
+    evaluate_every: Count | None = None  # None: only after the last step
+    checkpoint_every: Count = 1000  # steps; sooner if these take more than five minutes
+    keep_last: Count = 2  # checkpoints
     progress: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.betas, list):
             object.__setattr__(self, "betas", tuple(self.betas))
         check_types(self)
-        for name in ("steps", "micro_batch_size", "evaluate_every"):
-            if getattr(self, name) is not None:
-                check_count(self, name)
-        for name in ("batch_size", "log_every", "checkpoint_every", "keep_last"):
-            check_count(self, name)
-        check_count(self, "warmup", least=0)
-        check_size(self, "weight_decay")
-        check_size(self, "clip", above=0, fix="Use math.inf to never clip.")
-        check_probability(self, "final_lr", fix="It is a fraction of the peak; use 0.1, as published.")
-        are_betas = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        in_time = self.minutes is None or 0 < self.minutes <= _MOST_MINUTES
         has_one = (self.steps is None) != (self.minutes is None)
-        for name, fits, rule in (
-            ("steps", has_one, "be None exactly if minutes is set"),
-            ("minutes", in_time, f"be above 0 and at most {_MOST_MINUTES}"),
-            ("batch_size", self.batch_size <= _MOST_ROWS, f"be at most {_MOST_ROWS}"),
-            ("lr", 0 <= self.lr <= _MOST_LR, f"be from 0 to {_MOST_LR:g}"),
-            ("betas", are_betas, "be two numbers in [0, 1)"),
-            ("ema_decay", self.ema_decay is None or 0 < self.ema_decay < 1, "be None or in (0, 1)"),
-        ):
-            require_field(fits, self, name, rule)
+        require_field(has_one, self, "steps", "be None exactly if minutes is set")

@@ -11,13 +11,13 @@ base weights. Adapters are additional parameters of those modules, saved separat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgemma.checks import check_count, check_finite, check_types, require, require_field, typed
+from dgemma.checks import FINITE, Count, above, check_types, require, require_field, typed
 from dgemma.doors import replaceable
 from dgemma.model.config import GenerationDefaults
 from dgemma.model.diffusion import DiffusionGemma, require_experts
@@ -53,16 +53,14 @@ class LoRA:
     Example: `LoRA(rank=16, alpha=32, targets=("attention", "dense"))` is the choice of several public recipes.
     """
 
-    rank: int = 8
-    alpha: float = 16.0
+    rank: Count = 8
+    alpha: Annotated[float, above(0), FINITE] = 16.0
     targets: tuple[str, ...] = ("attention", "dense", "experts", "router", "self_conditioning")
 
     def __post_init__(self) -> None:
         if isinstance(self.targets, list):
             object.__setattr__(self, "targets", tuple(self.targets))
         check_types(self)
-        check_count(self, "rank", fix="Use 8.")
-        check_finite(self, "alpha", above=0, fix="Use twice the rank.")
         are_known = bool(self.targets) and all(target in TARGETS or "." in target for target in self.targets)
         rule = f"be among {', '.join(TARGETS)}, or names of modules"
         require_field(are_known, self, "targets", rule, "Use one or more.")

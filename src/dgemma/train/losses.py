@@ -5,12 +5,12 @@ for mask noise, Duo's for uniform and GIDD's for hybrid noise. Your own loss is 
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from dgemma.checks import check_size, check_types, require
+from dgemma.checks import above, check_types, require
 from dgemma.diffusion import nelbo
 from dgemma.diffusion.noise import HybridNoise, Noise
 from dgemma.model.diffusion import DiffusionGemma
@@ -112,13 +112,8 @@ class Bound(Loss):
 
     parametrisation: nelbo.Parametrisation = "mean"
     weights: Literal["exact", "dynamic"] = "exact"
-    max_weight: float | None = None
+    max_weight: Annotated[float, above(0)] | None = None
     propose_mask: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.max_weight is not None:
-            check_size(self, "max_weight", above=0, fix="Use 2.0, as in GIDD.")
 
     def of_logits(self, noise: Noise, logits: Tensor, x: Tensor, z: Tensor, level: Tensor) -> Tensor:
         weights = self._weights(noise, x, z, level)

@@ -8,12 +8,12 @@ canvases and noised (`canvases`), run through the network (`one_pass`), and scor
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Annotated, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from dgemma.checks import check_count, check_probability, check_size, check_types, require, require_field
+from dgemma.checks import Count, Probability, at_least, check_types, require, require_field
 from dgemma.diffusion.noise import MaskNoise, Noise
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.train import head
@@ -99,7 +99,7 @@ class Objective:
     """
 
     noise: Noise
-    canvas_len: int
+    canvas_len: Count
     fill_token: int = 1  # end-of-text, after the end of an answer
     # Per row: "one" canvas, drawn uniformly among those with text, or "all", in one pass.
     canvases: Literal["one", "all"] = "one"
@@ -107,18 +107,18 @@ class Objective:
     # To train one network for two noises: each canvas gets `masks` instead of `noise` with probability `masks_prob`.
     # Such a canvas is scored where it is masked. Only for `CrossEntropy`.
     masks: MaskNoise | None = None
-    masks_prob: float = 0.5
-    holes_prob: float = 0.0  # probability that a canvas is frozen except for holes, to train infilling
+    masks_prob: Probability = 0.5
+    holes_prob: Probability = 0.0  # probability that a canvas is frozen except for holes, to train infilling
     allowed: tuple[int, ...] | None = None  # the ids that uniform noise and self-conditioning are restricted to
 
     loss: Loss = _PUBLISHED_LOSS  # of a canvas: `CrossEntropy`, `LeaveOneOut`, `Bound` or your own
-    decoder_weight: float = 1.0  # of `loss`
+    decoder_weight: Annotated[float, at_least(0)] = 1.0  # of `loss`
 
-    self_cond_prob: float = 0.5  # probability that a canvas sees the prediction of a first, detached pass
+    self_cond_prob: Probability = 0.5  # probability that a canvas sees the prediction of a first, detached pass
     # The input of the other canvases: "zero_signal" is zeros, "zero_logits" is the mean embedding.
     self_cond_off: Literal["zero_signal", "zero_logits"] = "zero_signal"
 
-    causal_weight: float = 1.0
+    causal_weight: Annotated[float, at_least(0)] = 1.0
     causal_scope: Literal["sequence", "answer"] = "sequence"  # prompt and answer, or only the "answer"
     causal_fill: bool = True  # whether the causal term scores the fill
 
@@ -133,13 +133,8 @@ class Objective:
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         check_types(self)
-        check_count(self, "canvas_len", fix="Use the model's canvas_length.")
         is_range = len(self.t_range) == 2 and 0 <= self.t_range[0] <= self.t_range[1] <= 1
         require_field(is_range, self, "t_range", "satisfy 0 <= low <= high <= 1", "Use (1e-4, 1 - 1e-4).")
-        for name in ("self_cond_prob", "holes_prob", "masks_prob"):
-            check_probability(self, name)
-        for name in ("decoder_weight", "causal_weight"):
-            check_size(self, name, fix="Use 0 to leave the term out.")
         has_term, vocab_size = bool(self.decoder_weight or self.causal_weight), self.noise.vocab_size
         require_field(has_term, self, "causal_weight", "be > 0 if decoder_weight is 0")
         self.loss.check_noise(self.noise, self.allowed)

@@ -7,13 +7,13 @@ on texts, `SudokuTokenizer` writes 81 characters of the puzzle, then 81 digits o
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.checks import check_probability, check_size, require, require_field, typed
+from dgemma.checks import Probability, above, check_types, require, require_field, typed
 from dgemma.data.sudoku.puzzles import Puzzles
 from dgemma.data.sudoku.solver import read_digits
 from dgemma.data.sudoku.symmetry import NUM_UNIFORMS, equivalents
@@ -72,15 +72,14 @@ class SudokuSource:
     pool: Puzzles
     seed: int = 0
     givens: tuple[int, int] = (24, 45)
-    skew: float = 2.0
-    frozen_share: float = 0.8
+    skew: Annotated[float, above(0)] = 2.0
+    frozen_share: Probability = 0.8
 
     def __post_init__(self) -> None:
+        check_types(self)
         low, high = self.givens
         in_order = 17 <= low <= high <= NUM_CELLS
         require_field(in_order, self, "givens", "be (lowest, highest) within 17 to 81")
-        check_size(self, "skew", above=0, fix="Use 1 for a uniform number of clues.")
-        check_probability(self, "frozen_share")
 
     def __call__(self, step: int, rows: range) -> TrainBatch:
         sample = self.sample(step, rows)

@@ -6,14 +6,14 @@ exact, per canvas (GSPO, arXiv:2507.18071), and no bound stands in for it.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.checks import check_count, check_size, require
+from dgemma.checks import Count, above, at_least, check_rules, require
 from dgemma.model.denoiser import Denoiser
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.train.batch import TrainBatch
@@ -64,28 +64,23 @@ class PolicyGradient:
     reward: Reward
     tokenizer: Tokenizer
     options: Mapping[str, Any] = field(default_factory=dict)
-    group: int = 8
-    speed_weight: float = 0.0
+    group: Annotated[int, at_least(2)] = 8  # advantages compare the runs of a group
+    speed_weight: Annotated[float, at_least(0)] = 0.0
     advantage: Advantage = "z"
-    clip: float = 0.2
-    kl_weight: float = 0.0
+    clip: Annotated[float, above(0)] = 0.2
+    kl_weight: Annotated[float, at_least(0)] = 0.0
     reference: DiffusionGemma | None = field(default=None, repr=False)
-    num_steps: int | None = None
+    num_steps: Count | None = None
     through_self_cond: bool = True
     teacher: Teacher | None = None
-    policy_weight: float = 1.0
+    policy_weight: Annotated[float, at_least(0)] = 1.0
     engine: Callable[[DiffusionGemma], Denoiser] | None = field(default=None, repr=False)
     _earlier: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)  # the weights that make the runs
     _present: Mapping[str, nn.Parameter] = field(default_factory=dict, init=False, repr=False)
     _kept: dict[tuple[int, ...], tuple[Runs, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_count(self, "group", least=2, fix="Advantages compare the runs of a group.")
-        if self.num_steps is not None:
-            check_count(self, "num_steps")
-        for name in ("speed_weight", "kl_weight", "policy_weight"):
-            check_size(self, name)
-        check_size(self, "clip", above=0, fix="Use math.inf to never clip.")
+        check_rules(self)
 
     def __call__(self, model: DiffusionGemma, batch: TrainBatch, *, seeds: Tensor) -> Terms:
         """Return the terms of B prompts. Their runs depend on `problems` and the weights, `seeds` choose steps."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.checks import check_count, require, require_field, typed
+from dgemma.checks import Count, check_types, require, require_field, typed
 from dgemma.diffusion import draws
 from dgemma.files import open_file
 from dgemma.train.batch import TrainBatch
@@ -30,13 +30,12 @@ class Problems:
 
     prompts: Sequence[Sequence[int]]  # token ids
     answers: Sequence[Any]
-    batch_size: int
-    updates: int = 1
+    batch_size: Count
+    updates: Count = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "updates"):
-            check_count(self, name)
+        check_types(self)
         require_field(len(self.prompts) > 0, self, "prompts", "hold at least one prompt")
         has_answers = len(self.answers) == len(self.prompts)
         require_field(has_answers, self, "answers", f"have one entry for each of the {len(self.prompts)} prompts")

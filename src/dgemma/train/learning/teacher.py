@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from dgemma.checks import check_count, check_size
+from dgemma.checks import Checked, Count, at_least
 from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.law import Law, log_written
 from dgemma.diffusion.prediction import Prediction
@@ -18,7 +18,7 @@ from dgemma.sampling.base import Sampler
 
 
 @dataclass(frozen=True, kw_only=True)
-class Teacher:
+class Teacher(Checked):
     """Slower runs for self-distillation in `PolicyGradient`.
 
     Each prompt gets `group` runs with `options`, which change those of the policy. Of the runs with a reward of at
@@ -29,15 +29,10 @@ class Teacher:
     """
 
     options: Mapping[str, Any]
-    every: int
-    group: int = 4
-    weight: float = 1.0
+    every: Count
+    group: Count = 4
+    weight: Annotated[float, at_least(0)] = 1.0
     right: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("every", "group"):
-            check_count(self, name)
-        check_size(self, "weight")
 
 
 def merge_steps(trajectory: Trajectory, every: int) -> Trajectory:
