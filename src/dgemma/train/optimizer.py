@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw as adamw_step
 
 from dgemma.checks import require, typed
 from dgemma.doors import replaceable
@@ -174,61 +173,32 @@ class Muon(torch.optim.Optimizer):
         """Take one update."""
         require(closure is None, "Muon.step closure", "be None", closure, "Compute the gradients first.")
         for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if group["matrices"]:
-                self._step_matrices(parameters, group)
-            else:
-                self._step_others(parameters, group)
+            by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
+            for parameter in group["params"] if group["matrices"] else ():
+                if parameter.grad is not None:
+                    by_shape[parameter.shape].append(parameter)
+            for same in by_shape.values():
+                self._step_matrices(same, group)
+        others = [group for group in self.param_groups if not group["matrices"]]
+        if others:
+            adamw = torch.optim.AdamW(others)  # made for each step, so that a copy of this optimizer needs no other
+            adamw.state = self.state
+            adamw.step()
 
-    def _step_matrices(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
-        for parameter in parameters:
-            by_shape[parameter.shape].append(parameter)
-        for same in by_shape.values():
-            grads = _grads(same)
-            momenta = [self._state(parameter, "momentum")["momentum"] for parameter in same]
-            torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
-            ahead = torch.stack(torch._foreach_lerp(grads, momenta, group["momentum"]))  # Nesterov
-            ahead = ahead.unflatten(-2, (group["matrices"], -1))  # (n, ..., matrices, rows, columns)
-            steps = orthogonal(ahead).to(same[0].dtype).flatten(-3, -2)
-            # Entries of an orthogonal matrix are about 1/√(longer side); Adam's steps are about 0.2 of its rate.
-            size = 0.2 * max(ahead.shape[-2:]) ** 0.5 * group["lr"]
-            torch._foreach_mul_(same, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(same, list(steps), alpha=-size)
-
-    def _step_others(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        states = [self._state(parameter, "exp_avg", "exp_avg_sq") for parameter in parameters]
-        for parameter, state in zip(parameters, states, strict=True):
-            if "step" not in state:  # on the device that AdamW uses
-                device = parameter.device if group["fused"] else "cpu"
-                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-        adamw_step(
-            parameters,
-            _grads(parameters),
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            lr=group["lr"],
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            eps=1e-8,
-            weight_decay=group["weight_decay"],
-            amsgrad=False,
-            maximize=False,
-            fused=group["fused"],
-        )
-
-    def _state(self, parameter: Tensor, *names: str) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.state[parameter]
-        for name in names:
-            if name not in state:
-                state[name] = torch.zeros_like(parameter)
-        return state
-
-
-def _grads(parameters: list[Tensor]) -> list[Tensor]:
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+    def _step_matrices(self, same: list[Tensor], group: dict[str, Any]) -> None:
+        """Update parameters of one shape."""
+        grads = [parameter.grad for parameter in same if parameter.grad is not None]
+        for parameter in same:
+            self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+        momenta = [self.state[parameter]["momentum"] for parameter in same]
+        torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+        ahead = torch.stack(torch._foreach_lerp(grads, momenta, group["momentum"]))  # Nesterov
+        ahead = ahead.unflatten(-2, (group["matrices"], -1))  # (n, ..., matrices, rows, columns)
+        steps = orthogonal(ahead).to(same[0].dtype).flatten(-3, -2)
+        # Entries of an orthogonal matrix are about 1/√(longer side); Adam's steps are about 0.2 of its rate.
+        size = 0.2 * max(ahead.shape[-2:]) ** 0.5 * group["lr"]
+        torch._foreach_mul_(same, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(same, list(steps), alpha=-size)
 
 
 @replaceable
