@@ -209,9 +209,8 @@ def narrative(scene: Scene) -> None:
     scene.meet("h", "me me name name name we")
     _other(scene)
     events = _in_order(scene, "events", scene.rng.randint(2, 5))
-    extra = [scene.pick(phrases["asides"]) for _ in range(scene.rng.randint(0, 2))]
-    for text in extra:
-        events.insert(scene.rng.randint(1, len(events)), text)
+    if scene.rng.random() < 0.25:
+        events.insert(scene.rng.randint(1, len(events)), scene.pick(phrases["asides"]))
     start = scene.pick(scene.words["open"])
     if scene.rng.random() < 0.4:
         start += " " + events.pop(0)
@@ -343,11 +342,11 @@ def sentences(scene: Scene) -> None:
 def _vary(scene: Scene, template: str) -> str:
     """Give some sentences a beginning ("After a while, ...") and some an end (", although it was raining")."""
     start = re.match(r"\[[HFG](?=[.\]])|(The|A|An|There|It|They|Then)\b", template)
-    if start and scene.rng.random() < 0.3:
+    if start and scene.rng.random() < 0.12:
         template = f"{scene.pick(phrases['leads'])}, {template[0].lower() if start[1] else '['}" + (
             template[1:] if start[1] else template[1].lower() + template[2:]
         )
-    if re.search(r"[\w}\]]\.$", template) and not template.endswith(('."', '?"', '}."')) and scene.rng.random() < 0.3:
+    if re.search(r"[\w}\]]\.$", template) and not template.endswith(('."', '?"', '}."')) and scene.rng.random() < 0.06:
         template = template[:-1] + scene.pick(phrases["tails"]) + "."
     return template
 
@@ -358,26 +357,28 @@ def _other(scene: Scene) -> None:
 
 
 def _in_order(scene: Scene, name: str, count: int) -> list[str]:
-    """Choose templates of a list, keep their order, and vary them."""
+    """Choose templates that are close to each other in a list, keep their order, and vary them."""
     choices = scene.words[name]
-    chosen = sorted(scene.rng.sample(range(len(choices)), min(count, len(choices))))
+    width = min(count + 1, len(choices))  # one of them is left out
+    start = scene.rng.randint(0, len(choices) - width)
+    chosen = sorted(scene.rng.sample(range(start, start + width), min(count, width)))
     return [_vary(scene, choices[at]) for at in chosen]
 
 
 KINDS: dict[str, tuple[Callable[[Scene], None], int]] = {  # with how often each is written
-    "narrative": (narrative, 30),
-    "errands": (errands, 14),
+    "narrative": (narrative, 44),
+    "errands": (errands, 8),
     "habits": (habits, 6),
     "plan": (plan, 5),
-    "letter": (letter, 9),
+    "letter": (letter, 10),
     "diary": (diary, 6),
-    "conversation": (conversation, 10),
-    "recipe": (recipe, 4),
+    "conversation": (conversation, 12),
+    "recipe": (recipe, 5),
     "directions": (directions, 4),
-    "facts": (facts, 5),
+    "facts": (facts, 6),
     "forecast": (forecast, 3),
     "opinion": (opinion, 4),
-    "sentences": (sentences, 8),
+    "sentences": (sentences, 3),
 }
 
 
