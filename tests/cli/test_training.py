@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import statistics
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -32,6 +33,13 @@ def means(folder, num_steps, words):
         f"denoising nats per token {decoder:.3f}, autoregressive nats per token {causal:.3f}, "
         f"autoregressive bits per byte {bits_per_byte(causal, words):.3f}"
     )
+
+
+@contextmanager
+def stopped_after_a_step(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(training._Samples, "__call__", lambda samples, record: True)
+        yield
 
 
 def losses(folder, name):
@@ -104,8 +112,7 @@ def test_the_same_command_continues_where_it_was_stopped(command, checkpoint, wo
         return command("train", "-m", checkpoint, "--out", tmp_path / out, *QUICK, *more, words)
 
     assert train("whole").code == 0
-    with monkeypatch.context() as patch:
-        patch.setattr(training._Samples, "__call__", lambda samples, record: record.step == 2)
+    with stopped_after_a_step(monkeypatch):
         assert train("parts").code == 130
     assert not (tmp_path / "parts" / "final").exists()
     assert train("parts").out.startswith("Wrote ")
@@ -113,7 +120,8 @@ def test_the_same_command_continues_where_it_was_stopped(command, checkpoint, wo
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     again = train("parts")  # a finished run stays finished
     assert again.code == 0
-    assert again.out.startswith(f"Already finished (step 3 of 3). Wrote {tmp_path / 'parts' / 'final'} after 3 steps")
+    assert again.out.startswith(f"Already finished: {tmp_path / 'parts' / 'final'}. Train on with -m")
+    assert not list((tmp_path / "parts").glob("step-*"))  # they are several times as large as the result
 
 
 def test_minutes_replace_steps(command, checkpoint, words, tmp_path, monkeypatch):
@@ -171,9 +179,10 @@ def test_samples_do_not_change_the_training(command, checkpoint, words, tmp_path
     assert all(torch.equal(plain[name], sampled[name]) for name in plain)
 
 
-def test_other_settings_are_refused_unless_allowed(command, checkpoint, words, tmp_path):
+def test_other_settings_are_refused_unless_allowed(command, checkpoint, words, tmp_path, monkeypatch):
     run = functools.partial(command, "train", "-m", checkpoint, "--out", tmp_path, words)
-    assert run(*QUICK).code == 0
+    with stopped_after_a_step(monkeypatch):
+        assert run(*QUICK).code == 130
     changed = run(*QUICK, "--steps", "4")
     assert changed.code == 2
     assert "steps must stay 3" in changed.err
@@ -187,11 +196,11 @@ def test_a_run_keeps_its_tokens_and_refuses_changed_text(command, checkpoint, tm
     real = TokenFile.write
     monkeypatch.setattr(TokenFile, "write", lambda *a, **k: writes.append(1) or real(*a, **k))
     run = functools.partial(command, "train", "-m", checkpoint, "--out", tmp_path / "run", *QUICK)
-    assert run(text).code == 0
-    assert run(text).code == 0
-    (tmp_path / "elsewhere").mkdir()
-    text = text.rename(tmp_path / "elsewhere" / "text.txt")
-    assert run(text).code == 0
+    with stopped_after_a_step(monkeypatch):
+        assert run(text).code == 130
+        (tmp_path / "elsewhere").mkdir()
+        text = text.rename(tmp_path / "elsewhere" / "text.txt")
+        assert run(text).code == 130
     assert len(writes) == 1
     for change, named in ((("--separator", "be"), "another separator"), ((), "another file 1, text.txt")):
         if not change:

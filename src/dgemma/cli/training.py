@@ -40,6 +40,7 @@ from dgemma.train.learning import REWARDS, PolicyGradient, Problems
 from dgemma.train.log import TrainLog, TrainResult, TrainStep
 from dgemma.train.lora import LoRA, add_lora, merge_lora
 from dgemma.train.parallel import ADAPTERS
+from dgemma.view.terminal import LiveView
 
 _NUM_AVERAGED = 50  # reported losses are means over this many last steps, because single batches vary
 _SAMPLE_SECONDS = 30  # between two samples of a run
@@ -95,6 +96,13 @@ def _compress(arguments: argparse.Namespace) -> dict[str, float]:
 
 def run_train(arguments: argparse.Namespace) -> int:
     """Train on text files, or with --rl on runs; return 130 if the run was stopped."""
+    final = arguments.out / "final"
+    if final.is_dir() and not any(arguments.out.glob("step-*")):
+        if arguments.json:
+            output.print_json({"final": str(final), "new_steps": 0})
+        else:
+            output.print_text(f"Already finished: {final}. Train on with -m {final} and another --out.")
+        return 0
     if arguments.rl:
         return _learn_from_runs(arguments)
     tokenizer = Tokenizer.from_pretrained(arguments.model)
@@ -139,7 +147,8 @@ def _learn_from_runs(arguments: argparse.Namespace) -> int:
         kl_weight=arguments.kl or 0.0,
     )
     config = _config(arguments, model, problems.batch_size, arguments.lr or 1e-5)
-    result = train(model, objective, problems, config, out=arguments.out, allow_changes=arguments.allow_changes)
+    options = {"allow_changes": arguments.allow_changes, "trackers": arguments.track}
+    result = train(model, objective, problems, config, out=arguments.out, **options)
     return _finish(
         arguments, model, tokenizer, result, _means(result.log, {"run/reward": "reward", "run/forwards": "forwards"})
     )
@@ -166,7 +175,10 @@ def _finish(
     result: TrainResult,
     means: dict[str, float],
 ) -> int:
-    """Merge adapters, save the tokenizer so that -m can name the folder, and print a summary; return the exit code."""
+    """Merge adapters, save the tokenizer so that -m can name the folder, and print a summary; return the exit code.
+
+    The checkpoints of a finished run are several times as large as its result, and are removed.
+    """
     final = result.final
     if final is None:  # the loop has logged where it stopped
         return 130
@@ -180,14 +192,15 @@ def _finish(
             )
         model.save_pretrained(final)
     tokenizer.save_pretrained(final)
+    for checkpoint in arguments.out.glob("step-*"):
+        shutil.rmtree(checkpoint)
     if arguments.json:
         counts = {"final": str(final), "step": result.step, "new_steps": result.num_new_steps}
         output.print_json({**counts, **means, "tokens_per_second": result.tokens_per_second})
     else:
-        note = "" if result.num_new_steps else f"Already finished (step {result.step} of {result.step}). "
         window = f" over the last {_NUM_AVERAGED}" if result.step > _NUM_AVERAGED else ""
         text = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in means.items())
-        output.print_text(f"{note}Wrote {final} after {output.counted(result.step, 'step')}. Means{window}: {text}.")
+        output.print_text(f"Wrote {final} after {output.counted(result.step, 'step')}. Means{window}: {text}.")
     return 0
 
 
@@ -196,7 +209,8 @@ def _train_on(arguments: argparse.Namespace, tokenizer: Tokenizer, file: TokenFi
     model = _new_model(arguments, tokenizer)
     # On a CPU, many small steps teach more in a few minutes than a few large ones.
     on_cpu = model.device.type == "cpu"
-    arguments.batch_size = arguments.batch_size or (4 if on_cpu else 16)
+    arguments.batch_size = arguments.batch_size or (1 if on_cpu else 16)
+    arguments.canvases = arguments.canvases or (2 if on_cpu else 4)
     source = _source(arguments, file, model.config.canvas_length)
     lr = arguments.lr or (1.5e-4 if arguments.preset is None else 1e-3)
     config = _config(arguments, model, arguments.batch_size, lr)
@@ -216,6 +230,7 @@ def _train_on(arguments: argparse.Namespace, tokenizer: Tokenizer, file: TokenFi
             config,
             out=arguments.out,
             allow_changes=arguments.allow_changes,
+            trackers=arguments.track,
             on_step=None if arguments.json else _Samples(model, tokenizer, noise, _bits_per_byte_factor(file)),
         )
     return _finish(arguments, model, tokenizer, result, _losses(result.log, file))
@@ -257,9 +272,9 @@ def _bits_per_byte_factor(file: TokenFile) -> float | None:
 
 
 class _Samples:
-    """Callback of `train` that prints a sampled canvas every `_SAMPLE_SECONDS`, or less often if sampling is slow.
+    """Callback of `train` that shows and logs a sample every `_SAMPLE_SECONDS`, or less often if sampling is slow.
 
-    For running text it also prints the mean bits per byte since the last sample. `factor` converts nats per token to
+    For running text it adds the mean bits per byte since the last sample. `factor` converts nats per token to
     bits per byte.
     """
 
@@ -273,31 +288,37 @@ class _Samples:
         self.nats: Tensor | float = 0.0
         self.num_tokens: Tensor | float = 0.0
 
-    def __call__(self, step: TrainStep) -> None:
+    def __call__(self, step: TrainStep) -> dict[str, Any] | None:
         self.nats = self.nats + step.sums["causal"].sum()
         self.num_tokens = self.num_tokens + step.counts["causal"].sum()
         began = time.monotonic()
         if began - self.last < self.pause:
-            return
+            return None
         prompt = torch.tensor([[self.tokenizer.bos_token_id]], device=self.model.device)
         self.model.eval()
-        # Not the checkpoint's sampler, which may be for other noise.
-        tokens = generate(
-            self.model,
-            prompt,
-            max_new_tokens=self.model.config.canvas_length,
-            noise=self.noise,
-            sampler=Ancestral(),
-            steps=16,
-            stop=None,
-            progress=False,
-        ).new_tokens[0]
+        with tqdm.external_write_mode(file=sys.stderr), LiveView(self.tokenizer) as view:  # hides the progress bar
+            # Not the checkpoint's sampler, which may be for other noise.
+            tokens = generate(
+                self.model,
+                prompt,
+                max_new_tokens=self.model.config.canvas_length,
+                noise=self.noise,
+                sampler=Ancestral(),
+                steps=16,
+                stop=None,
+                on_step=view,
+            ).new_tokens[0]
         self.model.train()
-        bits = "" if self.factor is None else f", {self.factor * self.nats / self.num_tokens:.3f} bits per byte"
+        note: dict[str, Any] = {"sample": self.tokenizer.decode(tokens)}
+        bits = ""
+        if self.factor is not None:
+            note["bits_per_byte"] = float(self.factor * self.nats / self.num_tokens)
+            bits = f", {note['bits_per_byte']:.3f} bits per byte"
         # tqdm prints above the progress bar
-        tqdm.write(f"step {step.step}{bits}: {one_line(self.tokenizer.decode(tokens))}", file=sys.stderr)
+        tqdm.write(f"step {step.step}{bits}: {one_line(note['sample'])}", file=sys.stderr)
         self._begin()
         self.pause = max(self.pause, _SAMPLE_PART * (self.last - began))
+        return note
 
 
 def _new_model(arguments: argparse.Namespace, tokenizer: Tokenizer) -> DiffusionGemma:

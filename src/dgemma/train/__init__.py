@@ -18,6 +18,7 @@
 | `loop.py` | `train`; Ctrl-C, and runs limited by minutes |
 | `update.py` | one update of the weights |
 | `log.py` | numbers per step, router load, `log.jsonl`, `TrainResult` |
+| `trackers.py` | the log in TensorBoard, Weights & Biases or trackio |
 | `checkpoints.py` | the folder of a run: lock, checkpoints, the description that a resumed run must match |
 | `parallel.py` | training in one process, and the files of a checkpoint |
 | `distributed.py` | training in many processes, with `FullySharded` |

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,7 +44,7 @@ class TrainStep:
         return sum(length for part in self.parts for _, length in part.batch.spans or ())
 
 
-OnTrainStep = Callable[[TrainStep], bool | None]  # returning True stops the run
+OnTrainStep = Callable[[TrainStep], bool | Mapping[str, Any] | None]  # True stops the run; a mapping is logged
 
 
 def make_lines(records: Sequence[TrainStep], parallel: Parallel) -> list[dict[str, Any]]:
@@ -64,12 +65,24 @@ def make_lines(records: Sequence[TrainStep], parallel: Parallel) -> list[dict[st
     return lines
 
 
+def peak_gb(device: torch.device) -> float:
+    """Return the peak memory so far in GB: of tensors on a GPU, or of the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    if sys.platform == "win32":
+        return 0.0  # unknown
+    import resource  # not on Windows
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
 @dataclass(frozen=True)
 class TrainLog:
     """The log of a run, one JSON object per line.
 
     Every step has a line with loss, "loss/TERM", gradient norm and learning rate. Every `log_every` steps it also has
-    the throughput and the router load. The numbers of `evaluate` are lines with "evaluation/NAME".
+    the throughput, the peak memory and the router load. The numbers of `evaluate` are lines with "evaluation/NAME".
 
     Example: `steps, losses = TrainLog(Path("run/log.jsonl")).column("loss")`.
     """

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -32,11 +32,12 @@ from dgemma.sampling.named import describe_noise
 from dgemma.train.batch import BatchSource, feed
 from dgemma.train.checkpoints import Checkpoints, describe_config, describe_optimizer, lock_folder, refuse_changes
 from dgemma.train.config import TrainConfig
-from dgemma.train.log import OnTrainStep, RouterLoad, TrainLog, TrainResult, TrainStep, make_lines, summary
+from dgemma.train.log import OnTrainStep, RouterLoad, TrainLog, TrainResult, TrainStep, make_lines, peak_gb, summary
 from dgemma.train.lora import adapters_of
 from dgemma.train.objective import Measure
 from dgemma.train.optimizer import OptimizerFactory, other_weights, set_weights
 from dgemma.train.parallel import Parallel
+from dgemma.train.trackers import tracking
 from dgemma.train.update import Updater, check_weights, ready_to_train
 from dgemma.values import identify
 
@@ -67,6 +68,7 @@ def train(
     evaluate: Evaluate | None = None,
     optimizer: OptimizerFactory | None = None,
     allow_changes: bool = False,
+    trackers: str | Sequence[str] = (),
 ) -> TrainResult:
     """Train `model` in place, from the last checkpoint in the folder `out` if there is one.
 
@@ -77,13 +79,15 @@ def train(
     Ctrl-C or SIGTERM `train` finishes the step, writes a checkpoint and returns. A loss or gradient that is not finite
     raises FloatingPointError and restores the model from the last checkpoint.
 
-    - on_step: called after every step; returning True stops the run as Ctrl-C does.
+    - on_step: called after every step; returning True stops the run as Ctrl-C does. A dictionary of numbers and texts
+      is added to the log.
     - evaluate: a function of (model, step) that returns a dictionary of numbers, or None. If weights are averaged, the
       model has the average.
     - optimizer: makes an optimizer from named parameters, by default AdamW. Its learning rates are peak values; warm-up
       and the cosine schedule multiply them by a factor up to 1.
     - allow_changes: continue with another configuration, objective, source or optimizer than the run began with. A
       finished run with `config.minutes` can be continued with more minutes this way.
+    - trackers: "tensorboard", "wandb" or "trackio", or several of them, which get every line of the log.
 
     Example: `train(model, recipes.trl(model.config), source, TrainConfig(steps=2000, batch_size=64), out="run")`.
     """
@@ -91,9 +95,15 @@ def train(
     for name, value in (("objective", objective), ("source", source)):
         require(not isinstance(value, type), f"train {name}", "be an instance, not a class", value)
     run = _Run(model, objective, source, config, Path(out), parallel or Parallel(), optimizer)
+    names = [trackers] if isinstance(trackers, str) else trackers
     with lock_folder(run.out) if run.parallel.is_main else nullcontext():
         run.start(allow_changes)
-        with ready_to_train(run.model, config), run.load.watching(), stop_request() as request:
+        with (
+            tracking(names if run.parallel.is_main else (), run.out, run.step, run.description) as run.track,
+            ready_to_train(run.model, config),
+            run.load.watching(),
+            stop_request() as request,
+        ):
             interrupted = run.loop(on_step, evaluate, request)
         return run.finish(interrupted)
 
@@ -129,12 +139,14 @@ class _Run:
         }
         self.checkpoints = Checkpoints(folder=out, keep_last=config.keep_last, parallel=parallel)
         self.log = TrainLog(out / "log.jsonl")
+        self.track: Callable[[Mapping[str, Any]], None] = lambda line: None
         self.load = RouterLoad(self.model)
         self.allow_changes = False
         self.step = self.first_step = 0
         self.steps = config.steps  # of the whole run; None until it is planned
         self.budget = None if config.minutes is None else TimeBudget(config.minutes, 0.0)
         self.unread: list[TrainStep] = []
+        self.notes: dict[int, Mapping[str, Any]] = {}  # of steps that are not yet read
         self.tokens, self.seconds, self.clock = 0, 0.0, 0.0
         self.saved_at, self.save_pause = time.perf_counter(), float(_LONGEST_UNSAVED)
         self.evaluation: Mapping[str, float] = {}
@@ -192,17 +204,16 @@ class _Run:
                 record = self.updater.update(parts, step=self.step, steps=self.steps, warmup=self._warmup())
                 self.step += 1
                 self.unread.append(record)
-                stop = bool(on_step is not None and on_step(record)) or request.is_set()
+                answer = None if on_step is None else on_step(record)
+                if isinstance(answer, Mapping):
+                    self.notes[self.step], answer = answer, None
+                stop = bool(answer) or request.is_set()
                 self._plan()
                 bar.total = self.steps
                 stop = self.parallel.any(stop) and self.step != self.steps
                 is_read = stop or self._due(config.log_every) or self._is_late()
                 if is_read:
-                    line = self.read()
-                    terms = {
-                        name.removeprefix("loss/"): f"{line[name]:.3f}" for name in line if name.startswith("loss/")
-                    }
-                    bar.set_postfix(terms, evenness=f"{line['evenness']:.2f}")
+                    bar.set_postfix_str(self.describe(self.read()))
                 if evaluate is not None and self._due(config.evaluate_every):
                     self.evaluate(evaluate)
                 if stop or self._due(config.checkpoint_every) or (is_read and self._is_unsaved()):
@@ -246,16 +257,32 @@ class _Run:
         for record, line in zip(self.unread, lines, strict=True):
             if not all(map(math.isfinite, line.values())):
                 self._stop_not_finite(record, line)
+            line |= self.notes.pop(record.step, {})
         seconds = time.perf_counter() - self.clock
         tokens = sum(record.num_tokens for record in self.unread) * self.parallel.world_size
         self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
         lines[-1] |= {"tokens_per_second": tokens / seconds, "seconds": seconds}
+        lines[-1]["memory_gb"] = peak_gb(self.device)
         lines[-1]["router"] = summary(self.parallel.sum(self.load.counts()))
         lines[-1]["evenness"] = min((layer["evenness"] for layer in lines[-1]["router"]), default=1.0)
-        if self.parallel.is_main:
-            self.log.append(lines)
+        self.append(lines)
         self._begin_interval()
         return lines[-1]
+
+    def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Add lines to the log and send them to the trackers."""
+        if self.parallel.is_main:
+            self.log.append(lines)
+            for line in lines:
+                self.track(line)
+
+    def describe(self, line: Mapping[str, Any]) -> str:
+        """Return a line of the log in short, for the progress bar: losses, speed, peak memory and time left."""
+        terms = [f"{name.removeprefix('loss/')} {line[name]:.3f}" for name in line if name.startswith("loss/")]
+        terms += [f"{line['tokens_per_second']:,.0f} tokens/s", f"{line['memory_gb']:.1f} GB"]
+        if self.budget is not None:  # otherwise the bar itself knows
+            terms.append(f"{max(0.0, self.budget.limit - self.budget.seconds) / 60:.1f} min left")
+        return ", ".join(terms)
 
     def _begin_interval(self) -> None:
         """Start the measurements of the next log line. Saving and evaluating are not measured."""
@@ -284,8 +311,7 @@ class _Run:
         with nullcontext() if average is None else other_weights(average.parameters, average.weights), torch.no_grad():
             numbers = self.parallel.forward(self.model, lambda: evaluate(self.model, self.step)) or {}
         self.evaluation = {name: float(value) for name, value in numbers.items()}
-        if self.parallel.is_main:
-            self.log.append([{"step": self.step, **{f"evaluation/{k}": v for k, v in self.evaluation.items()}}])
+        self.append([{"step": self.step, **{f"evaluation/{k}": v for k, v in self.evaluation.items()}}])
         self._begin_interval()
 
     def save(self) -> None:
