@@ -33,7 +33,5 @@ def test_tensorboard_shows_the_numbers_and_texts_of_the_log_once(tmp_path):
 
 
 def test_an_unknown_tracker_is_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match="trackers must be among tensorboard, wandb, trackio, got"
-    ):
+    with pytest.raises(ValueError, match="trackers must be among tensorboard, wandb, trackio, got"):
         run(tmp_path, 1, trackers="mlflow")
