@@ -18,6 +18,9 @@ from dgemma.model.experts import Router, Routing
 from dgemma.train.batch import MicroBatch
 from dgemma.train.parallel import Parallel
 
+if sys.platform != "win32":
+    import resource
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainStep:
@@ -71,8 +74,6 @@ def peak_gb(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 1e9
     if sys.platform == "win32":
         return 0.0  # unknown
-    import resource  # not on Windows
-
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
