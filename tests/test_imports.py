@@ -213,6 +213,7 @@ DEVICE_BRANCHES = {
     "dgemma.train.batch",  # reading lengths would wait for a GPU; page-locked memory exists only for one
     "dgemma.diffusion.joint",  # comparing drafts would wait
     "dgemma.run.arguments",  # a GPU and a CPU report their memory in different ways
+    "dgemma.train.log",  # the same
 }
 
 
