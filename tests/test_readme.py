@@ -53,7 +53,7 @@ def test_python_blocks_of_the_page_on_extending_run_as_printed():
 
 def test_python_blocks_of_the_page_on_learning_run_as_printed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert run_blocks(ROOT / "docs/learning.md") == 3
+    assert run_blocks(ROOT / "docs/learning.md") == 4
 
 
 @pytest.mark.slow
