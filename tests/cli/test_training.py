@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 import dgemma
@@ -104,6 +105,28 @@ def test_adapters_are_merged_at_the_end(command, checkpoint, words, tmp_path):
     load_lora(adapted, tmp_path / "final" / "adapters")
     torch.testing.assert_close(merged.causal_logits(tokens), adapted.causal_logits(tokens), rtol=1e-4, atol=1e-5)
     assert (merged.causal_logits(tokens) - base).abs().max() > 1e-3
+
+
+def test_pictures_of_a_file_train_the_projection(command, tmp_path):
+    model = dgemma.DiffusionGemma(dgemma.presets.tiny(vision=True))
+    model.save_pretrained(tmp_path / "model")
+    dgemma.ByteTokenizer().save_pretrained(tmp_path / "model")
+    Image.new("RGB", (60, 20), "red").save(tmp_path / "red.png")
+    line = {"prompt": "Colour?", "answer": "red", "images": [str(tmp_path / "red.png")]}
+    (tmp_path / "data.jsonl").write_text(json.dumps(line))
+    out = command(
+        "train", "-m", tmp_path / "model", "--out", tmp_path / "run", *QUICK, "--lora", "2", tmp_path / "data.jsonl"
+    )
+    assert out.code == 0
+    trained = dgemma.DiffusionGemma.from_pretrained(tmp_path / "run" / "final")
+    changed = {
+        name for name, w in trained.vision.named_parameters() if not torch.equal(w, model.vision.get_parameter(name))
+    }
+    assert changed == {"embedding_projection.weight"}
+    without = command(
+        "train", "--preset", "tiny", "-m", tmp_path / "model", "--out", tmp_path / "b", tmp_path / "data.jsonl"
+    )
+    assert "without a vision tower. Load a model with one" in without.err
 
 
 @pytest.mark.parametrize("more", [(), ("--lora", "2")], ids=["all weights", "adapters"])

@@ -49,7 +49,9 @@ class Replays:
     def __call__(self, updater: Updater, part: MicroBatch, totals: Mapping[str, Tensor]) -> Measured:
         if self.updater is not updater:
             self.updater, self.replayed = updater, _replay(updater)
-        return measure(updater, part, totals) if self.replayed is None else self.replayed(part, totals)
+        if self.replayed is None or part.batch.images is not None:  # to place images, the host waits for the GPU
+            return measure(updater, part, totals)
+        return self.replayed(part, totals)
 
 
 def _replay(updater: Updater) -> "Replayed | None":

@@ -50,11 +50,13 @@ def run_text_and_canvases(
     if noisy is None or noisy.self_cond is None or not canvases.prefix_len or not can_run_together(model):
         return plain(one_pass.run_text_and_canvases)(model, canvases, noisy, self_cond_off=self_cond_off)
     tokens, documents = one_pass.text_read(canvases, noisy)
-    of_text = Tokens(one_pass.text_positions(tokens), one_pass.text_masks(model, tokens, documents=documents))
+    text, image_index = model.embed_prompt(tokens, canvases.images)
+    text_masks = one_pass.text_masks(model, tokens, documents=documents, image_index=image_index)
+    of_text = Tokens(one_pass.text_positions(tokens), text_masks)
     masks = [_canvases_first(mask, canvases.prefix_len) for mask in one_pass.masks_of(model, canvases)]
     of_canvases = Tokens(one_pass.canvas_positions(canvases.starts, canvases.x.shape[-1]), masks)
     run = TogetherPass(model, of_text, of_canvases, canvases.prefix_len)
-    text, level = model.embed(tokens), one_pass.position_levels(model, canvases, noisy)
+    level = one_pass.position_levels(model, canvases, noisy)
 
     def predict(signal: Tensor | None) -> Tensor:
         first = run.read_and_denoise(text, one_pass.embed_canvases(model, noisy.z, signal, level))

@@ -9,6 +9,7 @@ import tempfile
 import time
 import zlib
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from dgemma.checkpoint.images import ImageProcessor
 from dgemma.checkpoint.location import resolve
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import require
@@ -28,6 +30,7 @@ from dgemma.data.token_file import describe_files
 from dgemma.diffusion.noise import Noise
 from dgemma.model import presets
 from dgemma.model.config import GenerationDefaults, ModelConfig
+from dgemma.model.denoiser import require_vision
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.quantized import quantized_weights
 from dgemma.printing import one_line
@@ -220,8 +223,13 @@ def _train_on(arguments: argparse.Namespace, tokenizer: Tokenizer, file: TokenFi
         f"{model.num_parameters():,} weights, {file.num_tokens:,} tokens of text; "
         f"the log is {arguments.out / 'log.jsonl'}."
     )
+    if file.images is not None:
+        require_vision(model)
     if arguments.lora:
-        add_lora(model, LoRA(rank=arguments.lora, alpha=2.0 * arguments.lora), seed=arguments.seed)
+        lora = LoRA(rank=arguments.lora, alpha=2.0 * arguments.lora)
+        if file.images is not None:
+            lora = replace(lora, targets=(*lora.targets, "vision_projection"))
+        add_lora(model, lora, seed=arguments.seed)
     with _door(model, config):
         result = train(
             model,
@@ -370,9 +378,9 @@ def _keep_tokens(
                 f"the text must stay as in the run in {arguments.out}, got another {difference}. Choose another --out, "
                 "or pass --allow-changes."
             )
-    return TokenFile.write(
-        read_documents(arguments.files, separator=arguments.separator), tokenizer, folder, made_from=made_from
-    )
+    documents = read_documents(arguments.files, separator=arguments.separator)
+    images = ImageProcessor.from_pretrained(arguments.model)
+    return TokenFile.write(documents, tokenizer, folder, images=images, made_from=made_from)
 
 
 def _source(arguments: argparse.Namespace, file: TokenFile, canvas_len: int) -> BatchSource:

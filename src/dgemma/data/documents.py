@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dgemma.checkpoint.images import take_images
 from dgemma.checks import require, typed
 from dgemma.files import open_file
 
@@ -15,7 +16,10 @@ _ROLES = (*_OWN_ROLES, "user", "system", "developer", "tool")
 
 
 class Chat(NamedTuple):
-    """A conversation that ends with the model's turn; `place` names its file and line in errors."""
+    """A conversation that ends with the model's turn; `place` names its file and line in errors.
+
+    Pictures are parts {"type": "image"} of its messages.
+    """
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Any, ...] | None
@@ -23,11 +27,15 @@ class Chat(NamedTuple):
 
 
 class Document(NamedTuple):
-    """A document: the model writes `text` after reading `prompt`, or the last turn of `chat` after the others."""
+    """A document: the model writes `text` after reading `prompt`, or the last turn of `chat` after the others.
+
+    The prompt or the chat has a place for each of the `images`.
+    """
 
     text: str
     prompt: str = ""
     chat: Chat | None = None
+    images: tuple[str, ...] = ()  # files or data URLs
 
 
 @typed
@@ -37,7 +45,8 @@ def read_documents(paths: str | Path | Sequence[str | Path], *, separator: str |
     A .txt file is one document, or several with `separator` between them. A line of a .jsonl file is an object with
     "text", with "prompt" and "answer", or with "messages": a list of turns, each with "role" and "content". A chat
     gives one document per turn of the model; its prompt is all turns before. It may have "tools", for the chat
-    template.
+    template. A prompt may have "images", a list of files: it begins with them, unless it has a `<|image|>` for each.
+    In a chat, they are parts of the other turns' "content": {"type": "image", "image": "photo.jpg"}.
 
     Example: `read_documents("stories.txt", separator="<|endoftext|>")`.
     """
@@ -111,7 +120,11 @@ def _read_jsonl(path: Path) -> Iterator[Document]:
             keys = ("text",) if "text" in fields else ("prompt", "answer")
             rule = 'be an object with "text", with "prompt" and "answer", or with "messages"'
             require(all(isinstance(fields.get(key), str) for key in keys), place, rule, line.strip())
-            yield Document(item[keys[-1]], item.get("prompt", ""))
+            images = item.get("images", [])
+            are_files = isinstance(images, list) and all(isinstance(image, str) for image in images)
+            rule = 'be a list of files, with a "prompt"'
+            require(are_files and ("prompt" in keys or not images), f'{place} "images"', rule, images)
+            yield Document(item[keys[-1]], item.get("prompt", ""), images=tuple(images))
 
 
 def _read_chat(item: Mapping[str, Any], place: str) -> Iterator[Document]:
@@ -122,12 +135,16 @@ def _read_chat(item: Mapping[str, Any], place: str) -> Iterator[Document]:
     for number, turn in enumerate(turns, start=1):
         owner, role, content = f"{place} turn {number}", turn.get("role"), turn.get("content")
         require(role in _ROLES, owner, f"have a role of {', '.join(_ROLES)}", turn)
-        has_text = isinstance(content, str) or (role in _OWN_ROLES and bool(turn.get("tool_calls")))
-        require(has_text, owner, 'have a text as "content"', content)
+        may_be_other = bool(turn.get("tool_calls")) if role in _OWN_ROLES else isinstance(content, list)
+        require(isinstance(content, str) or may_be_other, owner, 'have a text as "content"', content)
     require(isinstance(tools, list | None), f'{place} "tools"', "be a list", tools)
     own = [number for number, turn in enumerate(turns) if turn["role"] in _OWN_ROLES]
     is_reply = bool(own) and own[0] > 0
     require(is_reply, place, "have a turn of the assistant after another turn", turns, "Remove the line.")
     for number in own:
-        chat = Chat(tuple(turns[: number + 1]), None if tools is None else tuple(tools), place)
-        yield Document(turns[number].get("content") or "", chat=chat)
+        try:
+            messages, images = take_images(turns[: number + 1])
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+        chat = Chat(tuple(messages), None if tools is None else tuple(tools), place)
+        yield Document(turns[number].get("content") or "", chat=chat, images=tuple(images))

@@ -191,7 +191,12 @@ class PromptSource:
         documents = [self.file.document(number) for number in numbers]
         prompt_len = [int(self.file.prompt_len[number]) for number in numbers]
         cut = [len(document) > self.max_len for document in documents]
-        return _stack([document[: self.max_len] for document in documents], prompt_len, cut, self.file.eos_token_id)
+        batch = _stack([document[: self.max_len] for document in documents], prompt_len, cut, self.file.eos_token_id)
+        files = self.file.images
+        if files is None:
+            return batch
+        images = tuple(files.read(number) for number in numbers)
+        return replace(batch, images=images, frozen=batch.tokens == files.image_token_id)
 
 
 def _check_rows(source: TextSource | PromptSource, step: int, rows: range) -> None:
@@ -215,6 +220,7 @@ def scan(file: TokenFile, *, row_len: int, context: int, documents: Sequence[int
     require(row_len >= 1 and context >= 1, "scan row_len and context", "be at least 1", (row_len, context))
     pieces, prompt_len, cut, text = [], [], [], []
     numbers = range(file.num_documents) if documents is None else documents
+    require(file.images is None, "scan file", "have no images, whose prompts cannot be cut", file, "Use PromptSource.")
     require(all(0 <= n < file.num_documents for n in numbers), "scan documents", "be numbers of documents", documents)
     for number in numbers:
         tokens = file.document(number)

@@ -1,26 +1,56 @@
 """Tokenised documents on disk, written once and memory-mapped."""
 
 import io
+import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.checks import require, typed
+from dgemma.checkpoint.images import ImageProcessor, encode_text
+from dgemma.checkpoint.tokenizer import IMAGE_MARKER, Tokenizer
+from dgemma.checks import check_types, require, typed
 from dgemma.data.documents import Document, list_files
 from dgemma.files import map_array, new_file, open_file, read_array, read_json, write_json, writing
+from dgemma.model.vision.images import Images
+from dgemma.printing import one_line
 
 _FORMAT = 1
 _DTYPES = ("uint16", "uint32")
 _CHUNK = 1 << 24  # bytes per read
 _BATCH = 256  # documents encoded in parallel
 _SAMPLE = 10_000  # characters whose tokens identify a tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageFiles:
+    """The pictures of documents. They are read when they are needed."""
+
+    paths: list[list[str]]  # of each document
+    processor: ImageProcessor
+    image_token_id: int
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+    @classmethod
+    def from_dict(cls, stored: Any, num_documents: int, place: str) -> "ImageFiles":
+        """Rebuild what `asdict` returned."""
+        try:
+            found = cls(**stored | {"processor": ImageProcessor(**stored["processor"])})
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{place} must name the pictures of its documents, got {one_line(str(error))}") from None
+        require(len(found.paths) == num_documents, place, f"have {num_documents} lists of pictures", len(found.paths))
+        return found
+
+    def read(self, number: int) -> Images | None:
+        """Return the pictures of one document, as the model reads them."""
+        return self.processor(self.paths[number]) if self.paths[number] else None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,6 +70,7 @@ class TokenFile:
     eos_token_id: int
     crc32: int | None = None  # of the content, if `write` computed it
     made_from: Mapping[str, Any] | None = None  # the argument of `write`
+    images: ImageFiles | None = None  # None if no document has a picture
 
     @classmethod
     def write(
@@ -48,30 +79,39 @@ class TokenFile:
         tokenizer: Tokenizer,
         folder: str | Path,
         *,
+        images: ImageProcessor | None = None,
         made_from: Mapping[str, Any] | None = None,
     ) -> "TokenFile":
         """Tokenise documents into a folder and open it. `made_from` describes their origin.
+
+        images: the processor of the model, for documents with pictures. The folder keeps the paths of the pictures, not
+        their pixels.
 
         Example: `TokenFile.write(read_documents("stories.txt"), tokenizer, "corpus/train")`.
         """
         folder = Path(folder)
         dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
-        lengths, prompt_len, num_bytes = [], [], 0
+        lengths, prompt_len, paths, num_bytes = [], [], list[list[str]](), 0
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "about.json").unlink(missing_ok=True)  # written last, so that it marks a complete folder
         with new_file(folder / "tokens.bin") as new, new.open("wb") as file:
-            for number, (document, prompt, text) in enumerate(_encode(documents, tokenizer)):
+            for number, (document, prompt, text) in enumerate(_encode(documents, tokenizer, images)):
                 _refuse_markers(number, [*prompt[1:], *text], tokenizer)
                 row = np.array([*prompt, *text, tokenizer.eos_token_id], dtype=dtype)
                 file.write(row.data)
                 lengths.append(len(row))
                 prompt_len.append(len(prompt))
+                paths.append([_absolute(image) for image in document.images])
                 num_bytes += len(document.text.encode())
             require(bool(lengths), "TokenFile.write documents", "hold at least one", None)
         sizes = np.array([lengths, prompt_len], dtype=np.int64)
         with new_file(folder / "lengths.npy") as new, new.open("wb") as file:
             np.save(file, sizes)
+        of_images = None
+        if images is not None and any(paths):
+            image_token_id = cast(int, tokenizer.token_id(IMAGE_MARKER))  # `_encode` needed it
+            of_images = asdict(ImageFiles(paths=paths, processor=images, image_token_id=image_token_id))
         tokens = map_array(folder / "tokens.bin", dtype=np.dtype(dtype).name, count=int(sizes[0].sum()))
         about = {
             "format": _FORMAT,
@@ -79,7 +119,8 @@ class TokenFile:
             "num_bytes": num_bytes,
             "vocab_size": tokenizer.vocab_size,
             "eos_token_id": tokenizer.eos_token_id,
-            "crc32": _crc32(tokens, sizes),
+            "crc32": _crc32(tokens, sizes, of_images),
+            "images": of_images,
             "made_from": made_from,
         }
         write_json(folder / "about.json", about)
@@ -111,7 +152,9 @@ class TokenFile:
         starts = np.concatenate(([0], lengths.cumsum()))
         tokens = map_array(folder / "tokens.bin", dtype=str(dtype), count=int(starts[-1]))
         vocab_size = numbers["vocab_size"]
-        require(about.get("crc32") == _crc32(tokens, sizes), str(folder), "hold what was written", "other tokens", fix)
+        of_images = about.get("images")
+        is_written = about.get("crc32") == _crc32(tokens, sizes, of_images)
+        require(is_written, str(folder), "hold what was written", "other tokens", fix)
         are_ids = 0 <= numbers["eos_token_id"] < vocab_size and int(tokens.max()) < vocab_size
         require(are_ids, str(folder), f"hold ids below its vocab_size {vocab_size}", int(tokens.max()), fix)
         return cls(
@@ -120,6 +163,7 @@ class TokenFile:
             prompt_len=prompt_len,
             crc32=about["crc32"],
             made_from=made_from,
+            images=None if of_images is None else ImageFiles.from_dict(of_images, len(prompt_len), str(folder)),
             **numbers,
         )
 
@@ -136,7 +180,9 @@ class TokenFile:
         """A line that identifies documents and tokenizer, for the description of a run."""
         crc32 = self.crc32
         if crc32 is None:
-            crc32 = _crc32(self.tokens, np.stack((np.diff(self.starts), self.prompt_len)))
+            crc32 = _crc32(
+                self.tokens, np.stack((np.diff(self.starts), self.prompt_len)), self.images and asdict(self.images)
+            )
         return f"TokenFile({self.num_documents} documents, {self.num_tokens} tokens, crc32 {crc32:08x})"
 
     def document(self, number: int) -> np.ndarray:
@@ -165,20 +211,33 @@ def describe_files(
     return made_from
 
 
-def _crc32(tokens: np.ndarray, sizes: np.ndarray) -> int:
-    return zlib.crc32(np.ascontiguousarray(sizes).data, zlib.crc32(tokens.data))
+def _crc32(tokens: np.ndarray, sizes: np.ndarray, images: Any) -> int:
+    crc32 = zlib.crc32(np.ascontiguousarray(sizes).data, zlib.crc32(tokens.data))
+    return crc32 if images is None else zlib.crc32(json.dumps(images).encode(), crc32)
 
 
-def _encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, list[int], list[int]]]:
+def _absolute(image: str) -> str:
+    return image if image.startswith("data:") else str(Path(image).absolute())
+
+
+def _encode(
+    documents: Iterable[Document], tokenizer: Tokenizer, processor: ImageProcessor | None
+) -> Iterator[tuple[Document, list[int], list[int]]]:
     """Yield each document with the tokens of its prompt and of its text, in order; encode on all cores."""
 
     def encode(document: Document) -> tuple[Document, list[int], list[int]]:
         fix = "Pass read_documents(paths), or Document(text) for each text."
         require(isinstance(document, Document), "TokenFile.write documents", "be Documents", document, fix)
+        fix = "Pass ImageProcessor.from_pretrained(path) of a model with a vision tower."
+        fits = processor is not None or not document.images
+        require(fits, "TokenFile.write images", "be a processor for documents with pictures", processor, fix)
+        images = processor(document.images) if processor is not None and document.images else None
         if document.chat is None:
-            return document, tokenizer.encode(document.prompt), tokenizer.encode(document.text, bos=False)
+            prompt = encode_text(tokenizer, document.prompt, images)
+            return document, prompt, tokenizer.encode(document.text, bos=False)
         try:
-            return document, *tokenizer.chat_turn(document.chat.messages, tools=document.chat.tools)
+            prompt, text = tokenizer.chat_turn(document.chat.messages, tools=document.chat.tools)
+            return document, prompt if images is None else tokenizer.place_images(prompt, images), text
         except ValueError as error:
             raise ValueError(f"{document.chat.place}: {error}") from None
 

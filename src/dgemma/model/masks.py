@@ -31,10 +31,13 @@ def causal_mask(
     num_new = positions.shape[1]
     visible[:, :, num_slots:] |= torch.eye(num_new, dtype=torch.bool, device=positions.device)
     if image_index is not None:
-        visible[:, :, num_slots:] |= (image_index[:, :, None] == image_index[:, None, :]) & (image_index >= 0)[
-            :, :, None
-        ]
+        visible[:, :, num_slots:] |= same_image(image_index)
     return visible[:, None]
+
+
+def same_image(image_index: Tensor) -> Tensor:
+    """Return the pairs of tokens that belong to one image: image_index (B, T), -1 for text → (B, T, T) bool."""
+    return (image_index[:, :, None] == image_index[:, None, :]) & (image_index >= 0)[:, :, None]
 
 
 def canvas_mask(cache: PrefixCache, layer: LayerCache, canvas_len: int) -> Tensor:

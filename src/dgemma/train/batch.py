@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dgemma.checks import in_range, require, require_field, require_tensor
 from dgemma.diffusion import draws
+from dgemma.model.vision.images import Images
 
 _DEPTH = 2  # steps that the feed prepares ahead
 
@@ -22,7 +23,8 @@ class TrainBatch:
     Canvases cover the answer, starting where the prompt ends. The objective fills the rest of the last canvas with
     end-of-text. A `truncated` answer was cut to fit, so its end does not mean end-of-text. `frozen` tokens, such as the
     clues of a Sudoku, are never noised and never scored. `documents` numbers the texts packed into a row; tokens of
-    different documents do not see each other. `fill` marks end-of-text tokens that packing appended to a text.
+    different documents do not see each other. `fill` marks end-of-text tokens that packing appended to a text. `images`
+    belong to the image tokens of the prompts. Freeze these tokens, so that the causal term does not score them.
 
     Example: `TrainBatch(tokens=tokens, prompt_len=torch.tensor([4]), length=torch.tensor([20]))`.
     """
@@ -35,6 +37,7 @@ class TrainBatch:
     documents: Tensor | None = None  # (B, T) int64
     text: Tensor | None = None  # (B,) int64: the text that a row belongs to; `evaluate` computes intervals over texts
     fill: Tensor | None = None  # (B, T) bool, within `length`
+    images: tuple[Images | None, ...] | None = None  # of each row, in the order of their tokens
     # (prompt_len, length) of each row on the host: shapes follow from them without waiting for a device.
     spans: tuple[tuple[int, int], ...] | None = None
 
@@ -49,6 +52,8 @@ class TrainBatch:
             if value is not None or name in ("prompt_len", "length"):
                 require_tensor(value, f"TrainBatch.{name}", rule, shape=shape, dtypes=(dtype,), fix=fix)
                 require_field(value.device == tokens.device, self, name, rule)
+        fits = self.images is None or len(self.images) == len(tokens)
+        require_field(fits, self, "images", f"have one entry per row, {len(tokens)}")
         # `replace(batch, length=...)` passes the spans of the old batch. So on a CPU, spans are always computed again.
         if self.spans is None or (type(self.length) is Tensor and self.length.device.type == "cpu"):
             spans = tuple(zip(self.prompt_len.tolist(), self.length.tolist(), strict=True))
@@ -72,14 +77,20 @@ class TrainBatch:
 
         Example: `batch.select(slice(0, 8))`.
         """
-        assert self.spans is not None
-        spans = self.spans[rows] if isinstance(rows, slice) else tuple(self.spans[row] for row in rows.tolist())
-        return replace(self.map(lambda tensor: tensor[rows]), spans=spans)
+        numbers = range(self.batch_size)[rows] if isinstance(rows, slice) else rows.tolist()
+        listed = {"spans": self.spans, "images": self.images}
+        picked: dict[str, Any] = {name: tuple(v[row] for row in numbers) for name, v in listed.items() if v is not None}
+        return replace(self, **self._map_tensors(lambda tensor: tensor[rows]), **picked)
 
     def map(self, transform: Callable[[Tensor], Tensor]) -> "TrainBatch":
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        changes: dict[str, Any] = {name: transform(v) for name, v in values.items() if isinstance(v, Tensor)}
-        return replace(self, **changes)
+        images = self.images and tuple(
+            None if row is None else replace(row, patches=transform(row.patches)) for row in self.images
+        )
+        return replace(self, **self._map_tensors(transform), images=images)
+
+    def _map_tensors(self, transform: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: transform(value) for name, value in values.items() if isinstance(value, Tensor)}
 
 
 @runtime_checkable

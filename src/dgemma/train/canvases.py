@@ -17,6 +17,8 @@ from dgemma.checks import require
 from dgemma.diffusion import draws
 from dgemma.diffusion.noise import MaskNoise, Noise
 from dgemma.doors import replaceable
+from dgemma.model.vision.images import Images
+from dgemma.model.vision.places import join_images
 from dgemma.train.batch import TrainBatch
 
 _CANVAS, _TIME, _EVENT, _TOKEN, _SELF_COND, _MASKED, _HOLES = (
@@ -42,6 +44,7 @@ class Canvases:
     fill: Tensor  # (B, K, C) bool: after the end of a text
     causal_scored: Tensor  # (B, causal_len) bool: whether each token's successor is scored
     documents: tuple[Tensor, Tensor] | None  # of the text (B, T) and of the canvases (B, K, C)
+    images: Images | None  # of all rows
     prefix_len: int
     causal_len: int
     aligned: bool
@@ -127,6 +130,7 @@ def cut_canvases(
         fill=of_canvases(text.fill),
         causal_scored=causal_scored,
         documents=None if text.documents is None else (text.documents, of_canvases(text.documents)),
+        images=join_images(batch.images),
         prefix_len=sizes.prefix_len,
         causal_len=causal_scored.shape[1],
         aligned=sizes.aligned,

@@ -24,6 +24,8 @@ from dgemma.model.cache import Cache
 from dgemma.model.config import LayerShape
 from dgemma.model.denoiser import Denoiser
 from dgemma.model.diffusion import DiffusionGemma
+from dgemma.model.masks import same_image
+from dgemma.model.vision.images import Images
 from dgemma.train import head
 from dgemma.train.canvases import Canvases, NoisyCanvases
 
@@ -42,11 +44,16 @@ class CleanText(NamedTuple):
         return CleanText(self.hidden[:, :num_tokens], keys_values)
 
 
-def read_clean(model: DiffusionGemma, tokens: Tensor, *, documents: Tensor | None = None) -> CleanText:
-    """Read tokens (B, P) causally, with gradients. documents (B, P) numbers texts that must not see each other."""
-    masks = text_masks(model, tokens, documents=documents)
-    x, positions = model.embed(tokens), text_positions(tokens)
-    return CleanText(*model.run(x, positions, [None] * len(masks), masks, causal=True))
+def read_clean(
+    model: DiffusionGemma, tokens: Tensor, *, documents: Tensor | None = None, images: Images | None = None
+) -> CleanText:
+    """Read tokens (B, P) and their images, with gradients.
+
+    documents (B, P) numbers texts that must not see each other.
+    """
+    x, image_index = model.embed_prompt(tokens, images)
+    masks = text_masks(model, tokens, documents=documents, image_index=image_index)
+    return CleanText(*model.run(x, text_positions(tokens), [None] * len(masks), masks, causal=True))
 
 
 def text_positions(tokens: Tensor) -> Tensor:
@@ -54,19 +61,23 @@ def text_positions(tokens: Tensor) -> Tensor:
     return torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[0], -1)
 
 
-def text_masks(model: DiffusionGemma, tokens: Tensor, *, documents: Tensor | None) -> list[Mask | None]:
-    """Return each layer's mask for clean tokens (B, P), with the arguments of `read_clean`."""
+def text_masks(
+    model: DiffusionGemma, tokens: Tensor, *, documents: Tensor | None, image_index: Tensor | None
+) -> list[Mask | None]:
+    """Return each layer's mask for clean tokens (B, P) of these documents and images (see `find_blocks`)."""
     position = torch.arange(tokens.shape[1], device=tokens.device)
     key, query = position, position[:, None]
 
     def mask_of(shape: LayerShape) -> Mask:
-        if documents is None and (shape.window is None or shape.window >= len(position)):
+        if documents is None and image_index is None and (shape.window is None or shape.window >= len(position)):
             return "causal"
         visible = key <= query
         if shape.window is not None:
             visible = visible & (key > query - shape.window)
         if documents is not None:
             visible = visible & (documents[:, :, None] == documents[:, None])  # (B, P, P)
+        if image_index is not None:
+            visible = visible | same_image(image_index)
         return visible.view(-1, 1, *visible.shape[-2:])
 
     return _masks(model, mask_of)
@@ -176,7 +187,7 @@ def run_text_and_canvases(
     self_cond_off: the signal of canvases without self-conditioning, zeros or the mean embedding.
     """
     tokens, documents = text_read(canvases, noisy)
-    clean = read_clean(model, tokens, documents=documents) if tokens.shape[1] else None
+    clean = read_clean(model, tokens, documents=documents, images=canvases.images) if tokens.shape[1] else None
     text = None if clean is None else clean.hidden
     if noisy is None:
         return LastHidden(text, None)
@@ -232,7 +243,7 @@ class OnePass:
     def __init__(self, model: DiffusionGemma, canvases: Canvases, proposer: Noise | None) -> None:
         self.model, self.canvases, self.proposer = model, canvases, proposer
         documents = None if canvases.documents is None else canvases.documents[0]
-        self.clean = read_clean(model, canvases.tokens, documents=documents)
+        self.clean = read_clean(model, canvases.tokens, documents=documents, images=canvases.images)
         self.masks = masks_of(model, canvases)
 
     def map_logits(self, function: OfLogits, z: Tensor, level: Tensor) -> Tensor:
@@ -285,7 +296,8 @@ class ByCanvas:
         position = torch.arange(self.canvases.prefix_len, device=self.canvases.tokens.device)
         tokens = self.canvases.tokens[:, : self.canvases.prefix_len]
         starts = self.canvases.starts.unbind(1)
-        return [self.model.encode(tokens, None, position < start[:, None]) for start in starts]
+        images = self.canvases.images
+        return [self.model.encode_with(images, tokens, None, position < start[:, None]) for start in starts]
 
     def map_logits(self, function: OfLogits, z: Tensor, level: Tensor) -> Tensor:
         """Apply `function` as `OnePass.map_logits` does."""
@@ -304,8 +316,11 @@ class ByCanvas:
         return torch.stack(costs, dim=1)
 
     def causal_cost(self) -> Tensor | None:
-        """Return the autoregressive cost of every token after the first, (B, T - 1); None without a causal mode."""
-        if not self.model.has_causal_mode:
+        """Return the autoregressive cost of every token after the first, (B, T - 1).
+
+        None for a model without a causal mode, and for texts with images.
+        """
+        if not self.model.has_causal_mode or self.canvases.images is not None:
             return None
         rows = self.canvases.tokens.split(1)  # the logits of a row are large
         costs = (F.cross_entropy(self.model.causal_logits(row)[0, :-1], row[0, 1:], reduction="none") for row in rows)

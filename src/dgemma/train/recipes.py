@@ -21,6 +21,7 @@ from dgemma.model.attention import Attention
 from dgemma.model.config import ModelConfig
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import Router, Routing
+from dgemma.model.vision.tower import VisionAttention
 from dgemma.train.lora import LoRA, add_lora
 from dgemma.train.losses import Bound, LeaveOneOut
 from dgemma.train.objective import Objective
@@ -165,7 +166,7 @@ def soften_attention(model: DiffusionGemma) -> None:
     Example: `model = DiffusionGemma(config); soften_attention(model)`.
     """
     for module in model.modules():
-        if isinstance(module, Attention):
+        if isinstance(module, Attention | VisionAttention):
             module.q_norm.weight.fill_(module.head_dim**-0.5)
 
 
