@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from step import CANVAS, GPU, draw_tokens, knobs_of, time_replays
+from step import CANVAS, GPU, StepGraphs, draw_tokens, knobs_of, last_graph, time_replays
 from timing import demand_parity, describe_run, results_folder, time_graph
 
 import dgemma
@@ -159,9 +159,9 @@ def main() -> None:
         for _ in range(3):
             state, record = model.step(state, cache=cache, knobs=knobs)
         assert torch.isfinite(record.entropy).all()
-        captured = next(c for key, c in reversed(cache.buffers.graphs.items()) if key[0] == "step")
-        (step_ms, spread), *_ = time_replays(captured.graph.replay)
-        (soft_ms, _), *_ = time_replays(captured.soft_graph.replay)
+        captured = StepGraphs(last_graph(model, "canvas"), last_graph(model, "step"))
+        (step_ms, spread), *_ = time_replays(captured.replay)
+        (soft_ms, _), *_ = time_replays(captured.soften)
         peak = torch.cuda.max_memory_allocated() - before
         steps[name] = {"step_ms": step_ms, "spread_ms": spread, "soft_ms": soft_ms, "peak_bytes": peak}
         print(f"[{name}] {steps[name]}", flush=True)

@@ -33,6 +33,7 @@ from step import (
     add_profile,
     build_two_layers,
     floors,
+    last_graph,
     profile_step,
     random_prefix,
     round_experts,
@@ -166,8 +167,7 @@ def profile_token(results: Results, model: FusedDenoiser, prompt: int) -> None:
     """Profile the graph of one autoregressive token, without the draw."""
     cache = random_prefix(model, 1, prompt)
     model.causal_logits(draw_tokens(1, 1), cache)
-    captured = next(c for key, c in reversed(cache.buffers.graphs.items()) if key[0] == "token")
-    add_profile(results, captured.graph.replay, what="token", repeats=8)
+    add_profile(results, last_graph(model, "token").graph.replay, what="token", repeats=8)
 
 
 def time_tokens(results: Results, model: Any, prompt: int) -> None:

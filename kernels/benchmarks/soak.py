@@ -6,7 +6,7 @@ python kernels/benchmarks/soak.py --model full --steps 2000   the published size
 
 First, a single run repeats its steps. Then generations with random batch sizes, prompts, canvases, samplers,
 temperatures and stop rules follow, with single tokens in between. Most of them need new graphs. Every line has the mean
-time of a step, the memory on GPU and host, and the unused buffers and graphs that the model keeps. One generation is
+time of a step, the memory on GPU and host, and the graphs that the model keeps. One generation is
 repeated at the end and must give the same tokens. The last line has the growth of the memory during the second half of
 the random shapes, when the caches are already full. `text` is `dgemma/text`, and `small` has two layers of its width
 with random weights. `full` has the published size with random weights. All are in bfloat16.
@@ -109,8 +109,7 @@ def vary(model: Any, seconds: float, every: int, results: list[dict[str, Any]]) 
 def add(
     results: list[dict[str, Any]], model: FusedDenoiser, what: str, steps: int, step_ms: float, **more: Any
 ) -> None:
-    kept = model._pool._free
-    more |= {"buffers": len(kept), "graphs": sum(len(buffers.graphs) for buffers in kept)}
+    more |= {"graphs": len(model._workspace.graphs)}
     results.append({"what": what, "steps": steps, "step_ms": step_ms, **more, **memory()})
     print("  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in results[-1].items()), flush=True)
 

@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from generate import add_precision, build, draw_tokens
@@ -52,16 +52,36 @@ def knobs_of(model: FusedDenoiser, stop: bool = False) -> Knobs:
 def random_prefix(model: FusedDenoiser, batch: int, length: int) -> FusedCache:
     """Make a cache of random keys and values of this length."""
     cache = model.new_cache(batch)
-    buffers = cache.make_room(CANVAS, length)
-    for tensor in (*buffers.keys, *buffers.values):
-        tensor.normal_()
-    cache._num_slots = cache._num_seen = length
-    cache._hold(torch.full((batch,), length, device=GPU))
+    for layer in cache.layers:
+        size = length if layer.keep is None else min(length, layer.keep)
+        for name in ("keys", "values"):
+            empty = getattr(layer, name)
+            setattr(layer, name, empty.new_empty(*empty.shape[:2], size, empty.shape[3]).normal_())
+    cache.lengths, cache.num_slots, cache.num_seen = torch.full((batch,), length, device=GPU), length, length
     return cache
 
 
-def prepare_step(model: FusedDenoiser, cache: FusedCache, knobs: Knobs) -> Any:
-    """Take three steps, so that a self-conditioned step is captured, and return the captured step."""
+def last_graph(model: FusedDenoiser, kind: str) -> Any:
+    """Return the graph of a kind that was used last."""
+    return next(c for key, c in reversed(model._workspace.graphs.items()) if key[0] == kind)
+
+
+class StepGraphs(NamedTuple):
+    """The graphs of a step: the forward and the decision, then the soft embedding."""
+
+    forward: Any
+    decision: Any
+
+    def replay(self) -> None:
+        self.forward.graph.replay()
+        self.decision.graph.replay()
+
+    def soften(self) -> None:
+        self.decision.soft_graph.replay()
+
+
+def prepare_step(model: FusedDenoiser, cache: FusedCache, knobs: Knobs) -> StepGraphs:
+    """Take three steps, so that a self-conditioned step is captured, and return its graphs."""
     batch = cache.batch_size
     seeds = torch.arange(batch, device=GPU)
     noise = dgemma.UniformNoise(model.config.vocab_size)
@@ -70,7 +90,7 @@ def prepare_step(model: FusedDenoiser, cache: FusedCache, knobs: Knobs) -> Any:
         state, record = model.step(state, cache=cache, knobs=knobs)
     assert torch.isfinite(record.entropy).all()
     torch.cuda.synchronize()
-    return next(c for key, c in reversed(cache.buffers.graphs.items()) if key[0] == "step")
+    return StepGraphs(last_graph(model, "canvas"), last_graph(model, "step"))
 
 
 def time_replays(*replays: Callable[[], None], repeats: int = 30) -> list[tuple[float, float]]:
@@ -346,7 +366,7 @@ def time_step(results: Results, part: str, model: FusedDenoiser, batch: int, pre
     start = time.perf_counter()
     captured = prepare_step(model, cache, knobs_of(model, stop=True))
     captured_s = time.perf_counter() - start
-    (body, _), (soft, _), (total, spread) = time_replays(captured.graph.replay, captured.soft_graph.replay)
+    (body, _), (soft, _), (total, spread) = time_replays(captured.replay, captured.soften)
     active = count_active(model, cache)
     num_bytes = step_bytes(model, active, batch, prefix)
 
@@ -391,11 +411,11 @@ def compare_invariant(results: Results, model: FusedDenoiser, batches: list[int]
 
     def step(engine: FusedDenoiser, cache: FusedCache) -> list[Callable[[], None]]:
         captured = prepare_step(engine, cache, knobs_of(engine, stop=True))
-        return [captured.graph.replay, captured.soft_graph.replay]
+        return [captured.replay, captured.soften]
 
     def token(engine: FusedDenoiser, cache: FusedCache) -> list[Callable[[], None]]:
         engine.causal_logits(draw_tokens(cache.batch_size, 1), cache)
-        return [next(c for key, c in reversed(cache.buffers.graphs.items()) if key[0] == "token")._replay.replay]
+        return [last_graph(engine, "token").graph.replay]
 
     for batch in batches:
         compare("step", batch, PROMPT, step)
@@ -422,8 +442,8 @@ def profile_step(results: Results, model: FusedDenoiser, batch: int = 1, **label
     captured = prepare_step(model, random_prefix(model, batch, PROMPT), knobs_of(model, stop=True))
 
     def replay() -> None:
-        captured.graph.replay()
-        captured.soft_graph.replay()
+        captured.replay()
+        captured.soften()
 
     add_profile(results, replay, **labels)
 

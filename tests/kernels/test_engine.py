@@ -29,12 +29,12 @@ from dgemma.run.step import start_state, take_step
 from dgemma.sampling import SoftThreshold
 from dgemma.train.lora import LoRA, add_lora
 from dgemma_kernels import accelerate
-from dgemma_kernels.engine import forward, published
+from dgemma_kernels.engine import forward, published, reading
 from dgemma_kernels.engine import step as engine_step
 from dgemma_kernels.engine.forward import Forward
 from dgemma_kernels.engine.graphs import CaptureError, GraphMemory, Replay
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits
-from dgemma_kernels.engine.reading import LIMITS
+from dgemma_kernels.engine.reading import plan_chunks
 from dgemma_kernels.formats import ENCODERS
 from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.accept import kernel as accept
@@ -108,26 +108,33 @@ def test_both_modes_equal_the_reference_over_ragged_rows(models):
         torch.testing.assert_close(got, want, **CLOSE)
 
 
-def test_a_prompt_in_chunks_equals_the_reference_launched_and_captured(models, monkeypatch):
-    reference, fast = models
-    monkeypatch.setattr(fast._pool, "most_read", 8)  # four tokens of each of two rows per forward
+def test_a_prompt_in_chunks_equals_the_reference(models, monkeypatch):
+    reference, fast = models[0], accelerate(copy.deepcopy(models[0]))
+    monkeypatch.setattr(fast._arena, "most_read", 8)  # four tokens of each of two rows per forward
     prompt = draw_tokens(2, 11)
     real = torch.ones_like(prompt)
     real[0, :6] = 0  # this row ends in the second of three chunks
     want = reference.causal_logits(prompt, reference.new_cache(2), real)
-    for _ in range(2):  # the second time, a chunk is captured
-        cache = fast.new_cache(2)
-        got = fast.causal_logits(prompt, cache, real)
-        torch.testing.assert_close(got[real.bool()], want[real.bool()], **CLOSE)
-        assert cache.lengths.tolist() == [5, 11]
-    # A chunk of eight is large, and one of three is padded to four.
-    monkeypatch.setattr(fast._reader, "limits", replace(LIMITS, captured_soon=4))
+    cache = fast.new_cache(2)
+    got = fast.causal_logits(prompt, cache, real)
+    torch.testing.assert_close(got[real.bool()], want[real.bool()], **CLOSE)
+    assert cache.lengths.tolist() == [5, 11]
     torch.testing.assert_close(fast.causal_logits(prompt[1:], fast.new_cache(1)), want[1:], **CLOSE)
     longer, word = draw_tokens(1, 4 * 8 + 7), draw_tokens(1, 1)
     cache = fast.encode(longer)
-    assert ("read", (1, 8), False) in cache.buffers.graphs  # captured with the third, replayed for the rest
     want = reference.causal_logits(word, reference.encode(longer))
     torch.testing.assert_close(fast.causal_logits(word, cache), want, **CLOSE)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 16])
+def test_chunks_cover_a_prompt_and_waste_little(batch):
+    most = 8192 // batch
+    for num_tokens in (1, 15, 16, 17, 100, 700, 2100, 3500, 4400, 16_384):
+        chunks = plan_chunks(num_tokens, batch, most)
+        assert sum(chunks[:-1]) < num_tokens <= sum(chunks)
+        assert max(chunks) <= most
+        # At most a quarter more tokens than needed, or the 1,200 of two short forwards.
+        assert batch * (sum(chunks) - num_tokens) <= max(batch * num_tokens / 4, 1200)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +316,7 @@ def test_an_interrupted_read_loses_no_postponed_tokens(models, monkeypatch):
     want, got = (fast.encode(block, fast.encode(draw_tokens(1, 3))) for _ in range(2))
     with monkeypatch.context() as patch:
         patch.setattr(Forward, "read", MagicMock(side_effect=KeyboardInterrupt))
-        patch.setattr(Replay, "replay", MagicMock(side_effect=KeyboardInterrupt))  # if a graph reads the tokens
+        patch.setattr(Replay, "rewrite", MagicMock(side_effect=KeyboardInterrupt))  # if a graph reads the tokens
         with pytest.raises(KeyboardInterrupt):
             got.catch_up()
     assert got.num_slots == 3 + CANVAS
@@ -699,15 +706,31 @@ def test_caches_are_marked_cloned_selected_and_joined_like_the_reference(models)
         torch.testing.assert_close(got, want, **CLOSE)
 
 
-def test_a_second_run_reuses_the_buffers_and_graphs_of_the_first(models):
+def test_a_second_run_reuses_the_graphs_of_the_first(models):
     _, fast = models
     canvas = draw_tokens(1, CANVAS)
-    cache = fast.encode(canvas)
-    fast.denoise(canvas, cache)
-    buffers = cache.buffers
-    del cache
-    assert fast.encode(canvas).buffers is buffers
-    assert any(key[0] == "denoise" for key in buffers.graphs)
+    first = fast.encode(canvas)
+    fast.denoise(canvas, first)
+    graphs = {key: id(graph) for key, graph in fast._workspace.graphs.items()}
+    second = fast.encode(canvas)  # the first one leaves the arena
+    want = fast.denoise(canvas, second).logits
+    assert torch.equal(fast.denoise(canvas, first).logits, want)
+    assert {key: id(graph) for key, graph in fast._workspace.graphs.items()} == graphs
+
+
+@pytest.mark.slow
+def test_after_warm_up_calls_capture_no_forward_and_give_the_same(models, monkeypatch):
+    reference, fast = models[0], accelerate(copy.deepcopy(models[0]))
+    monkeypatch.setattr(reading, "_SIZES", (4, 8))  # fewer, for the interpreter
+    plan_chunks.cache_clear()
+    fast.warm_up(2, 30, progress=False)
+    captured = set(fast._workspace.graphs)
+    for num_rows, num_tokens in ((1, 1), (2, 19)):
+        prompt = draw_tokens(num_rows, num_tokens)
+        results = [dgemma.generate(model, prompt, max_new_tokens=2 * CANVAS, steps=2) for model in (reference, fast)]
+        assert torch.equal(results[0].new_tokens, results[1].new_tokens)
+    assert set(fast._workspace.graphs) - captured == set()
+    plan_chunks.cache_clear()
 
 
 def test_the_model_keeps_working_and_no_weight_is_stored_twice(device):

@@ -17,9 +17,7 @@ from triton.runtime import _async_compile
 from triton.runtime.jit import JITFunction
 
 from dgemma_kernels import accelerate
-from dgemma_kernels.engine import cache
 from dgemma_kernels.engine.graphs import _MOST_GRAPHS, GraphMemory, Replay, compile_together, remembered
-from dgemma_kernels.engine.reading import read_limits
 from kernel_inputs import make_model
 
 
@@ -75,56 +73,25 @@ def test_only_the_most_recently_used_graphs_are_kept():
     assert 1 not in graphs
 
 
-def test_many_shapes_leave_a_bounded_number_of_buffers(device):
+def test_batches_share_the_memory_of_the_largest_and_keep_their_graphs(device):
     fast = accelerate(make_model(device))
-    pool, workspace = fast._pool, fast._workspace
-    for batch in range(1, 2 * cache._MOST_FREE):
-        prefix = fast.new_cache(batch)
-        prefix.make_room(4).graphs["a graph"] = workspace.logits.of_canvas(torch.empty(batch, 4, device=device))
-        del prefix
-    sizes = [free.size[0] for free in pool._free]
-    assert sizes == list(range(cache._MOST_FREE, 2 * cache._MOST_FREE))  # the newest
-    assert sorted(batch for batch, _ in workspace.logits._buffers) == sizes  # those of dropped graphs are gone
+    prompt = torch.zeros(4, 5, dtype=torch.int64, device=device)
+    fast.denoise(prompt[:, :4], fast.encode(prompt))
+    memory = [tensor.data_ptr() for tensor in (*fast._arena.tensors.values(), *fast._workspace._statics)]
+    graphs = set(fast._workspace.graphs)
+    for batch in (1, 3):
+        fast.denoise(prompt[:batch, :4], fast.encode(prompt[:batch]))
+    assert [t.data_ptr() for t in (*fast._arena.tensors.values(), *fast._workspace._statics)] == memory
+    assert graphs < set(fast._workspace.graphs)
+    fast.encode(torch.zeros(40, 5, dtype=torch.int64, device=device))  # too many rows
+    assert not graphs & set(fast._workspace.graphs)
 
 
-def test_larger_gpus_read_more_tokens_per_forward():
-    def most(gigabytes: int, *, four_bit: bool = False) -> int:
-        return read_limits(gigabytes << 30, four_bit=four_bit).most
-
-    assert [most(size) for size in (24, 48, 80, 140, 288)] == [8192, 8192, 16_384, 32_768, 32_768]
-    assert most(140, four_bit=True) == 1024
-
-
-def test_only_long_forwards_take_buffers_with_a_long_tail(device, monkeypatch):
-    pool = accelerate(make_model(device))._pool
-    monkeypatch.setattr(pool, "most_read", 32_768)
-    tails = {(1, 9): 8192, (1, 8193): 16_384, (1, 16_385): 32_768, (2, 4096): 4096, (3, 10_922): 10_922}
-    for (batch, num_new), tail in tails.items():
-        assert pool.take(batch, num_new, num_new).size[2] == tail
-
-
-def test_copies_of_a_cache_with_a_long_tail_have_the_tail_of_new_buffers(device, monkeypatch):
-    pool = accelerate(make_model(device))._pool
-    monkeypatch.setattr(pool, "most_read", 32_768)
-    prefix = cache.FusedCache(pool, 1)
-    assert prefix.make_room(20_000, 4).size == (1, 32_768, 32_768)
-    assert prefix.clone().buffers.size == (1, 32_768, 8192)
-    rows = prefix.select(torch.zeros(16, dtype=torch.int64, device=device))
-    assert rows.buffers.size == (16, 32_768, 512)  # 8,192 tokens of all rows together
-
-
-def test_logits_count_as_memory_of_unused_buffers(device):
-    fast = accelerate(make_model(device))
-    pool, workspace = fast._pool, fast._workspace
-    prefixes = [fast.new_cache(batch) for batch in range(1, 5)]
-    for batch, prefix in enumerate(prefixes, 1):
-        prefix.make_room(4).graphs["a graph"] = workspace.logits.of_canvas(torch.empty(batch, 4, device=device))
-    pool._most_free = sum(prefix.num_bytes for prefix in prefixes) + workspace.logits.num_bytes - 1
-    del prefix
-    while prefixes:
-        del prefixes[0]
-    assert [free.size[0] for free in pool._free] == [2, 3, 4]
-    assert sorted(batch for batch, _ in workspace.logits._buffers) == [2, 3, 4]
+def test_a_cache_at_rest_takes_the_memory_of_its_tokens(device):
+    model = make_model(device)
+    fast, prompt = accelerate(model), torch.zeros(1, 40, dtype=torch.int64, device=device)
+    first, _ = fast.encode(prompt), fast.encode(prompt)  # the second takes the place of the first
+    assert first.num_bytes == model.encode(prompt).num_bytes
 
 
 def test_launches_work_normally_after_a_failed_compilation(kernels):
@@ -260,7 +227,7 @@ def test_a_prefix_keeps_its_logits_while_graphs_of_other_shapes_come_and_go():
 
     prefix, canvas = fast.encode(draw(2, 6)), draw(2, 4)
     want = fast.denoise(canvas, prefix).logits.clone()
-    for batch in range(3, 3 + 2 * cache._MOST_FREE):
+    for batch in range(3, 35):
         fast.denoise(draw(batch, 4), fast.encode(draw(batch, 6)))
     torch.cuda.empty_cache()
     rest = [torch.full((1 << 20,), 7, dtype=torch.int32, device=device) for _ in range(40)]

@@ -44,7 +44,7 @@ def test_a_prompt_with_images_equals_the_reference(device, monkeypatch, weights,
         set_weight(model, full, quantize(model.state_dict()[full], "int4", group_size=64))
     plain = copy.deepcopy(model)
     fast = accelerate(model)
-    monkeypatch.setattr(fast._pool, "most_read", most)
+    monkeypatch.setattr(fast._arena, "most_read", most)
     tokens, mask, images = small_prompts(device)
     canvas = torch.arange(5, 9, device=device).expand(3, -1)
     more, _, more_images = small_prompts(device, [[1, (3, 6), 1]] * 3, seed=1)

@@ -5,6 +5,7 @@ import importlib
 import json
 import re
 import sys
+import threading
 import time
 import unittest.mock
 from collections import Counter
@@ -304,6 +305,17 @@ def test_models_health_metrics_and_the_page_answer(client):
     for file in re.findall(r'(?:href|src)="([^"]*)"', page.text):
         assert client.get(f"/{file}").status_code == 200
     assert "http" not in page.text.replace("http-equiv", "")
+
+
+def test_the_server_is_not_ready_before_its_model_is_warm(model, monkeypatch):
+    may_end = threading.Event()
+    monkeypatch.setattr(model, "warm_up", lambda batch_size: may_end.wait(20))
+    with TestClient(create_app(model, TOKENIZER, name="toy")) as client:
+        waiting = client.get("/health")
+        assert (waiting.status_code, waiting.json()["status"]) == (503, "warming up")
+        may_end.set()
+        assert chat(client, max_tokens=4).status_code == 200
+        assert client.get("/health").json()["status"] == "ok"
 
 
 def test_a_key_is_needed_for_all_but_the_page_and_health(model):

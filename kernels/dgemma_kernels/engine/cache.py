@@ -1,212 +1,229 @@
-"""The prefix cache in buffers with constant addresses, so that a CUDA graph captured over them stays valid.
+"""The engine's prefix cache, and the static tensors over which all of its forwards run.
 
-As in `dgemma.model.cache.PrefixCache`, rows are left-aligned and lengths are on the device. A forward writes the keys
-and values of its tokens into a tail after the prefix, and a commit only adds to a length. Full layers have room for the
-whole prefix, sliding layers for their window and a tail. `trim` moves the newest tokens of a sliding layer to its
-front. Buffers grow in steps. They return to a pool, with their graphs, when their cache is gone.
+A CUDA graph stays valid only over constant addresses. So there is one `Arena` per denoiser, and every graph is captured
+over it. A cache is in the arena while a forward uses it. When another cache needs the arena, its keys and values move
+to tensors of their exact size, where they are those of a `dgemma.model.cache.PrefixCache`. So any number of caches
+share the graphs, and a cache at rest takes no more memory than its tokens.
+
+In the arena, a forward writes the keys and values of its tokens into a tail after the prefix, and a commit only adds to
+a length. `trim` moves the newest tokens of a sliding layer to its front.
 """
 
-import threading
-from collections import OrderedDict, deque
+import math
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn, Self
 
 import torch
-import triton
 from torch import Tensor
 
-from dgemma.model.cache import CacheMark, LayerCache, PrefixCache, drop_later
+from dgemma.model.cache import CacheMark, LayerCache, PrefixCache
 from dgemma.model.config import Conventions, ModelConfig
-from dgemma_kernels.engine.graphs import GraphMemory, Replay, Turn, in_turn, remembered, use_here
-from dgemma_kernels.engine.prediction import LogitsBuffers
+from dgemma_kernels.engine.graphs import GraphMemory, Replay, Turn, copy_all, in_turn, remembered, use_here
 from dgemma_kernels.ops.prefix.kernel import forget
 
-_SMALLEST = 1024  # fewest slots of a full layer
-_LINEAR = 16_384  # numbers of slots are powers of two up to this one, then its multiples
-_LEAST_TAIL = 8192  # tokens of the smallest tail, over all rows; larger tails have 2, 4, 8 ... times as many
-_GAP = 64  # zeros before a sliding layer's first slot, which a tile of `attention` may read but no token sees
-_FREE_SHARE = 1 / 8  # share of a GPU's memory that a pool may keep in unused buffers and in logits
-_MOST_FREE = 16  # limit of a pool's unused buffers: their graphs use memory that the share does not count
+_LEAST_SLOTS = 16_384  # of full layers, over all rows
+_GROWTH = 1.5  # of tensors that are too small, because their graphs are captured again
+_GAP = 64  # slots around a sliding layer's rows, which a tile of `attention` may read but no token sees
+_ROWS = 16  # counters come in multiples of it, so that both begin at a multiple of 16 bytes
 
 
 class CacheBuffers:
-    """Keys and values of every layer, (B, K, capacity, H) each; the device's counters; graphs captured over them."""
+    """The arena for a batch of B rows: keys and values of every layer, (B, K, capacity, H) each, and counters."""
 
-    def __init__(
-        self, config: ModelConfig, batch_size: int, capacity: int, tail: int, keep: int, where: dict[str, Any]
-    ) -> None:
-        self.size = (batch_size, capacity, tail)
-        self.keep, self.window_capacity = keep, keep + tail
+    def __init__(self, arena: "Arena", batch_size: int) -> None:
+        config, self.keep = arena.config, arena.keep
+        self.window_capacity = arena.keep + arena.tail_len(batch_size)
+        self.capacity = arena.capacity(batch_size)
         self.keys: list[Tensor] = [torch.empty(0)] * config.num_hidden_layers
         self.values: list[Tensor] = [*self.keys]
         self.sliding: Tensor | None = None  # keys and values of all sliding layers: (2, layers, B, K, slots + _GAP, H)
-        for kind in set(config.layer_types):
-            layers = [layer for layer, its_kind in enumerate(config.layer_types) if its_kind == kind]
+        for is_sliding, memory in arena.tensors.items():
+            layers = arena.layers[is_sliding]
             shape = config.layer_shape(layers[0])
-            slots = capacity if shape.window is None else self.window_capacity
-            gap = 0 if shape.window is None else _GAP
+            slots = self.window_capacity if is_sliding else self.capacity
+            gap = _GAP if is_sliding else 0
             size = (2, len(layers), batch_size, shape.num_key_value_heads, slots + gap, shape.head_dim)
-            both = torch.empty(size, **where)
-            both[..., slots:, :] = 0.0
+            both = memory[gap * shape.head_dim :][: math.prod(size)].view(size)
             for at, layer in enumerate(layers):
                 self.keys[layer], self.values[layer] = both[:, at, ..., :slots, :]
-            if shape.window is not None:
+            if is_sliding:
                 self.sliding = both
-        self.counters = torch.zeros(2, batch_size, dtype=torch.int64, device=where["device"])
+        self.counters = arena.counters[:, :batch_size]
         self.lengths, self.window_lengths = self.counters  # tokens of each row; those that a sliding layer still has
-        self.graphs: OrderedDict[Any, Any] = OrderedDict()
-        self._last_read: Any = None
-        self._times_read = 0
-
-    def count_read(self, shape: Any) -> int:
-        """Note a forward over tokens of this shape. Return how many consecutive forwards had it, this one included."""
-        self._times_read = self._times_read + 1 if shape == self._last_read else 1
-        self._last_read = shape
-        return self._times_read
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.keys, *self.values))
 
 
-def memory_of(device: torch.device) -> int:
-    """Return the bytes of a GPU's memory, or 32 GiB on another device."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 32 << 30
+class Arena:
+    """The static tensors of one denoiser's caches. Batches of all sizes share the memory, and one cache uses it.
 
-
-class BufferPool:
-    """Makes the cache buffers of one model, and keeps unused ones up to a bound, newest first."""
+    `graphs` are captured over them. They are dropped when the tensors are replaced by larger ones.
+    """
 
     def __init__(
         self,
-        *,
         config: ModelConfig,
         conventions: Conventions,
         dtype: torch.dtype,
         most_read: int,
         memory: GraphMemory,
-        logits: LogitsBuffers,
+        graphs: OrderedDict[Any, Any],
     ) -> None:
-        self.config, self.memory, self.device, self.turn = config, memory, memory.device, memory.turn
+        self.config, self.conventions, self.dtype, self.memory, self.graphs = config, conventions, dtype, memory, graphs
+        self.device, self.turn = memory.device, memory.turn
         self.most_read = most_read  # tokens of one forward, over all rows
         self.keep = config.sliding_window - (0 if conventions.sliding_prefix == "window" else 1)
-        self._where: dict[str, Any] = {"device": self.device, "dtype": dtype}
-        self._free: list[CacheBuffers] = []
-        self._returned: deque[CacheBuffers] = deque()
-        self._sorting = threading.Lock()
-        self._most_free, self._logits = int(memory_of(self.device) * _FREE_SHARE), logits
+        self.layers: dict[bool, list[int]] = {}  # by whether they are sliding layers
+        for layer in range(config.num_hidden_layers):
+            self.layers.setdefault(config.layer_shape(layer).window is not None, []).append(layer)
+        self.tensors = {kind: torch.empty(0, dtype=dtype, device=self.device) for kind in self.layers}
+        self.counters = torch.zeros(2, 0, dtype=torch.int64, device=self.device)
+        self._least_tail = 2 * config.canvas_length  # a finished canvas that is not read yet, and one being denoised
+        self._buffers: dict[int, CacheBuffers] = {}
+        self.seated: Callable[[], FusedCache | None] = lambda: None  # the cache whose keys and values are here
 
     def prefill_len(self, batch_size: int) -> int:
         """Tokens per row that one forward reads: as many as allowed, because they share one read of the weights."""
         return max(self.config.canvas_length, self.most_read // max(batch_size, 1))
 
-    def take(self, batch_size: int, num_slots: int, tail: int) -> CacheBuffers:
-        """Return buffers for `num_slots` tokens per row, of which up to `tail` are new."""
-        two_canvases = 2 * self.config.canvas_length  # a finished one that is not read yet, and one being denoised
-        most = self.prefill_len(batch_size)
-        room = max(two_canvases, min(most, _LEAST_TAIL // max(batch_size, 1)))
-        while room < min(tail, most):
-            room = min(2 * room, most)
-        size = (batch_size, _step_up(num_slots), max(tail, room))
-        with self._sorting:
-            self._sort()
-            for at in reversed(range(len(self._free))):
-                if self._free[at].size == size:
-                    buffers = self._free.pop(at)
-                    use_here(*buffers.keys, *buffers.values, buffers.counters)
-                    return buffers
-        return CacheBuffers(self.config, *size, self.keep, self._where)
+    def tail_len(self, batch_size: int) -> int:
+        return max(self._least_tail, self.prefill_len(batch_size))
 
-    def give_back(self, buffers: CacheBuffers) -> None:
-        """Take back the buffers of a cache. Python may collect the cache in any thread, so this never waits."""
-        self._returned.append(buffers)
-        if self._sorting.acquire(blocking=False):
-            try:
-                self._sort()
-            finally:
-                self._sorting.release()
+    def capacity(self, batch_size: int) -> int:
+        """Tokens per row for which full layers have room."""
+        if False not in self.tensors:
+            return 1 << 62
+        return self.tensors[False].numel() // max(self._values_per_slot(False) * batch_size, 1) // _GAP * _GAP
 
-    def _sort(self) -> None:
-        while self._returned:
-            self._free.append(self._returned.popleft())
-        while len(self._free) > 1 and (len(self._free) > _MOST_FREE or self._num_bytes() > self._most_free):
-            self._free.pop(0)
+    def buffers(self, batch_size: int) -> CacheBuffers:
+        if batch_size not in self._buffers:
+            self._buffers[batch_size] = CacheBuffers(self, batch_size)
+        return self._buffers[batch_size]
 
-    def _num_bytes(self) -> int:
-        """Memory of the unused buffers and of all logits. The logits of a buffer are freed with its graphs."""
-        return self._logits.num_bytes + sum(free.num_bytes for free in self._free)
+    def has_room(self, batch_size: int, num_slots: int, num_new: int) -> bool:
+        """Return True if the tensors fit B rows of `num_slots` tokens, of which up to `num_new` are new."""
+        return (
+            batch_size <= self.counters.shape[1]
+            and num_slots <= self.capacity(batch_size)
+            and num_new <= self.tail_len(batch_size)
+            and all(self._needs(kind, batch_size, 0) <= tensor.numel() for kind, tensor in self.tensors.items())
+        )
+
+    @in_turn
+    def make_room(self, batch_size: int, num_slots: int, num_new: int) -> None:
+        """Replace tensors that are too small, and drop all graphs. The cache in the arena leaves it first."""
+        if self.has_room(batch_size, num_slots, num_new):
+            return
+        if (seated := self.seated()) is not None:
+            seated.leave()
+        self._buffers.clear()
+        self.graphs.clear()
+        self._least_tail = max(self._least_tail, num_new if num_new > self.tail_len(batch_size) else 0)
+        if batch_size > self.counters.shape[1]:
+            num_rows = -(-batch_size // _ROWS) * _ROWS
+            self.counters = torch.zeros(2, num_rows, dtype=torch.int64, device=self.device)
+        capacity = -(-max(num_slots, _LEAST_SLOTS // max(batch_size, 1)) // _GAP) * _GAP
+        for kind, old in self.tensors.items():
+            size = self._needs(kind, batch_size, capacity)
+            if size > (least := old.numel()):
+                use_here(old)
+                del old
+                self.tensors[kind] = self.tensors[kind].new_empty(0)  # frees the old memory first
+                self.tensors[kind] = self.tensors[kind].new_zeros(max(size, int(_GROWTH * least)))
+
+    def capture_trim(self, batch_size: int) -> Replay:
+        """Return the graph that moves the newest tokens of sliding layers to their front."""
+        buffers = self.buffers(batch_size)
+
+        def run() -> None:  # a second run does nothing, so capture may run it twice
+            if buffers.sliding is not None:
+                forget(buffers.sliding[0], buffers.sliding[1], buffers.window_lengths, buffers.keep)
+            buffers.window_lengths.clamp_(max=buffers.keep)
+
+        captured: Replay = remembered(self.graphs, ("trim", batch_size), partial(Replay, run, self.memory))
+        return captured
+
+    def _values_per_slot(self, kind: bool) -> int:
+        shape = self.config.layer_shape(self.layers[kind][0])
+        return 2 * len(self.layers[kind]) * shape.num_key_value_heads * shape.head_dim
+
+    def _needs(self, kind: bool, batch_size: int, capacity: int) -> int:
+        """Return how many values B rows take, with `capacity` slots in full layers."""
+        if not kind:
+            return batch_size * capacity * self._values_per_slot(kind)
+        slots = batch_size * (self.keep + self.tail_len(batch_size) + _GAP)
+        return slots * self._values_per_slot(kind) + _GAP * self.config.layer_shape(self.layers[kind][0]).head_dim
 
 
-class FusedCache:
-    """A `dgemma.model.cache.Cache` over pooled buffers, made and extended only by the fused denoiser.
+class FusedCache(PrefixCache):
+    """A `PrefixCache` whose keys and values are in the arena while forwards use them. Only the fused denoiser makes it.
+
+    `layers` takes them out of the arena. So what copies, joins or marks caches is the library's own code.
 
     A finished block may be `postponed`: it counts as read, but the engine reads it together with the next canvas, in
     one pass over the weights. If other code needs the cache first, `catch_up` reads the block.
     """
 
-    def __init__(self, pool: BufferPool, batch_size: int) -> None:
-        self.pool = pool
-        self._buffers: CacheBuffers | None = None
-        self._lengths = torch.zeros(batch_size, dtype=torch.int64, device=pool.device)  # without postponed tokens
-        self._num_slots = 0
-        self._num_seen = 0
-        self.postponed: Tensor | None = None  # (B, C) tokens
-        self._read: Callable[[Tensor, FusedCache], None] | None = None
-        self.num_held = 0  # the most tokens a row has in a sliding layer's buffer, as far as the host knows
-        self.ragged = False
-        self._marks: list[CacheMark] = []
+    arena: Arena
+    postponed: Tensor | None = None  # (B, C) tokens
+    num_held = 0  # in the arena: the most tokens a row has in a sliding layer, as far as the host knows
+    _read: Callable[[Tensor, "FusedCache"], None] | None = None
 
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(lengths={self.lengths.tolist()}, num_layers={self.pool.config.num_hidden_layers})"
-        )
-
-    def __del__(self) -> None:
-        buffers = getattr(self, "_buffers", None)
-        if buffers is not None:
-            self.pool.give_back(buffers)
+    def __init__(self, arena: Arena, batch_size: int) -> None:
+        self.arena = arena
+        where: dict[str, Any] = {"device": arena.device, "dtype": arena.dtype}
+        super().__init__(arena.config, batch_size, **where, conventions=arena.conventions)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.clone()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "FusedCache must not be pickled or copied, because its buffers belong to its denoiser. Keep its tokens, "
-            "and encode them again; clone() makes a copy for the same denoiser."
+            "FusedCache must not be pickled or copied, because it belongs to its denoiser. Keep its tokens, and encode "
+            "them again; clone() makes a copy for the same denoiser."
         )
 
     @property
-    def buffers(self) -> CacheBuffers:
-        if self._buffers is None:
-            self.make_room(self.pool.config.canvas_length)
-        assert self._buffers is not None
-        return self._buffers
+    def turn(self) -> Turn:
+        return self.arena.turn
 
     @property
     def lengths(self) -> Tensor:
         """Tokens of each row, (B,) int64: a new tensor at every change, so earlier ones keep their values."""
         return self._lengths if self.postponed is None else self._lengths + self.num_postponed
 
-    @property
-    def turn(self) -> Turn:
-        return self.pool.turn
-
-    @property
-    def batch_size(self) -> int:
-        return self._lengths.shape[0]
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the keys and values, in bytes."""
-        return self.buffers.num_bytes
+    @lengths.setter
+    def lengths(self, lengths: Tensor) -> None:
+        self._lengths = lengths
 
     @property
     def num_slots(self) -> int:
         return self._num_slots + self.num_postponed
 
+    @num_slots.setter
+    def num_slots(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+
     @property
     def num_seen(self) -> int:
         return self._num_seen + self.num_postponed
+
+    @num_seen.setter
+    def num_seen(self, num_seen: int) -> None:
+        self._num_seen = num_seen
+
+    @property
+    def layers(self) -> list[LayerCache]:
+        """The keys and values of every layer, outside of the arena and with the postponed tokens."""
+        with self.turn:
+            self.catch_up()
+            self.leave()
+        return self._layers
+
+    @layers.setter
+    def layers(self, layers: list[LayerCache]) -> None:
+        self._layers = layers
 
     @property
     def num_postponed(self) -> int:
@@ -226,9 +243,10 @@ class FusedCache:
     @in_turn
     def catch_up(self) -> None:
         """Read the postponed tokens."""
-        num_slots, tokens = self._num_slots, self.take_postponed()
+        tokens = self.take_postponed()
         if tokens is None:
             return
+        num_slots = self._num_slots
         assert self._read is not None
         try:
             self._read(tokens, self)
@@ -237,177 +255,97 @@ class FusedCache:
                 self.postponed = tokens  # they were not read, so they stay postponed
             raise
 
-    @property
-    def layers(self) -> list[LayerCache]:
-        """The keys and values of every layer, after reading the postponed tokens."""
-        with self.turn:
-            self.catch_up()
-            self.trim()
-        shapes = [self.pool.config.layer_shape(layer) for layer in range(self.pool.config.num_hidden_layers)]
-        return [
-            LayerCache(keys, values, shape.window, None if shape.window is None else self.pool.keep)
-            for keys, values, shape in zip(self.buffers.keys, self.buffers.values, shapes, strict=True)
-        ]
-
     @in_turn
     def make_room(self, num_new: int, num_later: int = 0) -> CacheBuffers:
-        """Return buffers with room for `num_new` tokens per row, and for `num_later` more in full layers."""
-        old, num_slots = self._buffers, self._num_slots + num_new + num_later
-        if old is not None and self.num_held + num_new > old.window_capacity:
+        """Enter the arena, with room for `num_new` tokens per row, and for `num_later` more in full layers."""
+        arena, batch = self.arena, self.batch_size
+        arena.make_room(batch, self._num_slots + num_new + num_later, num_new)
+        buffers = arena.buffers(batch)
+        if (seated := arena.seated()) is not self:
+            if seated is not None:
+                seated.leave()
+            self._enter(buffers)
+        if self.num_held + num_new > buffers.window_capacity:
             self.trim()
-        if old is not None and num_slots <= old.size[1] and num_new <= old.size[2]:
-            return old
+        return buffers
+
+    def _enter(self, buffers: CacheBuffers) -> None:
+        filled = [layer.num_filled(self._num_slots) for layer in self._layers]
+        sources = [tensor for layer in self._layers for tensor in (layer.keys, layer.values)]
+        use_here(*sources)
+        pairs = zip(buffers.keys, buffers.values, strict=True)
+        targets = [tensor for pair in pairs for tensor in pair]
+        sizes = [size for size in filled for _ in range(2)]
+        copy_all(*([x[:, :, :size] for x, size in zip(xs, sizes, strict=True)] for xs in (targets, sources)))
+        buffers.lengths.copy_(self._lengths)
+        buffers.window_lengths.copy_(self._lengths.clamp(max=buffers.keep))
+        self.num_held = min(self._num_slots, buffers.keep)
+        self._layers = []
+        self.arena.seated = weakref.ref(self)
+
+    @in_turn
+    def leave(self) -> None:
+        """Move keys and values out of the arena, to tensors of their size."""
+        if self.arena.seated() is not self:
+            return
         self.trim()
-        self._move_to(self.pool.take(self.batch_size, num_slots, num_new))
-        if old is not None:
-            self.pool.give_back(old)
-        return self.buffers
+        buffers, config = self.arena.buffers(self.batch_size), self.arena.config
+        self._layers = []
+        for layer, pair in enumerate(zip(buffers.keys, buffers.values, strict=True)):
+            window = config.layer_shape(layer).window
+            size = self._num_slots if window is None else min(self._num_slots, buffers.keep)
+            keys, values = (x[:, :, :size].clone(memory_format=torch.contiguous_format) for x in pair)
+            self._layers.append(LayerCache(keys, values, window, None if window is None else buffers.keep))
+        self.arena.seated = lambda: None
 
     @in_turn
     def extend(self, num_new: int, counts: Tensor | None) -> None:
         """Commit tokens that a forward wrote to the tail: all `num_new`, or the first `counts` (B,) of each row."""
+        buffers = self.arena.buffers(self.batch_size)
         if counts is None:
-            self.buffers.counters.add_(num_new)
+            buffers.counters.add_(num_new)
             self._lengths = self._lengths + num_new
             self._num_slots += num_new
         else:
-            grown = self._lengths + counts
-            self.buffers.window_lengths.add_(counts)
-            self._set_lengths(grown)
-            self._num_slots = int(grown.max())
+            self._lengths = self._lengths + counts
+            buffers.window_lengths.add_(counts)
+            buffers.lengths.copy_(self._lengths)
+            self._num_slots = int(self._lengths.max())
         self.num_held += num_new
         self._num_seen += num_new
         self.ragged = self.ragged or counts is not None
 
     @in_turn
     def trim(self) -> None:
-        """Drop all but the newest tokens of sliding layers, and move these to the front."""
-        buffers = self._buffers
-        if buffers is None or self.num_held <= buffers.keep:
-            return
-
-        def run() -> None:  # a second run does nothing, so capture may run it twice
-            if buffers.sliding is not None:
-                forget(buffers.sliding[0], buffers.sliding[1], buffers.window_lengths, buffers.keep)
-            buffers.window_lengths.clamp_(max=buffers.keep)
-
-        remembered(buffers.graphs, "trim", lambda: Replay(run, self.pool.memory)).replay()
-        self.num_held = buffers.keep
+        """In the arena, drop all but the newest tokens of sliding layers, and move these to the front."""
+        if self.arena.seated() is self and self.num_held > self.arena.keep:
+            self.arena.capture_trim(self.batch_size).rewrite()
+            self.num_held = self.arena.keep
 
     def reserve(self, num_tokens: int) -> None:
         """Make room for `num_tokens` in total, so that appending up to there never copies."""
         self.make_room(self.num_postponed, max(0, num_tokens - self.num_slots))
 
-    @in_turn
-    def mark(self) -> CacheMark:
-        """Remember this boundary, to roll back to it later; copies the tokens of sliding layers."""
-        windows = [
-            None if layer.keep is None else tuple(view.clone() for view in layer.view(self.num_slots))
-            for layer in self.layers
-        ]
-        mark = CacheMark(self.lengths, self.num_slots, self.num_seen, self.ragged, windows)  # type: ignore[arg-type]
-        self._marks.append(mark)
-        return mark
+    clone, select = in_turn(PrefixCache.clone), in_turn(PrefixCache.select)
+    splice, mark = in_turn(PrefixCache.splice), in_turn(PrefixCache.mark)
 
     @in_turn
     def rollback(self, mark: CacheMark) -> None:
         """Forget everything after `mark`, and later marks. This mark can be used again."""
-        drop_later(self._marks, mark)
         self.take_postponed()
-        self._num_slots, self._num_seen, self.ragged = mark.num_slots, mark.num_seen, mark.ragged
-        for layer, window in zip(self.layers, mark.windows, strict=True):
-            if window is not None:
-                for target, source in zip((layer.keys, layer.values), window, strict=True):
-                    target[:, :, : source.shape[2]] = source
-        self._hold(mark.lengths)
-
-    @in_turn
-    def clone(self) -> Self:
-        return self._rebuild(lambda tensor: tensor)
-
-    @in_turn
-    def select(self, rows: Tensor) -> Self:
-        return self._rebuild(lambda tensor: tensor.index_select(0, rows))
-
-    @in_turn
-    def splice(self, rows: Tensor, donor: "FusedCache") -> None:
-        """Replace `rows` (R,) in place by the rows of a donor of batch size R. Marks are forgotten."""
-        self.catch_up()
-        theirs = donor.layers  # reads postponed tokens and trims
-        self.trim()
-        lengths = self._lengths.index_copy(0, rows, donor._lengths)
-        self.make_room(self.pool.config.canvas_length, max(0, donor._num_slots - self._num_slots))
-        for mine, layer in zip(self.layers, theirs, strict=True):
-            size = layer.num_filled(donor._num_slots)
-            mine.keys[rows, :, :size], mine.values[rows, :, :size] = layer.keys[:, :, :size], layer.values[:, :, :size]
-        self._num_slots, self._num_seen = int(lengths.max()), max(self._num_seen, donor._num_seen)
-        self.ragged, self._marks = True, []
-        self._hold(lengths)
+        self.leave()
+        super().rollback(mark)
 
     @classmethod
     def join(cls, parts: Sequence[tuple[Tensor, Any]]) -> Self:
         """Join caches into one. A part is row numbers (R,) and their cache; together the parts cover the batch."""
-        pool: BufferPool = parts[0][1].pool
-        with pool.turn:
-            joined = PrefixCache.join(parts)
-            fused = cls(pool, joined.batch_size)
-            fused._num_slots, fused._num_seen, fused.ragged = joined.num_slots, joined.num_seen, True
-            fused.make_room(pool.config.canvas_length)
-            for target, layer in zip(fused.layers, joined.layers, strict=True):
-                size = layer.keys.shape[2]
-                target.keys[:, :, :size], target.values[:, :, :size] = layer.keys, layer.values
-            fused._hold(joined.lengths)
-        return fused
+        arena: Arena = parts[0][1].arena
+        with arena.turn:
+            joined = super().join(parts)
+        joined.arena = arena
+        return joined
 
     def _rebuild(self, transform: Callable[[Tensor], Tensor]) -> Self:
-        self.catch_up()
-        self.trim()
-        lengths = transform(self._lengths)
-        copy = type(self)(self.pool, lengths.shape[0])
-        copy._lengths = lengths.clone()
-        copy._num_slots, copy._num_seen = self._num_slots, self._num_seen
-        copy.ragged, copy.num_held = self.ragged, self.num_held
-        if self._buffers is not None:
-            # `trim` has emptied the tail, so the copy has the smallest one. A long tail takes memory in every row.
-            copy._buffers = self.pool.take(lengths.shape[0], self._buffers.size[1], tail=0)
-            copy._copy_from(self._buffers, transform)
+        copy = super()._rebuild(transform)
+        copy.arena = self.arena
         return copy
-
-    def _move_to(self, buffers: CacheBuffers) -> None:
-        old, self._buffers = self._buffers, buffers
-        try:
-            if old is None:
-                self._hold(self._lengths)
-            else:
-                self._copy_from(old, lambda tensor: tensor)
-        except BaseException:
-            self._buffers = old  # the new ones are incomplete
-            raise
-
-    def _copy_from(self, old: CacheBuffers, transform: Callable[[Tensor], Tensor]) -> None:
-        assert self._buffers is not None
-        for layer in range(self.pool.config.num_hidden_layers):
-            sliding = self.pool.config.layer_shape(layer).window is not None
-            size = self.num_held if sliding else self._num_slots
-            for target, source in (
-                (self._buffers.keys[layer], old.keys[layer]),
-                (self._buffers.values[layer], old.values[layer]),
-            ):
-                target[:, :, :size] = transform(source[:, :, :size])
-        self._hold(self._lengths)
-
-    def _hold(self, lengths: Tensor) -> None:
-        """Set the counters to what they are after `trim`, for rows of `lengths` tokens."""
-        self.num_held = min(self._num_slots, self.pool.keep)
-        self.buffers.window_lengths.copy_(lengths.clamp(max=self.pool.keep))
-        self._set_lengths(lengths)
-
-    def _set_lengths(self, lengths: Tensor) -> None:
-        self._lengths = lengths
-        self.buffers.lengths.copy_(lengths)
-
-
-def _step_up(num_slots: int) -> int:
-    if num_slots > _LINEAR:
-        return triton.cdiv(num_slots, _LINEAR) * _LINEAR
-    return max(_SMALLEST, triton.next_power_of_2(num_slots))

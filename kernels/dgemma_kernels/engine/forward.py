@@ -4,8 +4,9 @@ Nothing here reads the device, so all of it can be captured. The reference is `d
 """
 
 import logging
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -84,6 +85,15 @@ class _Layer:
     # has no fixed parts.
     rotary_pairs: int | None
     part: int  # keys per fixed part of attention; 0 without fixed parts
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Layers of one kind launch the same kernels."""
+        choices = {f.name: getattr(self, f.name) for f in fields(self)}
+        return (
+            self.weights.shape,
+            *(v for name, v in choices.items() if name not in ("weights", "index", "next_norm")),
+        )
 
     def slot(self, buffers: CacheBuffers) -> Tensor:
         """Return the place of the first new token in the layer's buffer, (B,)."""
@@ -221,7 +231,8 @@ class Forward:
             blocks=blocks,
         )
         inputs: Tensor | Quantized = _as(self.weights.layers[0].qkv, normed)
-        for layer, scalar in zip(self._layers, self._scalars(tokens, x), strict=True):
+        scalars = self._scalars(tokens, x)
+        for layer in self._layers:
             if layer.is_end and not last:  # the caller needs only this layer's keys and values
                 self._prepare_qkv(layer, *self._keys_product(layer.weights), inputs, tokens, buffers)
                 return x
@@ -232,9 +243,22 @@ class Forward:
             attended, scales = self._unscaled(
                 seen.view(x.shape[0], -1) if isinstance(seen, Tensor) else seen, layer.weights.o
             )
-            x, inputs = self._feed_forward(layer, attended, scales, x, scalar)
+            x, inputs = self._feed_forward(layer, attended, scales, x, scalars[layer.index])
         assert isinstance(inputs, Tensor)  # the last layer does not round its output to float8
         return inputs
+
+    def rehearsal(self, run: Callable[[], Any]) -> Callable[[], None]:
+        """Return a function that calls `run` with only one layer of each kind, which launch the same kernels."""
+
+        def rehearse() -> None:
+            layers, kinds = self._layers, {layer.kind: layer for layer in reversed(self._layers)}
+            self._layers = [layer for layer in layers if kinds[layer.kind] is layer]
+            try:
+                run()
+            finally:
+                self._layers = layers
+
+        return rehearse
 
     def _plan_layer(self, index: int) -> "_Layer":
         """Make the choices that depend only on the layer."""

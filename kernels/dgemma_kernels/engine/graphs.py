@@ -16,7 +16,7 @@ from triton.runtime import driver
 
 from dgemma_kernels.ops.ahead import only_compiling
 
-_MOST_GRAPHS = 12  # per set of buffers, so that an option that changes at every step does not fill the memory
+_MOST_GRAPHS = 400  # so that an option that changes at every step does not fill the memory
 
 
 class CaptureError(RuntimeError):
@@ -95,6 +95,7 @@ class GraphMemory:
 
     def __init__(self, device: torch.device, sides: Sequence[torch.cuda.Stream] = ()) -> None:
         self.device, self.turn, self._sides = device, Turn(device), sides
+        self.is_compiled = False  # True if all kernels are compiled, so that captures need not do it
         self._failed: list[torch.cuda.CUDAGraph] = []
         if device.type == "cuda":
             self._start()
@@ -147,7 +148,8 @@ class Replay:
     """`fn()` captured: `result` is its result, and every `replay()` recomputes the tensors in it in place.
 
     `fn` reads static tensors, which already hold the first replay's inputs, and returns a pytree. On a GPU, its
-    Python code runs only in the constructor. `launches` is the part of it that `compile_together` compiles.
+    Python code runs only in the constructor. `rehearse` runs all kernels of a long `fn` once, in less time. They are
+    compiled in parallel before that. Without it, `fn` runs once before it is captured.
 
     Example: `square = Replay(lambda: x * x, GraphMemory(x.device)); square.replay(); square.result` is `x * x`.
     """
@@ -156,19 +158,19 @@ class Replay:
         self,
         fn: Callable[[], Any],
         memory: GraphMemory,
-        launches: Callable[[], Any] | None = None,
+        rehearse: Callable[[], Any] | None = None,
     ) -> None:
         device = memory.device
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._is_fresh = True  # the constructor runs `fn` for the first inputs
+        self._is_fresh = device.type != "cuda" or rehearse is None  # the constructor runs `fn` for the first inputs
         if device.type != "cuda":
             self._fn, self.result = fn, fn()
             return
         memory.first_run.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(memory.first_run):
-            if launches is not None:
-                compile_together(launches)
-            fn()  # compiles the rest, and lets libraries allocate what they cannot during capture
+            if rehearse is not None and not memory.is_compiled:
+                compile_together(rehearse)
+            (rehearse or fn)()  # loads kernels, and lets libraries allocate what they cannot during capture
         torch.cuda.synchronize(device)  # a failed kernel raises here, and is not reported as a failed capture
         memory.prepare()
         self._graph = torch.cuda.CUDAGraph()
@@ -195,6 +197,11 @@ class Replay:
         for target, source in zip(tree_leaves(self.result), tree_leaves(self._fn()), strict=True):
             if isinstance(target, Tensor) and target is not source:
                 target.copy_(source)
+
+    def wait_for_inputs(self) -> "Replay":
+        """Make the next call run `fn`, because the constructor has run it for other inputs than those to come."""
+        self._is_fresh = False
+        return self
 
     def rewrite(self) -> None:
         """Run `fn` again, which writes to static tensors. The first call does nothing: the constructor has run `fn`."""

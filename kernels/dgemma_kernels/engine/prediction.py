@@ -6,11 +6,9 @@ The kernel applies soft-cap, temperature, bias and allowed tokens. Top-k, top-p,
 
 import math
 import threading
-import weakref
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -56,48 +54,6 @@ class Logits:
         if self._tensor is not None:
             self._is_copy = self._thread != threading.get_ident()
             self._tensor = self._tensor.clone() if self._is_copy else None
-
-
-class LogitsBuffer:
-    """A tensor (B, C, V) that graphs write into, and the `Logits` that are in it now."""
-
-    def __init__(self, tensor: Tensor, turn: Turn) -> None:
-        self.tensor, self._turn = tensor, turn
-        self.static = Logits(tensor, turn)  # for the graphs, which read what they wrote
-        self._current: Callable[[], Logits | None] = lambda: None
-
-    def renew(self) -> Logits:
-        """Return the logits that the next replay writes, which may overwrite the current ones."""
-        last, new = self._current(), Logits(self.tensor, self._turn)
-        if last is not None:
-            last.give_up()
-        self._current = weakref.ref(new)
-        return new
-
-
-class LogitsBuffers:
-    """The buffers of one denoiser. Graphs of one shape share a buffer, because it is large.
-
-    A buffer lives as long as a graph that writes to it, so that many shapes do not fill the memory.
-    """
-
-    def __init__(self, vocab_size: int, dtype: torch.dtype, turn: Turn) -> None:
-        self._vocab_size, self._dtype, self._turn = vocab_size, dtype, turn
-        self._buffers: WeakValueDictionary[torch.Size, LogitsBuffer] = WeakValueDictionary()
-
-    def of_canvas(self, canvas: Tensor) -> LogitsBuffer:
-        """Return the buffer for a canvas (B, C)."""
-        buffer = self._buffers.get(canvas.shape)
-        if buffer is None:
-            tensor = torch.empty(*canvas.shape, self._vocab_size, dtype=self._dtype, device=canvas.device)
-            buffer = self._buffers[canvas.shape] = LogitsBuffer(tensor, self._turn)
-        return buffer
-
-    @property
-    def num_bytes(self) -> int:
-        """The memory of all buffers. Any thread may read it."""
-        buffers = [ref() for ref in self._buffers.valuerefs()]  # a copy, because another thread may add one
-        return sum(buffer.tensor.nbytes for buffer in buffers if buffer is not None)
 
 
 class VocabularySweep(NamedTuple):

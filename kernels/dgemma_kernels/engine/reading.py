@@ -1,9 +1,12 @@
-"""Reads prompts and single tokens causally into a prefix cache; a forward whose size repeats becomes a CUDA graph."""
+"""Reads prompts and single tokens causally into a prefix cache, in CUDA graphs.
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from functools import partial
-from typing import Any
+Every forward is captured, and reads one of a few numbers of tokens per row. A prompt is cut into chunks of such sizes,
+and the last one is padded.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -11,55 +14,49 @@ from torch import Tensor, nn
 from dgemma.model.causal import CausalRule, CausalState
 from dgemma.model.vision.images import Images
 from dgemma.model.vision.places import find_blocks, insert_features, split_tokens
-from dgemma_kernels.engine.cache import BufferPool, CacheBuffers, FusedCache
-from dgemma_kernels.engine.graphs import Replay, compile_together, copy_all, remembered, side_stream
+from dgemma_kernels.engine.cache import Arena, CacheBuffers, FusedCache
+from dgemma_kernels.engine.graphs import Replay, copy_all, remembered, side_stream
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits
 from dgemma_kernels.engine.workspace import Workspace
 from dgemma_kernels.ops.draws import kernel as draws
 
-_IN_A_ROW = 3
-_MOST_REHEARSED = 4  # rows; for more, the kernels of a step are not compiled together with those of a prompt
+MOST_READ = 8192  # tokens of a forward, over all rows
+MOST_READ_FOUR_BIT = 1024  # users choose weights of four bits to save memory
+_SIZES = (16, 64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)  # tokens per row
+_COST = 600  # a forward takes as long as this number of tokens and its own
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReadLimits:
-    """Limits on the tokens of a forward over a prompt, counted over all rows.
+def read_sizes(most: int) -> tuple[int, ...]:
+    """Return the numbers of tokens per row that a forward of at most `most` reads, smallest first.
 
-    Capture takes tens of milliseconds, and large forwards gain less from it.
+    Example: `read_sizes(512)` is (16, 64, 128, 256, 512).
     """
-
-    most: int  # largest forward
-    captured_soon: int  # largest forward that is captured at its second use
-    captured_later: int  # largest forward that is captured after _IN_A_ROW consecutive uses
+    return tuple(size for size in _SIZES if size <= most) or (most,)
 
 
-LIMITS = ReadLimits(most=8192, captured_soon=2048, captured_later=8192)
-# Users choose weights of four bits to save memory, so their forwards are smaller.
-FOUR_BIT_LIMITS = ReadLimits(most=1024, captured_soon=256, captured_later=256)
-_TOKEN_BYTES = 400_000  # of activations and of sliding layers' tails, per token of a forward of the published model
-_MEMORY_SHARE = 1 / 8  # of a GPU's memory that a forward may use
-_MOST = 32_768
+@lru_cache(maxsize=4096)
+def plan_chunks(num_tokens: int, batch_size: int, most: int) -> tuple[int, ...]:
+    """Return the sizes of the forwards that read `num_tokens` tokens per row. The last one may be padded.
 
-
-def read_limits(memory: int, *, four_bit: bool) -> ReadLimits:
-    """Return the limits for a GPU with this memory in bytes. More tokens per forward leave fewer processors idle.
-
-    Example: `read_limits(80 << 30, four_bit=False).most` is 16,384.
+    Example: `plan_chunks(4400, 1, 8192)` is (4096, 512), and `plan_chunks(5800, 1, 8192)` is (6144,).
     """
-    if four_bit:
-        return FOUR_BIT_LIMITS
-    fitting = max(int(memory * _MEMORY_SHARE / _TOKEN_BYTES), LIMITS.most)
-    return replace(LIMITS, most=min(1 << fitting.bit_length() - 1, _MOST))
+    sizes, whole = read_sizes(most), ()
+    if num_tokens > sizes[-1]:
+        whole = (sizes[-1],) * ((num_tokens - 1) // sizes[-1])
+        num_tokens -= sum(whole)
+    smaller = [size for size in sizes if size < num_tokens]
+    padded = sizes[len(smaller) : len(smaller) + 1]
+    if not smaller:
+        return whole + padded
+    in_parts = (smaller[-1], *plan_chunks(num_tokens - smaller[-1], batch_size, most))
+    return whole + min(padded, in_parts, key=lambda chunks: len(chunks) * _COST + batch_size * sum(chunks))
 
 
 class CausalReader:
     """Reads tokens into the caches of one denoiser. `before_graph` is called before a graph is captured or replayed."""
 
-    def __init__(
-        self, workspace: Workspace, pool: BufferPool, limits: ReadLimits, before_graph: Callable[[], None]
-    ) -> None:
-        self._workspace, self._pool, self.limits, self._before_graph = workspace, pool, limits, before_graph
-        self._shapes_read: set[Any] = set()  # of chunks of a prompt
+    def __init__(self, workspace: Workspace, arena: Arena, before_graph: Callable[[], None]) -> None:
+        self._workspace, self._arena, self._before_graph = workspace, arena, before_graph
 
     def read(
         self, tokens: Tensor, cache: FusedCache, real: Tensor | None, *, last: bool, images: Images | None = None
@@ -70,11 +67,13 @@ class CausalReader:
             # A row's real tokens come first. Padding is written after its prefix and never counted.
             order = (~real).to(torch.uint8).sort(dim=1, stable=True).indices
             tokens, counts = tokens.gather(1, order), real.sum(1)
-        num_new, chunk_len = tokens.shape[1], self._pool.prefill_len(tokens.shape[0])
+        num_new, most = tokens.shape[1], self._arena.prefill_len(tokens.shape[0])
         hidden, embedded, blocks = [], None, None
+        chunks = _cut(num_new, plan_chunks(num_new, tokens.shape[0], most))
         if images is not None:
             embedded, blocks = self._embed_images(tokens, images)
-        for chunk in split_tokens(num_new, chunk_len, blocks):
+            chunks = split_tokens(num_new, most, blocks)
+        for chunk in chunks:
             num_slots = num_new - chunk.start + self._workspace.config.canvas_length
             if embedded is None or blocks is None:
                 hidden.append(self._read_chunk(tokens[:, chunk], cache, num_slots, last))
@@ -111,7 +110,7 @@ class CausalReader:
         buffers = cache.make_room(1, self._workspace.config.canvas_length)
         self._before_graph()
         make = partial(CapturedRead, self._workspace, tokens, buffers, last=True, head=True)
-        logits = remembered(buffers.graphs, ("token", tokens.shape), make)(tokens)
+        logits = remembered(self._workspace.graphs, ("token", tokens.shape), make)(tokens)
         cache.extend(1, None)
         return logits[:, None]
 
@@ -120,7 +119,7 @@ class CausalReader:
         buffers = cache.make_room(1, self._workspace.config.canvas_length)
         self._before_graph()
         make = partial(CapturedCausalStep, self._workspace, state, rule, buffers)
-        after: CausalState = remembered(buffers.graphs, ("causal", rule, state.token.shape), make)(state)
+        after: CausalState = remembered(self._workspace.graphs, ("causal", rule, state.token.shape), make)(state)
         cache.extend(1, None)
         return after
 
@@ -128,66 +127,29 @@ class CausalReader:
         """Run one chunk (B, T) into the tail of the cache → (B, T, D) if `last`.
 
         The cache gets room for `num_slots` more tokens per row: the chunk, the rest of the prompt, and a canvas.
-
-        A captured chunk is padded to one of a few sizes. Padding is after the chunk in a causal forward, so it changes
-        no other token.
+        Padding is after the chunk in a causal forward, so it changes no other token.
         """
-        batch, size = tokens.shape
-        padded_size = min(_round_up(size), self._pool.prefill_len(batch))
+        size = tokens.shape[1]
+        padded_size = next(s for s in read_sizes(self._arena.prefill_len(tokens.shape[0])) if s >= size)
         buffers = cache.make_room(padded_size, max(0, num_slots - padded_size))
-        key = ("read", (batch, padded_size), last)
-        times = buffers.count_read(key)
-        num_tokens = batch * padded_size
-        is_small = num_tokens <= self.limits.captured_soon
-        is_captured = key in buffers.graphs or (times >= _IN_A_ROW and num_tokens <= self.limits.captured_later)
-        if is_small or is_captured:
-            tokens = nn.functional.pad(tokens, (0, padded_size - size))
-        # Forwards of one shape run the same kernels. Large ones of similar sizes do, too.
-        shape = tokens.shape if is_small else tokens.numel().bit_length()
-        if is_captured or (is_small and shape in self._shapes_read):
-            self._before_graph()
-            make = partial(CapturedRead, self._workspace, tokens, buffers, last)
-            hidden = remembered(buffers.graphs, key, make)(tokens)
-        else:
-            if shape not in self._shapes_read:
-                self._compile(tokens, buffers, last)
-            self._shapes_read.add(shape)
-            hidden = self._workspace.forward.read(tokens.long(), buffers, last=last)
-        return hidden.view(batch, tokens.shape[1], -1)[:, :size]
+        tokens = nn.functional.pad(tokens, (0, padded_size - size))
+        self._before_graph()
+        hidden = self.capture(tokens, buffers, last)(tokens)
+        return hidden.view(*tokens.shape, -1)[:, :size] if last else hidden
 
-    def _compile(self, tokens: Tensor, buffers: CacheBuffers, last: bool) -> None:
-        """Compile the kernels of a chunk in parallel.
-
-        With the first chunk, the kernels of a canvas are compiled too. This allocates the canvas's logits, 134 MB per
-        row for the published model, so large batches do it later.
-        """
-        if self._workspace.device.type != "cuda":
-            return
-        with_canvas = not self._shapes_read and tokens.shape[0] <= _MOST_REHEARSED
-
-        def launch() -> None:
-            self._workspace.forward.read(tokens.long(), buffers, last=last)
-            if with_canvas:
-                self._rehearse(buffers)
-
-        compile_together(launch)
-
-    def _rehearse(self, buffers: CacheBuffers) -> None:
-        """Launch the kernels of a denoising step on empty tensors, for `compile_together`."""
-        workspace = self._workspace
-        shape = (buffers.lengths.shape[0], workspace.config.canvas_length)
-        canvas = torch.zeros(shape, dtype=torch.int64, device=workspace.device)
-        hidden = workspace.forward.canvas(canvas, workspace.soft_embedding(None, canvas), buffers)
-        logits = Logits(workspace.forward.head(hidden).unflatten(0, shape))
-        raw = FusedPrediction(logits, (workspace.softcap,))
-        prediction = raw.shaped(temperature=torch.ones(shape[0], device=workspace.device))
-        prediction.sample(torch.zeros(shape, dtype=torch.float64, device=workspace.device))
-        workspace.soft_embedding(prediction, canvas)
+    def capture(self, tokens: Tensor, buffers: CacheBuffers, last: bool = False) -> "CapturedRead":
+        """Return the graph of a forward over tokens (B, T)."""
+        make = partial(CapturedRead, self._workspace, tokens, buffers, last)
+        captured: CapturedRead = remembered(self._workspace.graphs, ("read", tokens.shape, last), make)
+        return captured
 
 
-def _round_up(num_tokens: int) -> int:
-    """Return the size to which a chunk is padded: a power of two up to 512, then a multiple of 256."""
-    return 1 << (num_tokens - 1).bit_length() if num_tokens <= 512 else -(-num_tokens // 256) * 256
+def _cut(num_tokens: int, sizes: tuple[int, ...]) -> Iterator[slice]:
+    """Yield chunks of these sizes, the last of which ends after `num_tokens` tokens."""
+    start = 0
+    for size in sizes:
+        yield slice(start, min(start + size, num_tokens))
+        start += size
 
 
 class CapturedRead:
@@ -201,15 +163,15 @@ class CapturedRead:
 
         def run() -> Tensor:
             hidden = workspace.forward.read(static, buffers, last=last)
+            if not last:  # only keys and values matter
+                return hidden.new_empty(0)
             return workspace.causal_logits(hidden) if head else hidden
 
-        # The first chunk of each size is read without a graph, so kernels are compiled before the capture.
-        launches = run if head else None
-        self.graph = Replay(run, workspace.memory, launches)
+        self.graph = Replay(run, workspace.memory, rehearse=workspace.forward.rehearsal(run))
 
     def __call__(self, tokens: Tensor) -> Tensor:
         self._tokens.copy_(tokens)
-        if not self._last:  # only the buffers matter
+        if not self._last:
             self.graph.rewrite()
             return self.graph.result
         self.graph.replay()
@@ -235,9 +197,7 @@ class CapturedCausalStep:
             join()
             return _fields(rule.choose(prediction, static, uniform))
 
-        # A draw in PyTorch may index by the prediction, which `compile_together` does not compute.
-        launches = run if rule.top_k in (None, 1) and rule.top_p is None else predict
-        self.graph = Replay(run, workspace.memory, launches)
+        self.graph = Replay(run, workspace.memory)
 
     def __call__(self, state: CausalState) -> CausalState:
         copy_all(list(self._inputs.values()), list(_fields(state).values()))

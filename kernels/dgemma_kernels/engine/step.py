@@ -1,8 +1,9 @@
-"""A denoising step in two CUDA graphs over static tensors.
+"""A denoising step in three CUDA graphs over static tensors.
 
-The first graph runs the library's own `predict`, `decide` and `settle`. With the published sampler, one launch
-(`published.py`) replaces the last two. Each draw is one launch, unless the state has its own `draw`. The second graph
-computes the soft embedding for the next step, and copies the new state to the inputs of the first.
+The first is the forward over a canvas, up to the logits. It is the same for all samplers. The second runs the library's
+own `predict`, `decide` and `settle` on these logits. With the published sampler, one launch (`published.py`) replaces
+the last two. Each draw is one launch, unless the state has its own `draw`. The third graph computes the soft embedding
+for the next step, and copies the new state to the inputs of the first two.
 """
 
 import weakref
@@ -24,10 +25,10 @@ from dgemma_kernels.engine import published
 from dgemma_kernels.engine.cache import CacheBuffers, FusedCache
 from dgemma_kernels.engine.graphs import CaptureError, Replay, copy_all, remembered, side_stream
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits, VocabularySweep
-from dgemma_kernels.engine.workspace import Workspace
+from dgemma_kernels.engine.workspace import Place, Workspace
 from dgemma_kernels.ops.draws import kernel as draws
 
-_NO_CACHE: Any = None  # a static denoiser reads its buffers
+_NO_CACHE: Any = None  # the forward has read it
 
 
 class Stepper:
@@ -44,25 +45,54 @@ class Stepper:
 
     def take_step(self, state: DenoiseState, cache: FusedCache, knobs: Knobs) -> tuple[DenoiseState, StepRecord]:
         """Take a step, after `finish`. Nothing is copied if the last step produced this state: its inputs hold it."""
-        postponed = cache.postponed
-        buffers = cache.make_room(cache.num_postponed + state.canvas_len)
-        cache.trim()
-        captured, self._last = self._last, None  # stays None if this step raises
-        if captured is None or postponed is not None or not captured.holds(state, knobs, buffers):
+        workspace, captured = self._workspace, self._last
+        self._last = None  # stays None if this step raises
+        if captured is not None and not captured.holds(state, knobs):
+            captured = None
+        if captured is None:
+            self._load(state.canvas, workspace.soft_embedding(state.self_cond, state.canvas))
+        logits = self._run_forward(state.canvas.shape, cache, cache.postponed)
+        if captured is None:
             leaves, form = tree_flatten(_carried(state))
-            signal = self._workspace.soft_embedding(state.self_cond, state.canvas)
-            key = ("step", knobs, type(state), str(form), _list_shapes(leaves), cache.num_postponed)
-            make = partial(_StaticStep, self._workspace, state, knobs, postponed, signal, buffers)
-            captured = remembered(buffers.graphs, key, lambda: CapturedStep(make()))
-            captured.load(leaves, postponed, signal)
-        after, record, prediction = captured.replay(state)
-        if postponed is not None:
-            cache.take_postponed()
-            cache.extend(postponed.shape[1], None)
+            key = ("step", knobs, type(state), str(form), _list_shapes(leaves))
+            captured = remembered(workspace.graphs, key, lambda: CapturedStep(_StaticStep(workspace, state, knobs)))
+            captured.load(leaves)
+        after, record, prediction = captured.replay(state, logits)
         prediction.soften = self.finish
         self._last, self._pending = captured, weakref.ref(prediction)
         before = replace(state, self_cond=None)
         return after, StepRecord(**record, prediction=prediction, before=before, state=after, cache=cache, knobs=knobs)
+
+    def denoise(self, canvas: Tensor, signal: Tensor, cache: FusedCache) -> FusedPrediction:
+        """Predict a canvas (B, C) with a soft embedding (B, C, D), after `finish`."""
+        self._last = None  # its inputs are overwritten
+        self._load(canvas, signal)
+        logits = self._run_forward(canvas.shape, cache, None)
+        return FusedPrediction(Logits(logits.read().clone()), (self._workspace.softcap,))
+
+    def _load(self, canvas: Tensor, signal: Tensor) -> None:
+        place = self._workspace.place(canvas.shape)
+        place.canvas.copy_(canvas)
+        place.signal.copy_(signal)
+
+    def _run_forward(self, shape: torch.Size, cache: FusedCache, postponed: Tensor | None) -> Logits:
+        """Run the canvas that is loaded, and before it the postponed tokens of the cache, up to the logits."""
+        num_read = 0 if postponed is None else postponed.shape[1]
+        buffers = cache.make_room(num_read + shape[1])
+        cache.trim()
+        logits = self._workspace.renew(shape)
+        self.capture(shape, buffers, postponed)(postponed)
+        if postponed is not None:
+            cache.take_postponed()
+            cache.extend(num_read, None)
+        return logits
+
+    def capture(self, shape: torch.Size, buffers: CacheBuffers, postponed: Tensor | None) -> "_CapturedForward":
+        """Return the graph of a forward over a canvas (B, C) after postponed tokens (B, C), if any."""
+        workspace, key = self._workspace, ("canvas", shape, None if postponed is None else postponed.shape)
+        make = partial(_CapturedForward, workspace, workspace.place(shape), postponed, buffers)
+        captured: _CapturedForward = remembered(workspace.graphs, key, make)
+        return captured
 
     def finish(self) -> None:
         """Compute the soft embedding of the last step, if it has none and its prediction is still in use."""
@@ -73,22 +103,40 @@ class Stepper:
             self._last = captured
 
 
-class CapturedStep:
-    """The two graphs of a step, and their inputs: a state, its soft embedding and postponed tokens (B, C), if any.
+class _CapturedForward:
+    """A forward over the canvas of a place, up to the logits. It first reads postponed tokens (B, C), if any."""
 
-    `load` copies a state to the inputs, and `replay` takes the step from there. `soften` then computes the soft
-    embedding, and copies the new state to the inputs.
+    def __init__(self, workspace: Workspace, place: Place, postponed: Tensor | None, buffers: CacheBuffers) -> None:
+        self._postponed = static = None if postponed is None else postponed.long().clone()
+        forward = workspace.forward
+
+        def run() -> None:
+            if static is None:
+                hidden = forward.canvas(place.canvas, place.signal, buffers)
+            else:
+                hidden = forward.read_and_canvas(static, place.canvas, place.signal, buffers)
+            forward.head(hidden, out=place.logits.read().flatten(0, 1))
+
+        self.graph = Replay(run, workspace.memory, rehearse=forward.rehearsal(run))
+
+    def __call__(self, postponed: Tensor | None) -> None:
+        if self._postponed is not None and postponed is not None:
+            self._postponed.copy_(postponed)
+        self.graph.rewrite()
+
+
+class CapturedStep:
+    """The second and third graph of a step, and their inputs: a state.
+
+    `load` copies a state to the inputs, and `replay` takes the step from there, on the logits of the forward. `soften`
+    then computes the soft embedding, and copies the new state to the inputs, also to those of the forward.
     """
 
     def __init__(self, step: "_StaticStep") -> None:
         knobs, workspace = step.knobs, step.workspace
-        self._knobs, self._softcap = knobs, workspace.softcap
-        self._buffers = weakref.ref(step.buffers)  # weak, because the buffers own their graphs
-        self._inputs, self._postponed, self._signal = step.inputs, step.postponed, step.signal
-        self._logits = step.logits
-        self._logits.renew()
+        self._knobs, self._softcap, self._inputs = knobs, workspace.softcap, step.inputs
         try:
-            self.graph = Replay(step.run, workspace.memory, launches=step.launch)
+            self.graph = Replay(step.run, workspace.memory)
         except CaptureError as error:
             raise CaptureError(
                 f"{error} If {knobs.sampler} or {knobs.stop} makes the host wait, write it as pure tensor code "
@@ -96,8 +144,7 @@ class CapturedStep:
             ) from error
         outcome: _Outcome = self.graph.result
         changes = step.find_changes(outcome)
-        # The graph of a step with postponed tokens serves no other step.
-        self._can_hold = changes is not None and step.postponed is None
+        self._can_hold = changes is not None
         self._held: tuple[Callable[[], Any], Callable[[], bool]] | None = None
         self.soft_graph = Replay(lambda: step.soften(changes or []), workspace.memory)
         # Without a GPU, the first replay does nothing, because the constructor has run the function. So it is used up
@@ -109,27 +156,23 @@ class CapturedStep:
         self._computed = {id(x): x for x in _tensors(self._results) if id(x) not in self._input_at}
         self._computed_bytes = _as_bytes([*self._computed.values()])
 
-    def holds(self, state: DenoiseState, knobs: Knobs, buffers: CacheBuffers) -> bool:
-        """Return True if `soften` has loaded this state, unmodified since, and the knobs and buffers are the same."""
-        if self._held is None or self._knobs is not knobs or self._buffers() is not buffers:
+    def holds(self, state: DenoiseState, knobs: Knobs) -> bool:
+        """Return True if `soften` has loaded this state, unmodified since, and the knobs are the same."""
+        if self._held is None or self._knobs is not knobs:
             return False
         loaded, was_written = self._held
         return loaded() is state and not was_written()
 
-    def load(self, leaves: list, postponed: Tensor | None, signal: Tensor) -> None:
-        """Copy a state to the inputs: the leaves of `_carried(state)`, and its soft embedding."""
-        if self._postponed is not None and postponed is not None:
-            self._postponed.copy_(postponed)
+    def load(self, leaves: list) -> None:
+        """Copy a state to the inputs: the leaves of `_carried(state)`."""
         copy_all(_tensors(self._inputs), _tensors(leaves))
-        self._signal.copy_(signal)
 
-    def replay(self, state: DenoiseState) -> tuple[DenoiseState, dict[str, Tensor], FusedPrediction]:
+    def replay(self, state: DenoiseState, logits: Logits) -> tuple[DenoiseState, dict[str, Tensor], FusedPrediction]:
         """Take the step from the loaded `state`. Return the next state, the record's tensors and the prediction.
 
         All are new tensors, but for the logits.
         """
         self._held = None
-        logits = self._logits.renew()
         self.graph.replay()
         fields_after, record, statistics = self._copy_results(tree_leaves(_carried(state)))
         # Uses the state's own tensors, because the next step overwrites those of the graph.
@@ -166,30 +209,21 @@ class _Outcome(NamedTuple):
 
 
 class _StaticStep:
-    """The functions that are captured, over clones of the arguments: `run`, and then `soften`."""
+    """The functions that are captured, over clones of a state's tensors: `run`, and then `soften`."""
 
-    def __init__(
-        self,
-        workspace: Workspace,
-        state: DenoiseState,
-        knobs: Knobs,
-        postponed: Tensor | None,
-        signal: Tensor,
-        buffers: CacheBuffers,
-    ) -> None:
-        self.workspace, self.knobs, self.buffers = workspace, knobs, buffers
-        leaves, self._form = tree_flatten(_carried(state))
+    def __init__(self, workspace: Workspace, state: DenoiseState, knobs: Knobs) -> None:
+        self.workspace, self.knobs = workspace, knobs
+        self._place = place = workspace.place(state.canvas.shape)
+        leaves, self._form = tree_flatten(_carried(state) | {"canvas": place.canvas})
+        is_cloned = [isinstance(x, Tensor) and x is not place.canvas for x in leaves]
         dense = torch.contiguous_format
-        self.inputs = [x.clone(memory_format=dense) if isinstance(x, Tensor) else x for x in leaves]
-        self.postponed = None if postponed is None else postponed.long().clone()
-        self.signal = signal.clone()
-        self.logits = workspace.logits.of_canvas(state.canvas)
+        self.inputs = [x.clone(memory_format=dense) if c else x for x, c in zip(leaves, is_cloned, strict=True)]
         self._state = _drawing(state)(**tree_unflatten(self.inputs, self._form))
-        self._denoiser = _StaticDenoiser(workspace, self.postponed, self.signal, buffers, self.logits.static)
 
     def run(self) -> _Outcome:
-        """Take the step."""
-        prediction, settled = _predict_and_settle(self._denoiser, self._state, self.knobs)
+        """Take the step on the logits of the forward."""
+        ready = _ReadyDenoiser(self.workspace, self._place.logits)
+        prediction, settled = _predict_and_settle(ready, self._state, self.knobs)
         record = record_step(self._state, prediction, settled, cache=_NO_CACHE, knobs=self.knobs)
         self._prediction = prediction
         results = (_carried(settled.state), _tensor_fields(record), tuple(prediction.statistics))
@@ -197,19 +231,6 @@ class _StaticStep:
             lambda x: x.contiguous() if isinstance(x, Tensor) else x, results
         )
         return _Outcome(after, fields_of_record, statistics, prediction.sweep)
-
-    def launch(self) -> None:
-        """Run the part of the step that `compile_together` can run.
-
-        A sampler in PyTorch, or a constraint, may index by the prediction, which `compile_together` does not compute.
-        For such steps, run only the forward.
-        """
-        knobs, state = self.knobs, self._state
-        all_kernels = published.is_published(state, knobs) and knobs.top_k is None and knobs.top_p is None
-        if all_kernels and state.language is None:
-            self.run()
-        else:
-            self._denoiser.denoise(state.canvas, _NO_CACHE)
 
     def find_changes(self, outcome: _Outcome) -> list[tuple[Tensor, Tensor]] | None:
         """Return the inputs that the step changes, with their next values.
@@ -224,8 +245,9 @@ class _StaticStep:
 
     def soften(self, changes: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Return the soft embedding of the last `run`. Load it and the changes as the inputs of the next step."""
-        signal = self.workspace.soft_embedding(self._prediction.only_swept(self.logits.static), self._state.canvas)
-        self.signal.copy_(signal)
+        swept = self._prediction.only_swept(self._place.logits)
+        signal = self.workspace.soft_embedding(swept, self._state.canvas)
+        self._place.signal.copy_(signal)
         # A new value may share memory with an input, which the copies below overwrite. So it is cloned first.
         input_memory = {_memory(x) for x in _tensors(self.inputs)}
         new_values = [new.clone() if _memory(new) in input_memory else new for _, new in changes]
@@ -233,61 +255,25 @@ class _StaticStep:
         return signal
 
 
-class CapturedDenoise:
-    """A forward over a canvas, up to the logits."""
-
-    def __init__(self, workspace: Workspace, canvas: Tensor, signal: Tensor, buffers: CacheBuffers) -> None:
-        self._canvas = canvas.long().clone()
-        self._signal = signal.clone()
-        self._logits = workspace.logits.of_canvas(canvas)
-        forward, static, conditioned_on, logits = workspace.forward, self._canvas, self._signal, self._logits
-
-        def run() -> None:
-            forward.head(forward.canvas(static, conditioned_on, buffers), out=logits.tensor.flatten(0, 1))
-
-        self._logits.renew()
-        self.graph = Replay(run, workspace.memory, launches=run)
-
-    def __call__(self, canvas: Tensor, signal: Tensor) -> Tensor:
-        self._canvas.copy_(canvas)
-        self._signal.copy_(signal)
-        self._logits.renew()
-        self.graph.replay()
-        return self._logits.tensor.clone()
-
-
 @dataclass(frozen=True)
-class _StaticDenoiser(Denoiser):
-    """A denoiser over static tensors, for capturing a step.
-
-    With `postponed` tokens the forward also reads these into the tail of the buffers, before the canvas.
-    """
+class _ReadyDenoiser(Denoiser):
+    """A denoiser whose forward has run: it returns the prediction of its logits."""
 
     workspace: Workspace
-    postponed: Tensor | None
-    signal: Tensor
-    buffers: CacheBuffers
     logits: Logits
 
     def denoise(self, canvas: Tensor, cache: Any, self_cond: Any = None, self_cond_mask: Any = None) -> FusedPrediction:
-        forward = self.workspace.forward
-        if self.postponed is None:
-            hidden = forward.canvas(canvas, self.signal, self.buffers)
-        else:
-            hidden = forward.read_and_canvas(self.postponed, canvas, self.signal, self.buffers)
-        forward.head(hidden, out=self.logits.read().flatten(0, 1))
         return FusedPrediction(self.logits, (self.workspace.softcap,))
 
 
-def _predict_and_settle(
-    denoiser: _StaticDenoiser, state: DenoiseState, knobs: Knobs
-) -> tuple[FusedPrediction, Settled]:
+def _predict_and_settle(denoiser: _ReadyDenoiser, state: DenoiseState, knobs: Knobs) -> tuple[FusedPrediction, Settled]:
     """Take a step up to its record, with the kernel of the published sampler if `is_published`."""
     prediction: Any
     if published.is_published(state, knobs):
         with side_stream(state.device) as join:
             early = published.prepare(state, knobs)
         prediction = predict(denoiser, state, cache=_NO_CACHE, knobs=knobs)
+        _ = prediction.entropy  # the sweep over the vocabulary runs next to `prepare`
         join()
         return prediction, published.decide_and_settle(state, prediction, early, knobs)
     prediction = predict(denoiser, state, cache=_NO_CACHE, knobs=knobs)

@@ -1,6 +1,9 @@
 """State that the fused denoiser and its graphs share: the forward, static buffers, and the memory of graphs."""
 
-from typing import Any
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,9 +12,17 @@ from dgemma.diffusion.prediction import Prediction, SoftCap
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma_kernels.engine.forward import Forward
 from dgemma_kernels.engine.graphs import GraphMemory, use_here
-from dgemma_kernels.engine.prediction import FusedPrediction, LogitsBuffers, SoftEmbedding
+from dgemma_kernels.engine.prediction import FusedPrediction, Logits, SoftEmbedding
 from dgemma_kernels.formats.float8 import quantize
 from dgemma_kernels.ops.vocabulary.kernel import SoftProbabilities
+
+
+class Place(NamedTuple):
+    """The static tensors of canvases of one shape. Those of all shapes share memory, because logits are large."""
+
+    canvas: Tensor  # (B, C)
+    signal: Tensor  # (B, C, D), its soft embedding
+    logits: Logits  # (B, C, V); captured code reads and writes them
 
 
 class Workspace:
@@ -22,11 +33,42 @@ class Workspace:
         self.device, self.dtype, self.vision = model.device, model.dtype, model.vision
         self.memory = GraphMemory(model.device, forward.sides)
         self.turn = self.memory.turn
-        self.logits = LogitsBuffers(model.config.vocab_size, model.dtype, self.turn)
+        self.graphs: OrderedDict[Any, Any] = OrderedDict()  # all graphs of the denoiser, by what they compute
+        where: dict[str, Any] = {"device": self.device, "dtype": self.dtype}
+        self._statics = [  # tokens, soft embeddings and logits of the positions of a canvas
+            torch.zeros(0, dtype=torch.int64, device=self.device),
+            torch.zeros(0, model.config.hidden_size, **where),
+            torch.zeros(0, model.config.vocab_size, **where),
+        ]
+        self._current: Callable[[], Logits | None] = lambda: None  # the logits of the last forward
 
     @property
     def softcap(self) -> SoftCap:
         return SoftCap(self.config.final_logit_softcapping)
+
+    def place(self, shape: torch.Size) -> Place:
+        """Return the static tensors of canvases (B, C). If they are too small, all graphs are dropped."""
+        num_positions = shape.numel()
+        if num_positions > len(self._statics[0]):
+            self._give_up()
+            self.graphs.clear()
+            use_here(*self._statics)
+            self._statics = [old[:0].clone() for old in self._statics]  # frees the old memory first
+            self._statics = [empty.new_zeros(num_positions, *empty.shape[1:]) for empty in self._statics]
+        canvas, signal, logits = (x[:num_positions].unflatten(0, shape) for x in self._statics)
+        return Place(canvas, signal, Logits(logits, self.turn))
+
+    def renew(self, shape: torch.Size) -> Logits:
+        """Return the logits that the next forward over a canvas (B, C) writes. They overwrite the current ones."""
+        new = self.place(shape).logits
+        self._give_up()
+        self._current = weakref.ref(new)
+        return new
+
+    def _give_up(self) -> None:
+        current = self._current()
+        if current is not None:
+            current.give_up()
 
     def new_hidden(self, batch_size: int, num_tokens: int) -> Tensor:
         """Return an uninitialised hidden state (B, T, D)."""

@@ -2,6 +2,7 @@
 
 import tomllib
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,7 @@ DEPENDENT_LAUNCH: set[str] = {"NVIDIA H200"}
 TENSOR_DESCRIPTORS: set[str] = {"NVIDIA H200"}
 
 
+@cache
 def gpu_name(device: torch.device) -> str:
     """Return the key into these tables: the GPU's name, or "default" for CPU tensors (Triton's interpreter).
 
@@ -111,6 +113,7 @@ def gpu_name(device: torch.device) -> str:
     return "NVIDIA H200" if is_hopper and name not in EXPERTS["bf16"] else name
 
 
+@cache
 def num_multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors; for the interpreter 4, so that sums are split into parts.
 
@@ -192,6 +195,7 @@ def gluon_obstacle() -> str | None:
     return f'Triton {versions}, got {triton.__version__} (pip install "torch=={TORCH_OF_GLUON}" "triton=={versions}")'
 
 
+@cache
 def is_hopper(device: torch.device) -> bool:
     """Tell if this is a GPU of compute capability 9.
 

@@ -271,12 +271,13 @@ class PrefixCache:
         joined.num_seen = max(cache.num_seen for cache in caches)
         joined.ragged, joined._marks = True, []
         joined.lengths = torch.cat([cache.lengths for cache in caches])[back]
-        joined.layers = []
+        joined_layers = []
         for layers in zip(*(cache.layers for cache in caches), strict=True):
             size = layers[0].num_filled(joined.num_slots)
             views = [layer.view(cache.num_slots) for layer, cache in zip(layers, caches, strict=True)]
             keys, values = (torch.cat([F.pad(v[i], (0, 0, 0, size - v[i].shape[2])) for v in views]) for i in (0, 1))
-            joined.layers.append(LayerCache(keys[back], values[back], layers[0].window, layers[0].keep))
+            joined_layers.append(LayerCache(keys[back], values[back], layers[0].window, layers[0].keep))
+        joined.layers = joined_layers
         return joined
 
     def _check_rows(self, rows: Tensor) -> None:

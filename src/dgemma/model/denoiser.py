@@ -105,6 +105,14 @@ class Denoiser(Generic[CacheT]):
         level = {"noise_level": noise_level} if self.takes_noise_level else {}
         return self.denoise(canvas, cache, self_cond=self_cond, **level)
 
+    def warm_up(self, batch_size: int = 16, *, progress: bool = True) -> None:
+        """Prepare for calls of up to `batch_size` rows, so that the first ones are as fast as later ones.
+
+        A denoiser without captured or compiled code has nothing to prepare.
+
+        Example: `model.warm_up(batch_size=8)`.
+        """
+
     def new_cache(self, batch_size: int) -> CacheT:
         """Return an empty prefix cache for `batch_size` rows."""
         raise NotImplementedError(f"{type(self).__name__} must define new_cache(self, batch_size).")

@@ -55,7 +55,8 @@ def check_prefix(model: Denoiser[Any], tokens: Tensor, cache: Cache, attention_m
 
 def check_cache(config: ModelConfig, cache: Any) -> PrefixCache:
     """Return the cache; raise unless a model with these layers made it."""
-    fits = isinstance(cache, PrefixCache) and len(cache.layers) == config.num_hidden_layers
+    # A subclass is an engine's cache, whose keys may have another form.
+    fits = type(cache) is PrefixCache and len(cache.layers) == config.num_hidden_layers
     for number, layer in enumerate(cache.layers if fits else ()):
         shape, keys = config.layer_shape(number), layer.keys.shape
         fits = fits and (layer.window, keys[1], keys[3]) == (shape.window, shape.num_key_value_heads, shape.head_dim)

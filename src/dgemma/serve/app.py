@@ -126,8 +126,8 @@ def _add_api(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     async def health() -> Response:
         waiting, running = engine.num_waiting, engine.num_running
-        content = {"status": "ok" if engine.is_alive else "failed", "waiting": waiting, "running": running}
-        return JSONResponse(content, 200 if engine.is_alive else 503)
+        content = {"status": engine.status, "waiting": waiting, "running": running}
+        return JSONResponse(content, 200 if engine.status == "ok" else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:

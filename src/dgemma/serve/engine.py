@@ -116,8 +116,10 @@ class Engine:
         self._changed = threading.Condition()
         self._stopping = False
         self._numbers = itertools.count()
+        self._ready = threading.Event()  # the model is warm
         self._thread = threading.Thread(target=self._work, name="dgemma-engine", daemon=True)
         self._thread.start()
+        self._ready.wait(1.0)  # so that a model with nothing to prepare is ready at once
 
     @property
     def num_waiting(self) -> int:
@@ -130,6 +132,13 @@ class Engine:
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
+
+    @property
+    def status(self) -> str:
+        """Return "ok", "warming up" before the first request can be answered, or "failed"."""
+        if not self.is_alive:
+            return "failed"
+        return "ok" if self._ready.is_set() else "warming up"
 
     def submit(self, row: Rows, *, seconds: float, client: str = "", drafts: bool = False) -> Job:
         """Queue a row. If the queue is full, the client with the most waiting requests gets a 429 for its last one."""
@@ -204,6 +213,8 @@ class Engine:
         last.send(full)
 
     def _work(self) -> None:
+        self.model.warm_up(self.batch_size)
+        self._ready.set()
         while True:
             with self._changed:
                 while not (self._queue or self._calls or self._running or self._stopping):

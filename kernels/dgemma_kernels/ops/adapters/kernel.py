@@ -102,6 +102,7 @@ def _expand_kernel(
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_row = row < num_rows
     at = narrow + row[:, None] * (LAYERS * RANK) + layer * RANK + depth[None, :]
-    product = tl.dot(tl.load(at, is_row[:, None] & is_depth[None, :], 0.0), weights)
+    rows = tl.load(at, is_row[:, None] & is_depth[None, :], 0.0)
+    product = tl.dot(rows, weights, input_precision="ieee")
     place = out + row.to(tl.int64)[:, None] * num_cols + col[None, :]
     tl.store(place, product.to(out.dtype.element_ty), is_row[:, None] & is_col[None, :])

@@ -6,6 +6,7 @@ the same bits. Fixed parts also begin at fixed positions, so that a token's resu
 """
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import triton
@@ -56,6 +57,7 @@ class Parts(NamedTuple):
     scale: Tensor | None = None
 
 
+@lru_cache(maxsize=4096)
 def choose_num_splits(programs: int, num_multiprocessors: int, most: int) -> int:
     """Return the number of parts of the keys with the least cost.
 

@@ -93,8 +93,9 @@ def _contract_and_outer_kernel(
             else:
                 offset = col[:, None] * RANK + depth[None, :]
             inside = is_col[:, None] & is_depth[None, :]
-            total = tl.dot(block, tl.load(weights + expert * (WIDTH * RANK) + offset, inside, 0.0), total)
-            part = tl.dot(block.T, low)
+            adapter = tl.load(weights + expert * (WIDTH * RANK) + offset, inside, 0.0)
+            total = tl.dot(block, adapter, total, input_precision="ieee")
+            part = tl.dot(block.T, low, input_precision="ieee")
             tl.store(parts + tile.to(tl.int64) * (WIDTH * RANK) + offset, part, inside)
         factor = scale if by_row is None else scale * tl.load(by_row + row, is_row, 0.0)[:, None]
         tl.store(of_narrow + at, (total * factor).to(of_narrow.dtype.element_ty), in_narrow)
