@@ -10,8 +10,6 @@ import dgemma
 from dgemma.run.knobs import Knobs
 from dgemma.run.step import start_state
 from dgemma_kernels import accelerate
-from dgemma_kernels.engine.graphs import Turn
-from dgemma_kernels.engine.prediction import LogitsBuffer
 from dgemma_kernels.ops.vocabulary import kernel as vocabulary
 from kernel_inputs import make_model
 
@@ -57,15 +55,16 @@ def test_a_call_waits_while_another_thread_holds_the_turn(fast, method):
         assert call.exception(timeout=60) is not None
 
 
-def test_logits_stay_readable_until_their_own_thread_takes_the_next_step():
-    buffer = LogitsBuffer(torch.zeros(1, 2, 3), Turn(torch.device("cpu")))
-    mine = buffer.renew()
+def test_logits_stay_readable_until_their_own_thread_takes_the_next_step(fast):
+    workspace, shape = fast._workspace, torch.Size((1, 2))
+    mine = workspace.renew(shape)
+    mine.read().fill_(0.0)
     with ThreadPoolExecutor(1) as threads:
-        theirs = threads.submit(buffer.renew).result()
-    buffer.tensor.fill_(1.0)  # the other thread's step
+        theirs = threads.submit(workspace.renew, shape).result()
+    workspace.place(shape).logits.read().fill_(1.0)  # the other thread's step
     assert mine.read().eq(0).all()
     assert theirs.read().eq(1).all()
-    first, _ = buffer.renew(), buffer.renew()
+    first, _ = workspace.renew(shape), workspace.renew(shape)
     with pytest.raises(RuntimeError, match="overwritten by a later step"):
         first.read()
 
