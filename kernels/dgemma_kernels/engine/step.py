@@ -25,7 +25,7 @@ from dgemma_kernels.engine import published
 from dgemma_kernels.engine.cache import CacheBuffers, FusedCache
 from dgemma_kernels.engine.graphs import CaptureError, Replay, copy_all, remembered, side_stream
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits, VocabularySweep
-from dgemma_kernels.engine.workspace import Place, Workspace
+from dgemma_kernels.engine.workspace import Workspace
 from dgemma_kernels.ops.draws import kernel as draws
 
 _NO_CACHE: Any = None  # the forward has read it
@@ -90,7 +90,7 @@ class Stepper:
     def capture(self, shape: torch.Size, buffers: CacheBuffers, postponed: Tensor | None) -> "_CapturedForward":
         """Return the graph of a forward over a canvas (B, C) after postponed tokens (B, C), if any."""
         workspace, key = self._workspace, ("canvas", shape, None if postponed is None else postponed.shape)
-        make = partial(_CapturedForward, workspace, workspace.place(shape), postponed, buffers)
+        make = partial(_CapturedForward, workspace, shape, postponed, buffers)
         captured: _CapturedForward = remembered(workspace.graphs, key, make)
         return captured
 
@@ -106,9 +106,11 @@ class Stepper:
 class _CapturedForward:
     """A forward over the canvas of a place, up to the logits. It first reads postponed tokens (B, C), if any."""
 
-    def __init__(self, workspace: Workspace, place: Place, postponed: Tensor | None, buffers: CacheBuffers) -> None:
+    def __init__(
+        self, workspace: Workspace, shape: torch.Size, postponed: Tensor | None, buffers: CacheBuffers
+    ) -> None:
         self._postponed = static = None if postponed is None else postponed.long().clone()
-        forward = workspace.forward
+        forward, place = workspace.forward, workspace.place(shape)
 
         def run() -> None:
             if static is None:
