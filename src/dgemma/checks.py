@@ -40,10 +40,9 @@ def require_tensor(
     *,
     shape: Sequence[int | None],
     dtypes: Collection[torch.dtype] | None = None,
-    contiguous: bool = False,
     fix: str = "",
 ) -> None:
-    """Raise unless `value` is a tensor of this shape and dtype, and contiguous if that is required.
+    """Raise unless `value` is a tensor of this shape and dtype.
 
     None in `shape` allows any size, and without `dtypes` any dtype is allowed.
 
@@ -52,8 +51,7 @@ def require_tensor(
     fits = isinstance(value, Tensor) and value.layout is torch.strided and value.dim() == len(shape)
     fits = fits and (dtypes is None or value.dtype in dtypes)
     fits = fits and all(size is None or size == length for size, length in zip(shape, value.shape, strict=True))
-    if not fits or (contiguous and not value.is_contiguous()):
-        require(False, name, rule, value, fix)
+    require(fits, name, rule, value, fix)
 
 
 def typed(function: Function) -> Function:

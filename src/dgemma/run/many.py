@@ -267,7 +267,7 @@ def run_prompts(workers: Any, prompts: Iterable[Any], many: ManyOptions) -> Iter
 
 def _complete(workers: Any, prompts: Iterator[tuple[int, Any]], file: RunFile | None) -> Iterator[Completion]:
     """Yield results as they finish, or as they are found in the file."""
-    running: dict[int, Any] = {}  # prompts by index
+    num_running = 0
     with nullcontext() if file is None else file:
         while True:
             while workers.has_room and (following := next(prompts, None)) is not None:
@@ -276,23 +276,23 @@ def _complete(workers: Any, prompts: Iterator[tuple[int, Any]], file: RunFile | 
                     yield _load(file, index, prompt)
                 else:
                     workers.add(index, prompt)
-                    running[index] = prompt
-            if not running:
+                    num_running += 1
+            if not num_running:
                 return
             for completion in workers.finished():
-                prompt = running.pop(completion.index)
+                num_running -= 1
                 if file is not None:
-                    file.append(_store(file, completion, prompt))
+                    file.append(_store(file, completion))
                 yield completion
 
 
-def _store(file: RunFile, completion: Completion, prompt: Any) -> dict[str, Any]:
+def _store(file: RunFile, completion: Completion) -> dict[str, Any]:
     """Return a result as a line of the file, with a digest of its prompt. Padding is left out."""
     tokens = completion.new_tokens.tolist()
     while tokens and tokens[-1] == file.settings["pad_token_id"]:
         tokens.pop()
-    changes = {"new_tokens": tokens, "steps": completion.steps.tolist()}
-    stored = {**vars(completion), **changes, "prompt": _prompt_digest(completion.index, prompt)}
+    digest = _prompt_digest(completion.index, completion.prompt)
+    stored = {**vars(completion), "new_tokens": tokens, "steps": completion.steps.tolist(), "prompt": digest}
     return {name: value for name, value in stored.items() if value is not None}
 
 

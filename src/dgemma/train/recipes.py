@@ -6,7 +6,7 @@ trained from random weights (Switch Transformers, arXiv:2101.03961). Without it,
 happened to learn first, and the others are never trained.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -113,15 +113,6 @@ def gidd(config: ModelConfig, *, mask_token_id: int = 4, uniform_share: float = 
     noise = HybridNoise(config.vocab_size, mask_token_id=mask_token_id, uniform_share=uniform_share)
     loss = Bound(parametrisation="loo", weights="dynamic", max_weight=2.0)
     return _bound(config, {"noise": noise, "loss": loss, "t_range": (1e-4, 1 - 1e-4)}, changes)
-
-
-RECIPES: Mapping[str, Callable[..., Objective]] = {
-    recipe.__name__: recipe
-    for recipe in (
-        *(dgemma, official_jax, trl, unsloth, nemo, megatron, leave_one_out),
-        *(mdlm, llada, block_diffusion, duo, gidd),
-    )
-}
 
 
 def prepare(model: DiffusionGemma, recipe: str) -> None:
