@@ -124,10 +124,11 @@ def check_types(owner: Any) -> None:
 
     Example: `check_types(self)` in `__post_init__`.
     """
-    hints = _hints_of(type(owner))
+    kind: Any = type(owner)
+    hints = _hints_of(kind)
     for field in fields(owner):
         if field.name in hints:
-            _check_type(getattr(owner, field.name), hints[field.name], f"{type(owner).__name__}.{field.name}")
+            _check_type(getattr(owner, field.name), hints[field.name], f"{kind.__name__}.{field.name}")
     check_rules(owner)
 
 
