@@ -1,15 +1,16 @@
 """Checks of arguments and fields against their annotations."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from dgemma.checks import check_types, typed
+from dgemma.checks import Checked, Count, Probability, above, check_types, typed
 
 if TYPE_CHECKING:
     from nowhere import Absent
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
 @dataclass
 class Order:
     direction: Literal["up", "down"] = "up"
+
+
+@dataclass
+class Bounded(Checked):
+    rounds: Count = 1
+    share: Probability | None = 0.5
+    scale: Annotated[float, above(0.0)] = 1.0
 
 
 @typed
@@ -65,6 +73,23 @@ def test_fields_are_checked_like_arguments():
     check_types(Order())
     with pytest.raises(ValueError, match=r"^Order.direction must be 'up' or 'down', got 'left'"):
         check_types(Order("left"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("rounds", 0, "be >= 1"),
+        ("rounds", 1.5, "be int"),
+        ("share", 1.5, "be a probability"),
+        ("share", math.nan, "be a probability"),
+        ("scale", 0.0, "be > 0.0"),
+        ("scale", math.nan, "be > 0.0"),
+    ],
+)
+def test_a_value_that_breaks_the_rule_of_its_field_is_refused(field, value, rule):
+    assert Bounded(share=None).share is None
+    with pytest.raises(ValueError, match=rf"^Bounded\.{field} must {rule}, got "):
+        Bounded(**{field: value})
 
 
 def test_annotations_for_type_checkers_only_accept_everything():

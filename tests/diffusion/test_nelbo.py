@@ -257,12 +257,6 @@ def test_levels_may_be_given_per_row_or_per_position():
     assert torch.equal(by_row, by_position)
 
 
-def test_logits_of_another_vocabulary_are_refused():
-    logits, x = torch.zeros(1, 2, 4), torch.zeros(1, 2, dtype=torch.int64)
-    with pytest.raises(ValueError, match="must cover the noise's 3 tokens, got 4"):
-        nelbo.integrand(uniform_noise(), logits, x, x, torch.tensor([0.5]))
-
-
 @dataclass(frozen=True)
 class HalfMasked(HybridNoise):
     """The process of docs/extending.md. The hybrid's formula would charge 0.43 nats for a token that costs 0.69."""

@@ -70,16 +70,3 @@ def test_loop_stays_at_its_plateau_and_time_returns_its_start():
     assert Loop().time(torch.tensor([0.45, 0.9, 0.95], dtype=torch.float64)).tolist() == pytest.approx(
         [0.775, 0.55, 0.025], abs=1e-12
     )
-
-
-@pytest.mark.parametrize(
-    ("build", "field"),
-    [
-        (lambda: ClippedLinear(low=0.5, high=0.5), "ClippedLinear.low"),
-        (lambda: Loop(plateau=1.0), "Loop.plateau"),
-        (lambda: Loop(start=0.05, stop=0.55), "Loop.stop"),
-    ],
-)
-def test_impossible_curves_are_refused(build, field):
-    with pytest.raises(ValueError, match=field):
-        build()

@@ -254,14 +254,6 @@ def test_shapes_that_the_librarys_float8_product_does_not_multiply_are_refused(p
         accelerate(make_model(device, **WIDE | change), "int4", precision=[part])
 
 
-def test_unknown_parts_of_the_model_are_refused_by_name(device):
-    names = "attention, dense, head, soft_embedding, prompt_attention, experts"
-    with pytest.raises(ValueError, match=rf"must be .exact., .fast. or names of {names}, got \['router'\]"):
-        accelerate(make_model(device, **WIDE), "int4", precision=["router"])
-    with pytest.raises(ValueError, match='"head" needs weights other than "bf16"'):
-        accelerate(make_model(device, **WIDE), "bf16", precision=["head"])
-
-
 def test_codes_written_to_words_are_read_back():
     blocks = torch.randint(16, (3, 2, 64, 128), dtype=torch.uint8)
     for kind in ("int4", "nvfp4"):

@@ -88,8 +88,6 @@ def test_a_text_config_alone_and_a_folder_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"hidden_size": 0}, r"hidden_size must be (an integer|int)"),
-        ({"hidden_size": True}, r"hidden_size must be (an integer|int)"),
         ({"hidden_size": 2**40}, r"hidden_size must be (an integer|int)"),
         ({"num_experts": 4, "top_k_experts": 5}, "top_k_experts must be at most num_experts"),
         ({"num_key_value_heads": 3}, "num_key_value_heads must divide"),
@@ -97,9 +95,6 @@ def test_a_text_config_alone_and_a_folder_are_read(tmp_path):
         ({"layer_types": ["sliding_attention"] * 3}, "layer_types must end with 'full_attention'"),
         ({"layer_types": ["full_attention"]}, "one type per layer"),
         ({"layer_types": ["full_attention", "linear", "full_attention"]}, "layer_types must hold only"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be > 0, got nan"),
-        ({"final_logit_softcapping": -1.0}, "final_logit_softcapping must be > 0"),
-        ({"final_logit_softcapping": None}, "final_logit_softcapping must be float, got None"),
         ({"pad_token_id": 512}, "pad_token_id must be a token id"),
         ({"hidden_activation": "relu"}, "hidden_activation must be 'gelu_pytorch_tanh'"),
         ({"attention_bias": True}, "attention_bias must be False"),
@@ -125,8 +120,6 @@ def test_a_value_that_does_not_fit_is_named_in_one_sentence(changes, sentence):
         ({"text_config": 3}, "text_config must be a dictionary, got 3"),
         ({"text_config": {}}, "needs head_dim, hidden_size"),
         ({"vision_config": True}, r"vision_config must be Mapping.*got True"),
-        ({"vision_config": {"hidden_size": 0}}, "VisionConfig.hidden_size must be an integer from 1"),
-        ({"vision_config": {"hidden_size": "8"}}, "VisionConfig.hidden_size must be int"),
         ({"vision_config": {"head_dim": 6}}, "VisionConfig.head_dim must be a multiple of 4"),
         ({"vision_config": {"num_key_value_heads": 1}}, "vision_config.num_key_value_heads must be 12, got 1"),
         ({"vision_config": {"use_clipped_linears": True}}, "vision_config.use_clipped_linears must be False"),
@@ -137,14 +130,6 @@ def test_a_value_that_does_not_fit_is_named_in_one_sentence(changes, sentence):
 def test_a_config_that_does_not_fit_is_named_in_one_sentence(changes, sentence):
     with pytest.raises(ValueError, match=sentence):
         ModelConfig.from_hf(dgemma.presets.tiny().to_hf() | changes)
-
-
-def test_missing_and_damaged_files_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"config\.json"):
-        ModelConfig.from_hf(tmp_path)
-    (tmp_path / "config.json").write_text("{not json")
-    with pytest.raises(ValueError, match="not valid JSON"):
-        ModelConfig.from_hf(tmp_path)
 
 
 def test_null_generation_fields_mean_the_published_defaults():
@@ -159,11 +144,7 @@ def test_null_generation_fields_mean_the_published_defaults():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"max_denoising_steps": 0}, "max_denoising_steps must be an integer from 1"),
         ({"sampler_config": "EntropyBound"}, "sampler_config must be a dictionary"),
-        ({"confidence_threshold": -0.1}, "confidence_threshold must be >= 0"),
-        ({"t_min": 0.0}, "t_min must be > 0"),
-        ({"t_max": float("inf")}, "t_max must be finite"),
         ({"t_min": 2.0}, "t_min must be at most t_max"),
         ({"eos_token_id": -5}, r"eos_token_id must be a tuple of token ids, got \(-5,\)"),
         ({"noise": "mask"}, r"GenerationDefaults\.noise must be Mapping"),

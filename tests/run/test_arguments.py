@@ -81,9 +81,6 @@ DISTINCT = "must be booleans, or distinct token ids"
     [
         ([[65], 66], "Do not mix these forms"),
         ([True, 66], "Do not mix these forms"),
-        ([65.0], DISTINCT),
-        ("abc", DISTINCT),
-        ([[[65]]], DISTINCT),
         ([[True, False], [True]], DISTINCT),
         ([True, False], "must broadcast to"),
         ([-1], DISTINCT),
@@ -123,41 +120,25 @@ def test_numpy_and_torch_scalars_are_accepted_as_numbers(model):
 NOTHING_FROZEN = torch.zeros(2, 32, dtype=torch.bool)
 TOKENS = torch.zeros(2, 32, dtype=torch.long)
 BAD = [
-    ({"top_k": 0}, r"Knobs\.top_k must be an integer >= 1, got 0"),
-    ({"top_p": 2.0}, r"Knobs\.top_p must be a probability above 0, got 2\.0"),
-    ({"temperature": torch.tensor([0.5, 0.6])}, "temperature must be .*, got torch"),
-    ({"temperature": float("nan")}, r"ConstantTemperature\.value must be from 1e-30"),
     ({"sampler": dgemma.EntropyBound}, "sampler must be .*, got the class EntropyBound"),
-    ({"stop": "never"}, "stop must be .*, got 'never'"),
-    ({"noise": "uniform"}, "noise must be .*, got 'uniform'"),
     ({"noise": dgemma.UniformNoise(100)}, "vocab_size must be the model's 512"),
     ({"noise": dgemma.UniformNoise(512), "sampler": dgemma.Confidence()}, "Confidence must run under mask noise"),
     ({"attention_mask": torch.ones(3, 4)}, r"attention_mask must be a tensor of shape \(2, 4\)"),
     ({"attention_mask": torch.full((2, 4), torch.nan)}, "attention_mask must be .* 1 for real tokens"),
-    ({"eos_token_ids": [1.5]}, r"eos_token_ids must be .*, got \[1\.5\]"),
     ({"eos_token_ids": [1, VOCAB]}, r"eos_token_ids must be a token id or several in \[0, 512\), got \[1, 512\]"),
     ({"canvas": TOKENS[:1]}, "canvas must be int64 tokens"),
-    ({"canvas": TOKENS.float()}, "canvas must be int64 tokens"),
     ({"canvas": TOKENS + 600}, r"canvas must be int64 tokens in \[0, 512\) or -1"),
     ({"canvas": TOKENS.repeat(1, 3)}, r"of shape \(2, 1 to 64\)"),
     ({"frozen": NOTHING_FROZEN}, "frozen must be .*Pass canvas too"),
     ({"canvas": TOKENS - 1, "frozen": ~NOTHING_FROZEN}, "mark real tokens of canvas.*Unfreeze it"),
     ({"canvas": TOKENS, "frozen": NOTHING_FROZEN[:, :30]}, r"of its shape \(2, 32\)"),
     ({"allowed": torch.ones(3, 32, 512, dtype=torch.bool)}, "allowed must broadcast"),
-    ({"seed": None}, "seed must be .*got None"),
     ({"seed": 2**63 - 1}, r"seed must be an integer below 2\*\*63 - 2 \(row i has seed \+ i\)"),
     ({"seed": [1, 2, 3]}, "a list of 2, one per row"),
-    ({"seed": [0.5, 1.5]}, "seed must be "),
-    ({"steps": 0}, "steps must be an integer of at least 1"),
     ({"steps": 10**9}, "steps must be an integer of at least 1 and at most 1000000"),
-    ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1"),
     ({"max_new_tokens": 8190}, "stay within max_position_embeddings"),
-    ({"noise_level": float("nan")}, r"noise_level must be in \(0, 1\]"),
     ({"noise_level": 0.5}, r"noise_level must be 1 without canvas, got 0\.5.*Pass the canvas that has this level"),
     ({"prompt_tokens": torch.zeros(2, 0, dtype=torch.long)}, "must hold at least one token per row"),
-    ({"prompt_tokens": torch.zeros(3, dtype=torch.long)}, "prompt_tokens must be integer ids"),
-    ({"prompt_tokens": torch.zeros(1, 2)}, "prompt_tokens must be integer ids"),
-    ({"on_step": 3}, "on_step must be"),
 ]
 
 
@@ -172,13 +153,6 @@ def test_arguments_that_do_not_fit_raise_one_sentence_before_any_work(model, cha
 def test_a_prompt_of_padding_is_refused_like_an_empty_one(model, mask):
     with pytest.raises(ValueError, match=r"must hold at least one token per row, .* Start with the bos"):
         dgemma.generate(model, torch.full((2, 3), 5), attention_mask=torch.tensor(mask))
-
-
-def test_knobs_refuse_what_generate_refuses():
-    whole = {"sampler": dgemma.EntropyBound(), "temperature": dgemma.LinearTemperature()}
-    for change in ({"top_k": 0}, {"top_p": 1.5}, {"sampler": dgemma.EntropyBound}, {"temperature": "a"}, {"stop": 3}):
-        with pytest.raises(ValueError, match=rf"Knobs\.{next(iter(change))} must"):
-            dgemma.Knobs(**(whole | change))
 
 
 class Adjustable(dgemma.EntropyBound):
@@ -219,13 +193,6 @@ def test_a_knob_that_could_change_after_capture_is_refused(change):
     fix = r"must be a frozen dataclass .*, got .*\. Write @dataclass\(frozen=True, kw_only=True\) above the class\.$"
     with pytest.raises(ValueError, match=rf"^Knobs\.{next(iter(change))} {fix}"):
         dgemma.Knobs(**(whole | change))
-
-
-def test_a_frozen_sampler_may_contain_another():
-    sampler = Wrapper(dgemma.EntropyBound(bound=0.3))
-    knobs = dgemma.Knobs(sampler=sampler, temperature=dgemma.LinearTemperature())
-    assert knobs.sampler is sampler
-    assert knobs.sampler.inner == dgemma.EntropyBound(bound=0.3)
 
 
 def test_the_noise_level_applies_only_to_blocks_with_a_canvas(model):

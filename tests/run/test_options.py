@@ -38,23 +38,6 @@ def test_an_unknown_option_is_refused_by_the_function_that_got_it(function):
         function(dgemma.DiffusionGemma(dgemma.presets.tiny()), torch.full((1, 3), 5), stepz=3)
 
 
-@pytest.mark.parametrize("function", [dgemma.generate_many, generate_on_ray])
-@pytest.mark.parametrize(
-    ("prompts", "options", "named"),
-    [
-        (["Once"], {"batch_size": 0}, "batch_size must be"),
-        (["Once"], {"out": 3}, "out must be"),
-        ("Once", {}, "prompts must be"),
-    ],
-)
-def test_functions_for_many_prompts_refuse_the_same_arguments_before_they_start(function, prompts, options, named):
-    model, more = dgemma.DiffusionGemma(dgemma.presets.tiny()), {}
-    if function is generate_on_ray:
-        model, more = lambda: model, {"workers": 1}
-    with pytest.raises(ValueError, match=f"{function.__name__} {named}"):
-        function(model, prompts, **options, **more)
-
-
 def test_a_model_that_is_not_a_denoiser_is_refused():
     with pytest.raises(TypeError, match=r"model must be a Denoiser, got str\. Derive its class from dgemma\.Denoiser"):
         dgemma.generate("dgemma/text", torch.full((1, 3), 5))

@@ -78,11 +78,7 @@ def test_gibbs_takes_all_its_steps_unless_a_rule_is_given(named):
     [
         ({"name": "gibbs"}, r"one of ancestral, .*, token-editing, got 'gibbs'\. Pass another"),
         ({"name": "ancestral", "tau": 1}, r"which takes parametrisation=…, got 'tau=1'\. Pass"),
-        ({"name": "first-hitting", "tau": 1}, "which takes no fields"),
-        ({"name": "p2", "greedy": 1}, "P2.greedy must be bool, got 1"),
         ({"name": "p2", "eta": "high"}, "fit p2: P2.eta must be float, got 'high'"),
-        ({"name": "leave-one-out-gibbs", "num_positions": 2.5}, "num_positions must be int, got 2.5"),
-        ({"name": "threshold", "tau": 7}, r"fit threshold: Threshold\.tau must be a probability, got 7"),
     ],
     ids=lambda value: value["name"] if isinstance(value, dict) else "",
 )

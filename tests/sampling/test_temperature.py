@@ -43,15 +43,6 @@ def test_constant_temperature_is_constant():
     assert values.tolist() == pytest.approx([0.7] * 5)
 
 
-def test_zero_temperature_is_refused_and_the_error_names_greedy():
-    with pytest.raises(ValueError, match=r"ConstantTemperature.value must .*greedy=True"):
-        ConstantTemperature(0.0)
-    with pytest.raises(ValueError, match=r"LinearTemperature.end must .*greedy=True"):
-        LinearTemperature(end=0.0)
-    with pytest.raises(ValueError, match=r"LinearTemperature.start must .*greedy=True"):
-        LinearTemperature(start=-1.0)
-
-
 def test_past_the_last_step_the_end_temperature_stays():
     values = LinearTemperature(start=0.8, end=0.4)(torch.tensor([4, 5, 9]), torch.tensor([4, 4, 4]))
     assert values.tolist() == pytest.approx([0.4] * 3)

@@ -86,17 +86,6 @@ def test_the_frontier_holds_the_rows_that_no_other_row_beats():
     assert [r.label for r in Sweep((row("a", 1.0, 1.0), row("b", 1.0, 1.0))).frontier] == ["a"]
 
 
-def test_sweeps_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"at least one sampler and one seed, got \(0, 1\)"):
-        sweep(lambda sampler, seed: None, [])
-    with pytest.raises(ValueError, match=r"samplers must be a list, got EntropyBound.* Write \[sampler\]"):
-        sweep(lambda sampler, seed: None, dgemma.EntropyBound())
-    with pytest.raises(ValueError, match=r"must return \(quality, generation\), got 0.5"):
-        sweep(lambda sampler, seed: 0.5, [EntropyBound()])
-    with pytest.raises(ValueError, match=r"must differ from one another, got \['EntropyBound\(\)'\]"):
-        sweep(lambda sampler, seed: 0.5, [EntropyBound(), EntropyBound(bound=0.1)])
-
-
 def graded(qualities):
     """A task whose qualities are given by sampler and seed."""
 

@@ -71,20 +71,6 @@ def test_a_row_is_padded_after_its_stop_token(model):
     assert (both[0, 5:] == model.generation.pad_token_id).all()
 
 
-def test_arguments_are_refused_like_in_generate(model):
-    with pytest.raises(ValueError, match="at least one token per row"):
-        dgemma.generate_causal(model, PROMPTS[:, :0])
-    for knob in ({"top_k": 0}, {"top_p": 1.5}, {"temperature": "warm"}):
-        with pytest.raises(ValueError, match=rf"^(Knobs\.|generate_causal ){next(iter(knob))} must"):
-            dgemma.generate_causal(model, PROMPTS, **knob)
-
-
-@pytest.mark.parametrize("temperature", [dgemma.LinearTemperature(), None], ids=["schedule", "none"])
-def test_a_schedule_of_temperatures_is_refused(model, temperature):
-    with pytest.raises(ValueError, match=r"^generate_causal.temperature must be .*, got "):
-        dgemma.generate_causal(model, PROMPTS, temperature=temperature)
-
-
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("options", [{}, {"top_k": 1}, {"top_p": 0.9}], ids=["all", "top-k", "top-p"])
 def test_nan_logits_stop_the_run_at_the_token_where_they_appear(monkeypatch, value, options):

@@ -5,9 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-import dgemma
-import next_token
-from dgemma import train
 from dgemma.train.batch import TrainBatch, feed, row_seeds
 from next_token import counting
 
@@ -69,18 +66,3 @@ def test_micro_batches_add_up_to_the_rows_of_the_process():
         expected = counting(number, range(2, 7))
         assert torch.equal(torch.cat([part.batch.tokens for part in step]), expected.tokens)
         assert torch.equal(torch.cat([part.seeds for part in step]), row_seeds(0, number, range(2, 7)))
-
-
-@pytest.mark.parametrize("token", [-1, next_token.VOCAB])
-def test_ids_outside_the_vocabulary_are_refused_in_one_sentence(tmp_path, token):
-    model, noise = next_token.model(), dgemma.UniformNoise(next_token.VOCAB)
-    tokens = torch.tensor([[1, 2, token, 3]])
-    with pytest.raises(ValueError, match=rf"evaluate source must return ids in \[0, {next_token.VOCAB}\)"):
-        train.evaluate(model, tokens, noise, num_samples=1)
-
-    def source(step, rows):
-        return TrainBatch(tokens=tokens, prompt_len=torch.ones(1).long(), length=torch.full((1,), 4))
-
-    config = train.TrainConfig(steps=1, batch_size=1, progress=False)
-    with pytest.raises(ValueError, match=rf"train source must return ids in \[0, {next_token.VOCAB}\)"):
-        train.train(model, train.Objective(noise=noise, canvas_len=4), source, config, out=tmp_path / "run")

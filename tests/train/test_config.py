@@ -22,16 +22,7 @@ from dgemma.values import identify
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"steps": 0}, "TrainConfig.steps must be >= 1, got 0"),
-        ({"steps": 2.5}, "TrainConfig.steps must be int or None, got 2.5"),
-        ({"micro_batch_size": 0}, "micro_batch_size"),
         ({"batch_size": 10**9}, "batch_size must be <= 1048576, got 1000000000"),
-        ({"lr": 1e300}, r"lr must be <= 1e\+30, got 1e\+300"),
-        ({"clip": 0.0}, "clip"),
-        ({"ema_decay": 1.0}, "ema_decay"),
-        ({"precision": "fp8"}, "precision must be 'mixed' or 'weights'"),
-        ({"betas": (0.9,)}, "betas"),
-        ({"keep_last": 0}, "keep_last"),
         ({"steps": None}, "steps must be None exactly if minutes is set, got None"),
         ({"minutes": 3}, "steps must be None exactly if minutes is set, got 5"),
         *(

@@ -477,11 +477,6 @@ def adapted(rank: int = 2) -> DiffusionGemma:
     return model
 
 
-def test_a_source_that_returns_no_batch_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"train source must return a TrainBatch, got None\."):
-        run(tmp_path, source=lambda step, rows: None)
-
-
 def test_errors_of_a_source_reach_the_caller(tmp_path):
     def broken(step, rows):
         if step == 2:
@@ -498,8 +493,3 @@ def test_errors_of_a_source_reach_the_caller(tmp_path):
 def test_an_objective_needs_the_members_of_measure(tmp_path, objective):
     with pytest.raises(ValueError, match=r"train objective must be Measure, got|must be an instance"):
         run(tmp_path, objective=objective)
-
-
-def test_a_source_must_be_callable(tmp_path):
-    with pytest.raises(ValueError, match="train source must be BatchSource, got 3"):
-        run(tmp_path, source=3)

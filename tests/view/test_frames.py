@@ -5,7 +5,6 @@ import pytest
 import torch
 
 import dgemma
-from dgemma.view import to_html
 from dgemma.view.frames import read_frames, settled
 from view.converging import record, writer_of
 
@@ -91,13 +90,3 @@ def test_frozen_positions_come_from_the_plan_and_from_callbacks():
     assert np.flatnonzero(frames.frozen[frames.step == 3][0]).tolist() == [5, 9]
     assert not read_frames(out.trajectory, 0, owner="to_html").frozen[1].any()
     assert not frames.undecided[frames.block == 0, 5].any()
-
-
-def test_missing_rows_and_empty_runs_are_refused(recorded):
-    out, _ = recorded
-    with pytest.raises(ValueError, match=r"to_html row must be in \[0, 2\), got 2"):
-        to_html(out.trajectory, row=2)
-    with pytest.raises(ValueError, match=r"at least one row, got \[\]"):
-        to_html(out.trajectory, row=[])
-    with pytest.raises(ValueError, match="at least one step"):
-        to_html(dgemma.Trajectory(out.trajectory.plan))

@@ -1,8 +1,5 @@
 """The GIF loops, pauses at its end, is of limited size, and lays out words correctly."""
 
-import re
-import sys
-
 import numpy as np
 import pytest
 
@@ -96,18 +93,3 @@ def test_words_stay_whole_and_lines_do_not_begin_with_space():
     assert lay_out(["a", "\n\n", "b"], 9) == [Place(0, 0, 1), Place(0, 1, 2), Place(2, 0, 1)]
     assert lay_out(["17", "4"], 9, spaced=True) == [Place(0, 0, 2), Place(0, 3, 1)]
     assert lay_out(["語", "", "!"], 9) == [Place(0, 0, 2), Place(0, 2, 0), Place(0, 2, 1)]
-
-
-def test_bad_arguments_are_named(recorded, tmp_path, monkeypatch):
-    trajectory = recorded[0].trajectory
-    for name, value in {"columns": 3, "max_lines": 0}.items():
-        with pytest.raises(ValueError, match=rf"to_gif {name} must be in \[\d+, \d+\], got {value}"):
-            to_gif(trajectory, tmp_path / "run.gif", **{name: value})
-    with pytest.raises(ValueError, match=r"to_gif row must be in \[0, 2\), got 2"):
-        to_gif(trajectory, tmp_path / "run.gif", row=2)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=re.escape(str(tmp_path / "file"))):
-        to_gif(trajectory, tmp_path / "file" / "run.gif")
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ImportError, match=r"to_gif needs Pillow and matplotlib\. Install them with: pip install -e \""):
-        to_gif(trajectory, tmp_path / "run.gif")
