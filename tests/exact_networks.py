@@ -1,61 +1,18 @@
-"""Random texts of three tokens, their exact networks by enumeration, and a model that returns their predictions.
+"""Random texts of three tokens, and a model that returns the predictions of an exact network."""
 
-Everything here is computed from the definition of the noise, independently of `dgemma`.
-"""
-
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import dgemma
-from dgemma import Noise, Prediction
-from toy import SEQUENCES, likelihood
-
-NUM_POSITIONS = 3
+from toy import LENGTH, Network
 
 
 def random_joint(seed: int, sharpness: float = 3.0) -> Tensor:
     """A distribution over the 27 `SEQUENCES` with strongly dependent positions, (27,)."""
     weight = torch.rand(27, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) ** sharpness
     return weight / weight.sum()
-
-
-@dataclass(frozen=True)
-class Network:
-    """The exact network of a joint: log p(x at l | canvas), or without position l ("loo"), by enumeration.
-
-    `noise` is the noise over the three real tokens, `vocab_size` the width of the logits. `level` is (R,), or (R, 3)
-    for one level per position.
-    """
-
-    joint: Tensor
-    noise: Noise
-    vocab_size: int
-    parametrisation: str = "mean"
-    level: Tensor | None = None
-
-    def at(self, level: Tensor) -> "Network":
-        return replace(self, level=level.double())
-
-    def probabilities(self, canvas: Tensor) -> Tensor:
-        """canvas (R, 3) → (R, 3, V)."""
-        level = torch.full((1, 1), 0.5, dtype=torch.float64) if self.level is None else self.level
-        level = (level[:, None] if level.dim() == 1 else level).expand(canvas.shape)
-        table = likelihood(self.noise, level.reshape(-1)).unflatten(0, canvas.shape)  # (R, 3, x, z)
-        of_token = table.gather(-1, canvas[..., None, None].expand(-1, -1, 3, 1))[..., 0]  # (R, 3, x)
-        columns = torch.arange(NUM_POSITIONS)
-        factors = of_token[:, columns, SEQUENCES]  # (R, 27, 3)
-        found = torch.zeros(*canvas.shape, self.vocab_size, dtype=torch.float64)
-        for position in range(NUM_POSITIONS):
-            others = [at for at in range(NUM_POSITIONS) if self.parametrisation == "mean" or at != position]
-            weight = self.joint * factors[..., others].prod(-1)  # (R, 27)
-            found[:, position].index_add_(1, SEQUENCES[:, position], weight)
-        return found / found.sum(-1, keepdim=True)
-
-    def denoise(self, canvas: Tensor, cache: Any = None, self_cond: Any = None) -> Prediction:
-        return Prediction(self.probabilities(canvas).log())
 
 
 class ExactModel(dgemma.DiffusionGemma):
@@ -65,7 +22,7 @@ class ExactModel(dgemma.DiffusionGemma):
         vocab_size = network.vocab_size
         config = dgemma.presets.tiny().replace(
             vocab_size=vocab_size,
-            canvas_length=NUM_POSITIONS,
+            canvas_length=LENGTH,
             final_logit_softcapping=1e8,
             bos_token_id=0,
             eos_token_id=2,

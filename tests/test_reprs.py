@@ -4,22 +4,9 @@ import pytest
 import torch
 
 import dgemma
-from dgemma.run.records import BlockCommit
 from rowwise import RowwiseDenoiser
 
 PROMPT = torch.tensor([[2, 7, 9]])
-
-
-def test_a_decision_shows_the_shapes_of_its_tensors():
-    write = torch.ones(2, 16, dtype=torch.bool)
-    decision = dgemma.Decision(tokens=torch.zeros(2, 16, dtype=torch.int64), write=write, renoise=~write)
-    assert repr(decision) == "Decision(tokens=int64 (2, 16), write=bool (2, 16), renoise=bool (2, 16))"
-
-
-def test_numbers_of_rows_are_shown_as_numbers():
-    steps, finished = torch.tensor([3, 4]), torch.tensor([True, False])
-    commit = BlockCommit(block=1, tokens=torch.zeros(2, 16), finished=finished, steps=steps)
-    assert repr(commit) == "BlockCommit(block=1, tokens=float32 (2, 16), finished=[True, False], steps=[3, 4])"
 
 
 @pytest.mark.parametrize("canvas_len", [16, 256])

@@ -3,7 +3,7 @@
 The text: three tokens from {0, 1, 2}, p(x) = FIRST[x0]·NEXT[x0, x1]·NEXT[x1, x2]. `JOINT` is its law over the 27
 `SEQUENCES`. Mask and hybrid noise use token 3 as the mask (vocab_size 4); uniform noise has vocab_size 3.
 
-    from toy import Denoiser, mask_noise, propagate, total_variation
+    from toy import mask_noise, propagate, total_variation
     result = propagate(EntropyBound(bound=0.0), mask_noise(), steps=3)
     assert total_variation(result.law) < 1e-12          # result.law is (27,), result.nfe the expected forwards
 
@@ -88,36 +88,47 @@ def likelihood(noise: Noise, level: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Denoiser(dgemma.Denoiser):
-    """The exact network of T0 by enumeration: log p(x0 at l | canvas), or without position l itself ("loo").
+class Network(dgemma.Denoiser):
+    """The exact network of a joint: log p(x at l | canvas), or without position l ("loo"), by enumeration.
 
-    A mask network does not depend on the level. For other networks, set it with `.at(level)`, (R,) or float.
+    `noise` is the noise over the three real tokens, `vocab_size` the width of the logits. Set the level with
+    `.at(level)`: a float, (R,), or (R, 3) for one level per position. A mask network does not depend on it.
     """
 
+    joint: Tensor
     noise: Noise
+    vocab_size: int
     parametrisation: str = "mean"
     level: Tensor | None = None
 
-    def at(self, level: Tensor | float) -> "Denoiser":
-        return replace(self, level=torch.as_tensor(level, dtype=torch.float64).reshape(-1))
+    def at(self, level: Tensor | float) -> "Network":
+        level = torch.as_tensor(level, dtype=torch.float64)
+        return replace(self, level=level[None] if level.dim() == 0 else level)
+
+    def probabilities(self, canvas: Tensor) -> Tensor:
+        """canvas (R, 3) → (R, 3, V)."""
+        needs_none = self.noise.kind == "mask" or self.level is None
+        level = torch.full((1,), 0.5, dtype=torch.float64) if needs_none else self.level
+        level = (level[:, None] if level.dim() == 1 else level).expand(canvas.shape)
+        table = likelihood(self.noise, level.reshape(-1)).unflatten(0, canvas.shape)  # (R, 3, x, z)
+        of_token = table.gather(-1, canvas[..., None, None].expand(-1, -1, NUM_TOKENS, 1))[..., 0]  # (R, 3, x)
+        factors = of_token[:, torch.arange(LENGTH), SEQUENCES]  # (R, 27, 3)
+        found = torch.zeros(*canvas.shape, self.vocab_size, dtype=torch.float64)
+        for position in range(LENGTH):
+            kept = [at for at in range(LENGTH) if self.parametrisation == "mean" or at != position]
+            weight = self.joint * factors[..., kept].prod(-1)  # (R, 27)
+            found[:, position].index_add_(1, SEQUENCES[:, position], weight)
+        return found / found.sum(-1, keepdim=True)
 
     def denoise(
         self, canvas: Tensor, cache: Any = None, self_cond: Any = None, self_cond_mask: Any = None
     ) -> Prediction:
-        half = torch.tensor([0.5], dtype=torch.float64)
-        level = half if self.noise.kind == "mask" or self.level is None else self.level
-        table = likelihood(self.noise, level).expand(canvas.shape[0], -1, -1)  # (R, x, z)
-        of_token = table.gather(2, canvas[:, None, :].expand(-1, NUM_TOKENS, -1))  # (R, x, C): q(z_l | x)
-        rows = torch.arange(canvas.shape[0])[:, None, None]
-        factors = of_token[rows, SEQUENCES[None], torch.arange(LENGTH)]  # (R, 27, C)
-        probs = []
-        for position in range(LENGTH):
-            kept = [j for j in range(LENGTH) if self.parametrisation == "mean" or j != position]
-            weight = JOINT * factors[..., kept].prod(-1)  # (R, 27)
-            onehot = torch.nn.functional.one_hot(SEQUENCES[:, position], self.noise.vocab_size).double()
-            probs.append(weight @ onehot)
-        stacked = torch.stack(probs, dim=1)  # (R, C, V)
-        return Prediction((stacked / stacked.sum(-1, keepdim=True)).log())
+        return Prediction(self.probabilities(canvas).log())
+
+
+def exact_network(noise: Noise, parametrisation: str = "mean") -> Network:
+    """Return the exact network of T0."""
+    return Network(JOINT, noise, noise.vocab_size, parametrisation)
 
 
 class Points(NamedTuple):
@@ -272,7 +283,7 @@ def propagate(
     level: returns the denoiser's noise level, (R,), for a sampler with its own clock. check: try both ends of every
     cell. A long run may skip this if a short run has checked its cells.
     """
-    denoiser = denoiser if denoiser is not None else Denoiser(noise)
+    denoiser = denoiser if denoiser is not None else exact_network(noise)
     law = start if start is not None else initial(noise, sampler, steps, stop)
     nfe = 0.0
     for _ in range(steps):

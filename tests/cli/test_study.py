@@ -80,9 +80,7 @@ def test_bench_refuses_a_batch_that_no_memory_holds_before_it_allocates_one(comm
     ("options", "fast", "weights", "named"),
     [
         ((), False, None, ""),
-        (("--fast",), True, None, " --fast"),
         (("--fast", "--weights", "packed"), True, "packed", " --fast --weights packed"),
-        (("--fast", "--weights", "fp8"), True, "fp8", " --fast --weights fp8"),
     ],
 )
 def test_bench_names_the_model_and_the_weight_format(command, checkpoint, monkeypatch, options, fast, weights, named):
@@ -120,8 +118,3 @@ def test_evaluate_of_some_rows_has_no_bits_per_byte(command, checkpoint, words):
     assert found["bits_per_byte"] is None
     assert found["nelbo_error"] is None  # one row has no interval, and JSON no infinity
     assert "gzip_bits_per_byte" not in found
-
-
-def test_evaluate_prints_a_table(command, checkpoint, words):
-    ran = command("evaluate", "-m", checkpoint, "--samples", "1", "--noise", "mask", words)
-    assert [line for line in ran.out.splitlines() if line.startswith(("diffusion", "causal", "gzip", "xz"))]

@@ -98,12 +98,6 @@ def test_a_wrong_answer_is_retried_up_to_the_limit(command, solver, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run-2.html", "run-3.html", "run.html"]
 
 
-def test_a_solver_without_a_named_noise_runs_under_masks(command, solver):
-    ran = command("sudoku", "-m", solver, "--sampler", "leave-one-out-gibbs")
-    assert (ran.code, ran.out) == (2, "")
-    assert "LeaveOneOutGibbs must run under uniform noise, got 'mask'" in ran.err
-
-
 def test_a_new_puzzle_is_printed_before_its_solution(command, solver):
     puzzle, answer = command("sudoku", "-m", solver, "--steps", "1").out.split()
     assert 81 - puzzle.count("0") == 30

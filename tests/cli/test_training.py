@@ -105,6 +105,9 @@ def test_adapters_are_merged_at_the_end(command, checkpoint, words, tmp_path):
     load_lora(adapted, tmp_path / "final" / "adapters")
     torch.testing.assert_close(merged.causal_logits(tokens), adapted.causal_logits(tokens), rtol=1e-4, atol=1e-5)
     assert (merged.causal_logits(tokens) - base).abs().max() > 1e-3
+    write = ("generate", "-n", "32", "--steps", "2", "Hi")
+    adapter = ("-m", checkpoint, "--adapter", tmp_path / "final" / "adapters")
+    assert command(*write, *adapter).out == command(*write, "-m", tmp_path / "final").out
 
 
 def test_pictures_of_a_file_train_the_projection(command, tmp_path):
@@ -129,10 +132,9 @@ def test_pictures_of_a_file_train_the_projection(command, tmp_path):
     assert "without a vision tower. Load a model with one" in without.err
 
 
-@pytest.mark.parametrize("more", [(), ("--lora", "2")], ids=["all weights", "adapters"])
-def test_the_same_command_continues_where_it_was_stopped(command, checkpoint, words, tmp_path, monkeypatch, more):
+def test_the_same_command_continues_where_it_was_stopped(command, checkpoint, words, tmp_path, monkeypatch):
     def train(out):
-        return command("train", "-m", checkpoint, "--out", tmp_path / out, *QUICK, *more, words)
+        return command("train", "-m", checkpoint, "--out", tmp_path / out, *QUICK, words)
 
     assert train("whole").code == 0
     with stopped_after_a_step(monkeypatch):
@@ -192,24 +194,13 @@ def test_means_are_over_the_last_steps_and_samples_come_now_and_then(command, ch
     ]
 
 
-@pytest.mark.parametrize("noise", ["mask", "uniform"])
-def test_samples_do_not_change_the_training(command, checkpoint, words, tmp_path, monkeypatch, noise):
+def test_samples_do_not_change_the_training(command, checkpoint, words, tmp_path, monkeypatch):
     for name in ("plain", "sampled"):
         if name == "sampled":
             sample_often(monkeypatch)
-        assert command("train", "-m", checkpoint, "--out", tmp_path / name, "--noise", noise, *QUICK, words).code == 0
+        assert command("train", "-m", checkpoint, "--out", tmp_path / name, *QUICK, words).code == 0
     plain, sampled = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("plain", "sampled"))
     assert all(torch.equal(plain[name], sampled[name]) for name in plain)
-
-
-def test_other_settings_are_refused_unless_allowed(command, checkpoint, words, tmp_path, monkeypatch):
-    run = functools.partial(command, "train", "-m", checkpoint, "--out", tmp_path, words)
-    with stopped_after_a_step(monkeypatch):
-        assert run(*QUICK).code == 130
-    changed = run(*QUICK, "--steps", "4")
-    assert changed.code == 2
-    assert "steps must stay 3" in changed.err
-    assert run(*QUICK, "--steps", "4", "--allow-changes").out.startswith(f"Wrote {tmp_path / 'final'} after 4 steps")
 
 
 def test_a_run_keeps_its_tokens_and_refuses_changed_text(command, checkpoint, tmp_path, monkeypatch):
@@ -249,13 +240,6 @@ def test_a_text_that_every_step_reads_completely_is_noted(command, checkpoint, t
     ran = command("train", "-m", checkpoint, "--out", tmp_path / "few", *QUICK, tmp_path / name)
     assert ran.code == 0
     assert len([line for line in ran.err.splitlines() if line.startswith(note)]) == 1
-
-
-def test_a_loss_that_is_not_finite_fails_in_a_sentence(command, checkpoint, words, tmp_path):
-    ran = command("train", "-m", checkpoint, "--out", tmp_path, *QUICK, "--lr", "1e30", words)
-    assert ran.code == 1
-    assert "not finite" in ran.err.splitlines()[-1]
-    assert "Traceback" not in ran.err
 
 
 def test_mixing_prompts_and_running_text_is_refused(command, checkpoint, words, tmp_path):
@@ -312,15 +296,3 @@ def test_rl_trains_and_saves_a_sudoku_solver(command, tmp_path):
     )
     assert ran.code == 0, ran.err
     assert json.loads(ran.out)["reward"] == 1.0  # one blank
-
-
-def test_an_adapter_folder_gives_the_merged_model(command, tmp_path):
-    (tmp_path / "a.txt").write_text("abcdefgh" * 40)
-    settings = ("--lora", "2", "--steps", "2", "--lr", "0.01", "--batch-size", "1", "--json")
-    assert command("train", tmp_path / "a.txt", "--out", tmp_path / "run", *settings).code == 0
-    writing = ("generate", "-n", "16", "--steps", "4", "Once upon")
-    adapted, merged, plain = (
-        command(*writing, *options).out
-        for options in (("--adapter", tmp_path / "run" / "final" / "adapters"), ("-m", tmp_path / "run" / "final"), ())
-    )
-    assert adapted == merged != plain

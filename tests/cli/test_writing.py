@@ -1,7 +1,6 @@
 """generate, chat, infill and edit print exactly the output of the library."""
 
 import json
-import shutil
 import sys
 from types import SimpleNamespace
 
@@ -11,7 +10,6 @@ from PIL import Image
 
 import dgemma
 from dgemma.cli import writing
-from dgemma.run.knobs import _warn_once
 
 QUICK = ("-n", "1", "--steps", "2")  # one canvas
 
@@ -66,18 +64,6 @@ def test_every_sampling_option_reaches_the_library(command, checkpoint, model):
     )
     assert found["tokens"] == out.new_tokens[0].tolist()
     assert found["steps"] == 6
-
-
-def test_json_of_generate_ends_with_the_stop_token_and_holds_no_padding(command, checkpoint, tmp_path):
-    folder = tmp_path / "stops"
-    shutil.copytree(checkpoint, folder)
-    stops = range(1, 300)  # most tokens end the text, so that most of the canvas is padding
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(stops), "pad_token_id": 0}))
-    tokens = json.loads(command("generate", "-m", folder, *QUICK, "--json", "Once").out)["tokens"]
-    assert tokens[-1] in stops
-    assert not set(tokens[:-1]) & set(stops)
-    assert 0 not in tokens
-    assert len(tokens) < 32
 
 
 def test_a_file_of_prompts_gives_a_file_of_results_that_the_command_completes(command, checkpoint, model, tmp_path):
@@ -179,23 +165,6 @@ def test_positions_after_the_text_are_filled_with_end_tokens(command, checkpoint
     monkeypatch.setattr(writing, words[0], watched)
     assert command(words[0], "-m", checkpoint, "--steps", "1", words[1]).code == 0
     assert tails == [dgemma.ByteTokenizer.eos_token_id]
-
-
-def test_the_noise_is_the_checkpoints_by_default_and_another_gives_a_warning(command, checkpoint, tmp_path, caplog):
-    _warn_once.cache_clear()
-    folder = tmp_path / "masks"
-    shutil.copytree(checkpoint, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"noise": {"kind": "mask", "mask_token_id": 4}}))
-    words = ("generate", "-m", folder, "-n", "32", "--steps", "2", "--json", "Once")
-    own, named = command(*words), command(*words[:-1], "--noise", "mask", "Once")
-    assert own == named
-    assert own.err == ""
-    other = command(*words[:-1], "--noise", "uniform", "Once")
-    assert caplog.messages == [
-        "The checkpoint is for mask noise; its predictions may be unreliable under uniform noise."
-    ]
-    assert json.loads(other.out)["tokens"] != json.loads(own.out)["tokens"]
 
 
 def test_edit_does_not_change_the_words_of_keep(command, checkpoint):

@@ -66,6 +66,7 @@ def test_documents_equal_those_of_str_split(tmp_path, monkeypatch, separator, ch
         ("list.jsonl", b'["text"]\n', "list.jsonl:1 must be an object"),
         ("number.jsonl", b'{"text": "a"}\n{"prompt": "b", "answer": 3}\n', "number.jsonl:2 must be an object"),
         ("broken.jsonl", b'{"text": \n', "broken.jsonl:1 must be a JSON object"),
+        ("odd.jsonl", b'{"text": "\\ud800abc"}\n', "half of a surrogate pair"),
     ],
 )
 def test_a_file_that_is_not_text_is_refused_with_file_and_byte(tmp_path, name, data, message):
@@ -358,12 +359,6 @@ def test_a_source_refuses_rows_beyond_its_batch(tmp_path):
     source(0, range(4))
     with pytest.raises(ValueError, match=r"batch_size must equal TrainConfig\.batch_size, with row 7 requested, got 4"):
         source(0, range(8))
-
-
-def test_half_a_surrogate_pair_is_named(tmp_path):
-    (tmp_path / "odd.jsonl").write_text('{"text": "\\ud800abc"}\n')
-    with pytest.raises(ValueError, match="half of a surrogate pair"):
-        list(read_documents(tmp_path / "odd.jsonl"))
 
 
 def write_chat(path, *turns, **more):

@@ -20,7 +20,7 @@ from toy import (
     JOINT,
     LENGTH,
     SEQUENCES,
-    Denoiser,
+    exact_network,
     hybrid_noise,
     likelihood,
     mask_noise,
@@ -64,7 +64,7 @@ def expected_nelbo(noise, network, parametrisation, *, both_ends=False):
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: type(s).__name__)
 def test_mask_nelbo_of_the_exact_network_is_the_likelihood_of_every_text(schedule):
-    actual = expected_nelbo(mask_noise(schedule=schedule), Denoiser(mask_noise()), "mean")
+    actual = expected_nelbo(mask_noise(schedule=schedule), exact_network(mask_noise()), "mean")
     torch.testing.assert_close(actual, NLL, atol=1e-12, rtol=0)
 
 
@@ -72,7 +72,7 @@ def test_mask_nelbo_of_the_exact_network_is_the_likelihood_of_every_text(schedul
 @pytest.mark.parametrize("schedule", [Linear(), OneMinusCosine()], ids=lambda s: type(s).__name__)
 def test_uniform_nelbo_of_the_exact_network_is_the_likelihood_of_every_text(schedule, parametrisation):
     noise = uniform_noise(schedule=schedule)
-    actual = expected_nelbo(noise, Denoiser(noise, parametrisation), parametrisation)
+    actual = expected_nelbo(noise, exact_network(noise, parametrisation), parametrisation)
     torch.testing.assert_close(actual, NLL, atol=1e-10, rtol=0)
     assert actual[INDEX["000"]].item() == pytest.approx(1.139434, abs=1e-6)
     assert actual[INDEX["120"]].item() == pytest.approx(4.199705, abs=1e-6)
@@ -81,13 +81,13 @@ def test_uniform_nelbo_of_the_exact_network_is_the_likelihood_of_every_text(sche
 @pytest.mark.parametrize("parametrisation", ["mean", "loo"])
 def test_hybrid_nelbo_of_the_exact_network_is_the_likelihood_of_every_text(parametrisation):
     noise = hybrid_noise(uniform_share=0.2, gamma=1.0)
-    actual = expected_nelbo(noise, Denoiser(noise, parametrisation), parametrisation, both_ends=True)
+    actual = expected_nelbo(noise, exact_network(noise, parametrisation), parametrisation, both_ends=True)
     torch.testing.assert_close(actual, NLL, atol=1e-6, rtol=0)
 
 
 def test_a_hybrid_of_another_shape_and_schedule_is_exact_too():
     noise = hybrid_noise(uniform_share=0.6, gamma=2.0, schedule=OneMinusCosine())
-    actual = expected_nelbo(noise, Denoiser(noise, "loo"), "loo", both_ends=True)
+    actual = expected_nelbo(noise, exact_network(noise, "loo"), "loo", both_ends=True)
     torch.testing.assert_close(actual, NLL, atol=1e-6, rtol=0)
 
 
@@ -97,7 +97,7 @@ def test_a_hybrid_of_another_shape_and_schedule_is_exact_too():
     ids=["uniform", "hybrid"],
 )
 def test_using_the_mean_as_leave_one_out_costs_more(noise, values):
-    actual = expected_nelbo(noise, Denoiser(noise, "mean"), "loo", both_ends=noise.kind == "hybrid")
+    actual = expected_nelbo(noise, exact_network(noise, "mean"), "loo", both_ends=noise.kind == "hybrid")
     assert actual[[INDEX["000"], INDEX["120"]]].tolist() == pytest.approx(values, abs=5e-5)
 
 

@@ -15,7 +15,7 @@ from dgemma.diffusion.noise import HybridNoise, MaskNoise, UniformNoise
 from dgemma.diffusion.schedule import Loop
 from dgemma.run.knobs import learnt_noise
 from dgemma.sampling.named import describe_noise
-from toy import MASK, NUM_TOKENS, Denoiser, fresh_state, hybrid_noise, likelihood, mask_noise, uniform_noise
+from toy import MASK, NUM_TOKENS, exact_network, fresh_state, hybrid_noise, likelihood, mask_noise, uniform_noise
 
 PROCESSES = [
     mask_noise(),
@@ -131,7 +131,7 @@ def test_an_event_keeps_its_probability_of_1e_minus_7():
 def test_mean_and_leave_one_out_convert_into_each_other(process, noise_level):
     """Both by enumeration of the toy's 27 texts, on every canvas."""
     canvas = torch.cartesian_prod(*[torch.arange(process.vocab_size)] * 3)
-    mean, loo = (Denoiser(process, p).at(noise_level).denoise(canvas, None).logits for p in ("mean", "loo"))
+    mean, loo = (exact_network(process, p).at(noise_level).denoise(canvas, None).logits for p in ("mean", "loo"))
     levels = level(noise_level).expand(len(canvas))
     to_loo, to_mean = process.to_loo(mean, canvas, levels), process.to_mean(loo, canvas, levels)
     torch.testing.assert_close(to_loo.softmax(-1), loo.softmax(-1), atol=1e-14, rtol=0)

@@ -79,27 +79,6 @@ def test_a_sweep_times_every_tile_and_prints_the_best_correct_pair(bench, monkey
     assert tables == configs.EXPERTS["fp8"]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the sizes are those of Triton's interpreter")
-def test_a_sweep_of_packed_weights_limits_registers(bench, monkeypatch):
-    experts, sweep = bench
-    monkeypatch.setattr(experts, "DTYPE", torch.float32)
-    torch.manual_seed(0)
-    times = iter([3.0, 2.0, 4.0, 9.0])  # two tiles of gate_up, one of down, both together
-    monkeypatch.setattr(sweep, "time_graph", lambda run, replays: (run(), (next(times), 0.0))[1])
-    monkeypatch.setitem(sweep.PACKED_GATE_UP_TILES, 16, [(64, 128, 4, 2), (64, 128, 4, 2, 168)])
-    monkeypatch.setitem(sweep.PACKED_DOWN_TILES, 16, [(128, 128, 8, 3)])
-    tables, report = dict(configs.EXPERTS["packed"]), experts.Report(bandwidth=1e12, lines=[])
-    layer = experts.draw_layer("packed")
-    sweep.sweep(report, [layer], 8, 4)
-    assert report.lines[-1]["name"] == "both 8: 16 rows, 64x128 w4 s2 r168 and 128x128 w8 s3"
-    # 12 bits per weight, but the codes of gate_up's 64 columns are half empty, as is down's one block of 128 rows. Each
-    # row also has a scale and a start.
-    planes = 4 * (256 * 64 * 2 + 128 * 128 * 1.5)
-    assert planes < report.lines[-1]["bytes"] < 1.1 * planes
-    assert tables == configs.EXPERTS["packed"]
-
-
 @pytest.mark.parametrize("format", ["bf16", "packed", "fp8"])
 def test_every_tile_of_a_sweep_can_be_configured_at_every_size(bench, format, monkeypatch):
     _, sweep = bench

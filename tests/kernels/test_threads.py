@@ -7,8 +7,6 @@ import pytest
 import torch
 
 import dgemma
-from dgemma.run.knobs import Knobs
-from dgemma.run.step import start_state
 from dgemma_kernels import accelerate
 from dgemma_kernels.ops.vocabulary import kernel as vocabulary
 from kernel_inputs import make_model
@@ -83,28 +81,6 @@ def test_two_threads_write_what_each_writes_alone(fast, alone, is_free):
         together = list(threads.map(lambda seed: write(fast, seed, None if is_free else alternate), range(2)))
     for want, got in zip(alone, together, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
-
-
-@pytest.mark.slow
-def test_a_prediction_is_readable_until_its_own_thread_takes_the_next_step(fast):
-    knobs = Knobs(sampler=dgemma.EntropyBound(), temperature=dgemma.LinearTemperature(), stop=None)
-
-    def take_step(seed):
-        seeds = torch.tensor([seed], device=fast.device)
-        state = start_state(knobs, dgemma.UniformNoise(VOCAB), seeds=seeds, canvas_len=CANVAS, num_steps=STEPS)
-        return fast.step(state, cache=fast.encode(prompt(seed, fast.device)), knobs=knobs)[1].prediction
-
-    first = take_step(1)
-    want = first.logits.clone()
-    unread = take_step(1)
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(take_step, 2).result()
-    assert torch.equal(unread.logits, want)
-    assert torch.equal(first.logits, want)  # still readable, because they were read before
-    stale = take_step(1).shaped(temperature=0.5)
-    take_step(2)
-    with pytest.raises(RuntimeError, match="overwritten by a later step"):
-        stale.top(1)
 
 
 @pytest.mark.gpu

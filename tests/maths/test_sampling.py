@@ -18,7 +18,6 @@ from toy import (
     advance,
     fresh_state,
     gibbs_cells,
-    hybrid_noise,
     initial,
     likelihood,
     propagate,
@@ -168,17 +167,6 @@ def test_the_conversion_over_an_allowed_set_is_that_of_its_own_noise():
     torch.testing.assert_close(found, mean.softmax(-1), atol=1e-14, rtol=0)
 
 
-@pytest.mark.parametrize("noise", [dgemma.UniformNoise(6), hybrid_noise()], ids=lambda noise: noise.kind)
-def test_a_marginal_over_an_allowed_set_stays_in_it_and_adds_up_to_one(noise):
-    allowed = torch.arange(noise.vocab_size) < 2
-    probs = allowed.double() / 2
-    found = noise.marginal(probs, torch.tensor(0.4, dtype=torch.float64), allowed=allowed)
-    assert found.sum().item() == pytest.approx(1, abs=1e-14)
-    outside = ~(allowed | (torch.arange(noise.vocab_size) == (-1 if noise.mask_token is None else noise.mask_token)))
-    assert (found[outside] == 0).all()
-    assert found[0] == found[1]
-
-
 def test_a_token_that_is_not_allowed_is_gone_at_the_end():
     """A caller put forbidden tokens on the canvas. Whatever the draws, the last step replaces all of them."""
     noise = dgemma.UniformNoise(6)
@@ -248,15 +236,10 @@ def test_corrections_near_clean_text_repair_holes_of_a_network_that_takes_one_le
     assert total_variation(found, conditional(joint, first)) < 0.02
 
 
-@pytest.mark.parametrize("kind", ["uniform", "hybrid"])
-def test_pure_noise_is_refused_under_a_schedule_that_begins_with_less(kind):
+def test_pure_noise_is_refused_under_a_schedule_that_begins_with_less():
     model = dgemma.DiffusionGemma(dgemma.presets.tiny())
     vocab_size, length = model.config.vocab_size, model.config.canvas_length
-    clipped = ClippedLinear(0.0, 0.5)
-    noise = {
-        "uniform": dgemma.UniformNoise(vocab_size, schedule=clipped),
-        "hybrid": dgemma.HybridNoise(vocab_size, schedule=clipped),
-    }[kind]
+    noise = dgemma.UniformNoise(vocab_size, schedule=ClippedLinear(0.0, 0.5))
     prompt = torch.tensor([[2, 7]])
     options = {"noise": noise, "sampler": dgemma.Ancestral(), "steps": 2, "progress": False}
     refusal = re.escape("generate noise must have a schedule that starts from pure noise, got")

@@ -25,7 +25,7 @@ def canvas_for(batch: int) -> torch.Tensor:
     return torch.randint(0, 512, (batch, 12), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_encoding_in_random_chunks_equals_encoding_whole(model, seed):
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(5, 512, (2, 61), generator=generator)  # well past the window of 24
@@ -205,14 +205,6 @@ def test_a_mask_that_contradicts_the_cache_and_a_wrong_batch_raise(model):
         model.encode(torch.full((2, 3), 5), cache, mask)
     with pytest.raises(ValueError, match="cache's batch size 2, got 1"):
         model.denoise(canvas_for(1), cache)
-
-
-def test_a_cache_shows_how_much_it_holds():
-    config = dgemma.presets.tiny()
-    cache = dgemma.DiffusionGemma(config).encode(
-        torch.full((2, 3), 5), attention_mask=torch.tensor([[1, 1, 1], [0, 1, 1]])
-    )
-    assert repr(cache) == f"PrefixCache(lengths=[3, 2], num_layers={config.num_hidden_layers})"
 
 
 @pytest.mark.parametrize(

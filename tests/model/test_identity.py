@@ -105,15 +105,6 @@ def test_a_run_is_not_continued_with_another_tokenizer(tmp_path):
         run(tiny(), tmp_path / "run.jsonl", tokenizer=dgemma.Tokenizer.from_pretrained("dgemma/text"))
 
 
-def test_token_ids_need_no_tokenizer(tmp_path):
-    tiny().save_pretrained(tmp_path / "model")
-    model = dgemma.DiffusionGemma.from_pretrained(tmp_path / "model")
-    (result,) = run(model, tmp_path / "run.jsonl")
-    assert result.text is None
-    with pytest.raises(ValueError, match="tokenizer must be set"):
-        list(dgemma.generate_many(model, ["text"], progress=False))
-
-
 def test_adapters_for_other_weights_are_named(tmp_path, caplog):
     model = tiny()
     train.add_lora(model, train.LoRA(rank=2))

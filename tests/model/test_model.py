@@ -213,12 +213,6 @@ def test_causal_logits_token_by_token_equal_those_of_one_pass():
     torch.testing.assert_close(word_by_word, at_once, atol=2e-5, rtol=0)
 
 
-def test_a_forward_refuses_unknown_arguments():
-    model = DiffusionGemma(dgemma.presets.tiny())
-    with pytest.raises(TypeError, match="unexpected keyword"):
-        model.denoise(torch.zeros(1, 4, dtype=torch.long), model.new_cache(1), self_conditioning_logits=None)
-
-
 def test_building_a_model_seeds_with_torch_and_a_copy_is_independent():
     torch.manual_seed(5)
     first = DiffusionGemma(dgemma.presets.tiny())

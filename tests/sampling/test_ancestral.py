@@ -10,8 +10,8 @@ from dgemma.diffusion.schedule import OneMinusCosine, PlainCosine
 from dgemma.sampling.ancestral import Ancestral
 from toy import (
     MASK,
-    Denoiser,
     divergence,
+    exact_network,
     fresh_state,
     hybrid_noise,
     mask_noise,
@@ -37,7 +37,7 @@ def law(noise, steps, *, network="mean", sampler="mean", independent=True):
         Ancestral(parametrisation=sampler),
         noise,
         steps=steps,
-        denoiser=Denoiser(noise, network),
+        denoiser=exact_network(noise, network),
         cells={
             "token": lambda prediction, state: as_mean(prediction, state).logits.softmax(-1).cumsum(-1)[..., :-1],
             "event": lambda prediction, state: route_cells(as_mean(prediction, state), state),

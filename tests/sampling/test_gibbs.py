@@ -10,10 +10,10 @@ from dgemma.sampling.gibbs import LeaveOneOutGibbs
 from toy import (
     JOINT,
     SEQUENCES,
-    Denoiser,
     Law,
     Points,
     advance,
+    exact_network,
     fresh_state,
     gibbs_cells,
     likelihood,
@@ -38,7 +38,7 @@ def corrected(sampler, choice=permutations):
     state = fresh_state(SEQUENCES, NOISE, 99)
     state = replace(state, step=torch.full((27,), 1), memory=torch.full((27,), LEVEL, dtype=torch.float64))
     assert not sampler.clock(state)[0].any()
-    network = Denoiser(NOISE, sampler.parametrisation).at(LEVEL)
+    network = exact_network(NOISE, sampler.parametrisation).at(LEVEL)
     law = advance(Law(state, noisy_text()), sampler, network, gibbs_cells(sampler, choice))
     return torch.zeros(27).double().index_add(0, law.state.canvas @ torch.tensor([9, 3, 1]), law.weight)
 
@@ -60,7 +60,7 @@ def test_several_positions_at_once_do_not_keep_the_distribution(num_positions, d
 
 def margins():
     """Margin of the canvas's token over the best other token, in the law of its redraw, (27, 3), by enumeration."""
-    loo = Denoiser(NOISE, "loo").at(LEVEL).denoise(SEQUENCES, None).logits.exp()
+    loo = exact_network(NOISE, "loo").at(LEVEL).denoise(SEQUENCES, None).logits.exp()
     law = ((1 - LEVEL) * loo + LEVEL / 3).log()
     shown = torch.nn.functional.one_hot(SEQUENCES, 3).bool()
     return law[shown].reshape(27, 3) - law.masked_fill(shown, -torch.inf).amax(-1)

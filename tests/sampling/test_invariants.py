@@ -7,16 +7,13 @@ import pytest
 import torch
 
 import dgemma
-from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.prediction import Prediction
 from dgemma.run.knobs import Knobs
 from dgemma.run.step import start_state, step
 from dgemma.sampling import (
     Confidence,
     EndOfText,
-    EntropyBound,
     ReMDM,
-    Sampler,
     StableAndConfident,
 )
 from dgemma.sampling.temperature import LinearTemperature
@@ -95,19 +92,3 @@ def test_settings_that_exclude_each_other_are_refused():
         Confidence(order="random", order_temperature=3.0)
     with pytest.raises(ValueError, match=r'ReMDM\.eta must be None for strategy "conf", got 0.1'):
         ReMDM(strategy="conf", eta=0.1)
-
-
-@dataclass(frozen=True)
-class Lawless(Sampler):
-    """The control: writes the last token of the vocabulary, allowed or not."""
-
-    def __call__(self, prediction, state):
-        everywhere = torch.ones_like(state.open)
-        tokens = torch.full_like(state.canvas, VOCAB - 1)
-        return Decision(tokens=tokens, write=everywhere, renoise=~everywhere)
-
-
-def test_a_sampler_that_writes_forbidden_tokens_fails_this_test():
-    noise = noises(EntropyBound(), VOCAB)[-1]
-    with pytest.raises(AssertionError, match="left an allowed set"):
-        check_run(Lawless(), noise, 0)

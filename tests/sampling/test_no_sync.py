@@ -4,14 +4,13 @@ The device "meta" stands for a GPU. Its tensors have only a shape, so `.item()`,
 indexing raise. Combining them with a tensor that was made on the host by mistake raises too.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from dgemma.diffusion.decision import Decision
-from dgemma.diffusion.noise import MaskNoise, UniformNoise
+from dgemma.diffusion.noise import UniformNoise
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.sampling.base import Sampler
@@ -107,39 +106,3 @@ def test_no_draw_reads_a_value_on_the_host():
     state = fake_state(UniformNoise(VOCAB), DenoiseState)
     assert state.uniform("token").shape == (BATCH, CANVAS_LEN)
     assert state.row_uniform("token").shape == (BATCH,)
-
-
-@dataclass(frozen=True)
-class Syncing(Sampler):
-    """The control: a sampler that decides by a value on the host, which it reads in one of several common ways."""
-
-    how: str
-
-    def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
-        write = state.open
-        if self.how == "item":
-            write = write & (prediction.entropy.mean().item() > 0)
-        elif self.how == "bool":
-            write = write if (prediction.entropy > 0).any() else ~write
-        elif self.how == "nonzero":
-            write = write & (len(write.nonzero()) > 0)
-        elif self.how == "boolean indexing":
-            write = write & (prediction.entropy[write].sum() > 0)
-        elif self.how == "host tensor":
-            write = write & (prediction.entropy > torch.zeros(CANVAS_LEN))
-        return Decision(tokens=prediction.argmax, write=write, renoise=~write)
-
-
-@pytest.mark.parametrize("how", ["item", "bool", "nonzero", "boolean indexing"])
-def test_a_sampler_that_reads_a_value_fails_this_test(how):
-    with pytest.raises(RuntimeError, match=r"nonzero|aten\.index|meta tensors"):
-        run_sampler(Syncing(how), MaskNoise(VOCAB))
-
-
-def test_a_sampler_that_makes_a_tensor_on_the_host_fails_this_test():
-    with pytest.raises(RuntimeError, match="device"):
-        run_sampler(Syncing("host tensor"), MaskNoise(VOCAB))
-
-
-def test_the_control_passes_when_it_does_not_read():
-    run_sampler(Syncing("not at all"), MaskNoise(VOCAB))

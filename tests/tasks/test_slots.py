@@ -32,7 +32,7 @@ class ToyModel(dgemma.Denoiser):
         known = cache.tokens[:, 1:]
         text = torch.cat([known, canvas], dim=1)[:, : toy.LENGTH]
         text = torch.nn.functional.pad(text, (0, toy.LENGTH - text.shape[1]), value=toy.MASK)
-        logits = toy.Denoiser(toy.mask_noise()).denoise(text).logits[:, known.shape[1] :]
+        logits = toy.exact_network(toy.mask_noise()).denoise(text).logits[:, known.shape[1] :]
         logits = torch.nn.functional.pad(logits, (0, 0, 0, canvas.shape[1]), value=0.0)[:, : canvas.shape[1]]
         return dgemma.Prediction(logits)
 

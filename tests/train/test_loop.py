@@ -102,17 +102,6 @@ def test_evaluate_samples_under_the_noise_of_the_training(tmp_path):
     assert noises == [noise, noise]
 
 
-@pytest.mark.parametrize("reduction", ["global", "example"])
-def test_micro_batches_change_nothing_in_the_published_objective(tmp_path, reduction):
-    models = [next_token.model(torch.float64) for _ in range(2)]
-    noise = dgemma.UniformNoise(next_token.VOCAB)
-    objective = Objective(noise=noise, masks=MASK, canvas_len=4, reduction=reduction)
-    for model, size in zip(models, (4, 1), strict=True):
-        run(tmp_path / str(size), model=model, objective=objective, steps=3, micro_batch_size=size)
-    for name, weight in weights(models[0]).items():
-        torch.testing.assert_close(weights(models[1])[name], weight, rtol=1e-8, atol=1e-11)
-
-
 @pytest.mark.parametrize("answers", [[0, 0, 5, 3], [0, 0, 0, 0]])
 def test_a_micro_batch_may_lack_answers_and_a_step_may_not(tmp_path, answers):
     def source(step, rows):
@@ -163,7 +152,7 @@ def test_a_step_never_waits_for_the_device(tmp_path, precision, canvases, micro_
             record.loss.item()
 
 
-@pytest.mark.parametrize("stopped", [1, 3, 5])
+@pytest.mark.parametrize("stopped", [1, 5])
 def test_a_resumed_run_ends_in_the_same_bits_and_with_the_same_log(tmp_path, stopped):
     straight, one = run(tmp_path / "straight", ema_decay=0.9)
     resumed, half = run(tmp_path / "resumed", ema_decay=0.9, on_step=stop_at(stopped))
@@ -185,17 +174,6 @@ def test_a_resumed_run_ignores_the_weights_of_the_model_passed_in(tmp_path):
     again, result = run(tmp_path, steps=2, model=other)
     assert result.step == 2
     assert_same_bits(weights(first), weights(again))
-
-
-def test_other_optimizers_of_torch_resume_as_well(tmp_path):
-    def momentum(parameters):
-        return torch.optim.SGD(parameters.values(), lr=0.1, momentum=0.9)
-
-    straight, _ = run(tmp_path / "straight", optimizer=momentum)
-    run(tmp_path / "resumed", optimizer=momentum, on_step=stop_at(2))
-    resumed, result = run(tmp_path / "resumed", optimizer=momentum)
-    assert_same_bits(weights(straight), weights(resumed))
-    assert result.log.lines()[1]["lr"] == pytest.approx(0.1)  # the peak of this optimizer, after two steps of warm-up
 
 
 SCRIPT = """
@@ -236,15 +214,11 @@ def test_slow_steps_are_saved_when_they_are_logged_unless_saving_is_slow_too(tmp
     assert Checkpoints(folder=tmp_path, keep_last=9, parallel=Parallel()).steps() == saved
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [({"lr": 2e-2}, "train config lr must stay 0.01"), ({"betas": (0.9, 0.99)}, "train config betas")],
-)
-def test_another_configuration_is_refused_unless_allowed(tmp_path, changes, named):
+def test_another_configuration_is_refused_unless_allowed(tmp_path):
     run(tmp_path, on_step=stop_at(1))
-    with pytest.raises(ValueError, match=named):
-        run(tmp_path, **changes)
-    _, result = run(tmp_path, **changes, allow_changes=True)
+    with pytest.raises(ValueError, match=r"train config lr must stay 0\.01"):
+        run(tmp_path, lr=2e-2)
+    _, result = run(tmp_path, lr=2e-2, allow_changes=True)
     assert result.step == 6
 
 
@@ -297,18 +271,6 @@ def test_an_average_may_begin_in_the_middle_of_a_run(tmp_path):
         torch.testing.assert_close(weight, 0.4 * start[name] + 0.6 * weights(raw)[name])
 
 
-def test_a_run_whose_source_was_not_described_continues_only_if_changes_are_allowed(tmp_path):
-    _, half = run(tmp_path, on_step=stop_at(2))
-    file = half.checkpoint / "run.json"
-    saved = json.loads(file.read_text())
-    file.write_text(
-        json.dumps({name: saved[name] for name in ("step", "files", "config", "objective", "model", "frozen weights")})
-    )
-    with pytest.raises(ValueError, match="train source must stay 'absent', as in the run"):
-        run(tmp_path)
-    assert run(tmp_path, allow_changes=True)[1].step == 6
-
-
 def test_logging_and_checkpointing_may_change(tmp_path):
     run(tmp_path, on_step=stop_at(1))
     _, result = run(tmp_path, log_every=1, checkpoint_every=3, keep_last=1)
@@ -320,23 +282,21 @@ class Poisoned(NextToken):
     """The row with `bad_seed` has a loss that is not finite."""
 
     bad_seed: int = 0
-    term: float = math.nan
 
     def __call__(self, model, batch, *, seeds):
         terms = super().__call__(model, batch, seeds=seeds)
-        terms.sums["causal"] = terms.sums["causal"] + torch.where(seeds == self.bad_seed, self.term, 0.0)
+        terms.sums["causal"] = terms.sums["causal"] + torch.where(seeds == self.bad_seed, math.nan, 0.0)
         return terms
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_number_that_is_not_finite_stops_the_run_at_the_last_good_checkpoint(tmp_path, value):
+def test_a_number_that_is_not_finite_stops_the_run_at_the_last_good_checkpoint(tmp_path):
     seeds = {}
     run(tmp_path / "clean", on_step=lambda record: seeds.update({record.step: record.parts[0].seeds}))
     bad = int(seeds[4][2])
     good, _ = run(tmp_path / "good", on_step=stop_at(3))
     model = next_token.model()
     with pytest.raises(FloatingPointError, match=rf"at step 4: loss, .*rows with seeds \[{bad}\].*step-000003"):
-        run(tmp_path / "bad", model=model, objective=Poisoned(bad_seed=bad, term=value), checkpoint_every=3)
+        run(tmp_path / "bad", model=model, objective=Poisoned(bad_seed=bad), checkpoint_every=3)
     assert_same_bits(weights(good), weights(model))
     assert sorted(path.name for path in (tmp_path / "bad").glob("step-*")) == ["step-000000", "step-000003"]
 
@@ -485,11 +445,3 @@ def test_errors_of_a_source_reach_the_caller(tmp_path):
 
     with pytest.raises(OSError, match="disk gone"):
         run(tmp_path, source=broken)
-
-
-@pytest.mark.parametrize(
-    "objective", [NextToken, lambda model, batch, seeds: None, 3], ids=["class", "function", "int"]
-)
-def test_an_objective_needs_the_members_of_measure(tmp_path, objective):
-    with pytest.raises(ValueError, match=r"train objective must be Measure, got|must be an instance"):
-        run(tmp_path, objective=objective)
