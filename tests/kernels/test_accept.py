@@ -51,16 +51,6 @@ def run(twin, tensors: dict[str, Tensor], *, bound: float = 0.1, vocab_size: int
 
 
 @TWINS
-def test_published_fixture_accepts_the_two_most_certain(twin, device):
-    # Logits [5,0,0,0,0], [1,0…], [9,0…], [0…] have entropies .1578, 1.5002, .0049, 1.6094; the published sampler with
-    # bound 0.1 accepts positions 0 and 2.
-    logits = torch.zeros(4, 5)
-    logits[:, 0] = torch.tensor([5.0, 1.0, 9.0, 0.0])
-    entropy = torch.distributions.Categorical(logits=logits).entropy()[None].to(device)
-    assert run(twin, inputs(entropy)).accepted.tolist() == [[True, False, True, False]]
-
-
-@TWINS
 @pytest.mark.parametrize("canvas_len", [5, 16, 40], ids=["under-a-block", "one-block", "ragged"])
 def test_zero_bound_accepts_exactly_the_most_certain_position(twin, canvas_len, device):
     entropy = torch.rand(3, canvas_len, generator=torch.Generator().manual_seed(1)).to(device) + 0.1
@@ -89,16 +79,6 @@ def test_rejected_positions_get_the_noise_of_their_counters(twin, device):
 
 
 @TWINS
-def test_frozen_positions_keep_their_token_and_add_no_entropy(twin, device):
-    entropy = torch.tensor([[0.06, 5.0, 0.06, 0.06]], device=device)
-    frozen = torch.tensor([[False, True, False, False]], device=device)
-    result = run(twin, inputs(entropy, frozen=frozen))
-    # Exclusive sums of the open ones are 0, .06 and .12.
-    assert result.accepted.tolist() == [[True, False, True, False]]
-    assert result.canvas[0, 1].item() == 3001
-
-
-@TWINS
 def test_positions_after_the_end_of_a_text_do_not_delay_the_end_of_a_row(twin, device):
     tensors = inputs(torch.tensor([[0.004, 0.004, 3.0]], device=device))
     tensors["recent"][0, 0, 2] = 0
@@ -107,42 +87,6 @@ def test_positions_after_the_end_of_a_text_do_not_delay_the_end_of_a_row(twin, d
     result = run(twin, tensors | {"ended": ended})
     assert result.done.tolist() == [True]
     assert result.open.all()
-
-
-@TWINS
-@pytest.mark.parametrize(
-    ("entropy", "changed", "done"),
-    [(0.004, None, True), (0.004, 3, False), (0.006, None, False)],
-    ids=["stable-and-confident", "one-argmax-changed", "too-uncertain"],
-)
-def test_a_row_stops_when_its_argmax_is_stable_and_its_entropy_is_low(twin, entropy, changed, done, device):
-    tensors = inputs(torch.full((1, 9), entropy, device=device))
-    if changed is not None:
-        tensors["recent"][0, 0, changed] = 0
-    assert run(twin, tensors).done.tolist() == [done]
-
-
-@TWINS
-def test_frozen_positions_do_not_affect_the_stop_rule(twin, device):
-    entropy = torch.tensor([[0.004, 9.0, 0.004], [0.006, 0.0, 0.006]], device=device)
-    frozen = torch.tensor([[False, True, False]] * 2, device=device)
-    tensors = inputs(entropy, frozen=frozen)
-    tensors["recent"][:, 0, 1] = 0
-    assert run(twin, tensors).done.tolist() == [True, False]
-
-
-@TWINS
-def test_done_rows_keep_everything_except_the_stop_rules_memory(twin, device):
-    tensors = inputs(torch.full((2, 6), 0.5, device=device), done=torch.tensor([True, False], device=device))
-    tensors["recent"][0] = 42
-    result = run(twin, tensors)
-    for name in ("canvas", "open", "draft"):
-        assert torch.equal(getattr(result, name)[0], tensors[name][0])
-    assert torch.equal(result.recent[:, 0], tensors["argmax"])
-    assert torch.equal(result.draft[1], tensors["argmax"][1])
-    assert not result.accepted[0].any()
-    assert not result.renoised[0].any()
-    assert result.done.tolist() == [True, False]
 
 
 @TWINS

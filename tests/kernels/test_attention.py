@@ -132,13 +132,6 @@ def test_large_scores_do_not_overflow(device):
     assert torch.allclose(got[0], values[0, 0][winner], atol=1e-5)
 
 
-def test_same_inputs_give_the_same_bits(device):
-    case = draw([21], num_tokens=9, heads=(2, 1), head_dim=16, capacity=32, dtype=torch.float32)
-    queries, keys, values, length = (tensor.to(device) for tensor in case)
-    first, second = (attention(queries, keys, values, length, num_splits=3) for _ in range(2))
-    assert torch.equal(first, second)
-
-
 def test_a_rows_result_does_not_depend_on_its_batch(device):
     case = draw([21, 3], num_tokens=9, heads=(2, 1), head_dim=16, capacity=32, dtype=torch.float32)
     queries, keys, values, length = (tensor.to(device) for tensor in case)

@@ -181,11 +181,22 @@ def test_a_row_does_not_depend_on_its_batch(device):
     assert torch.equal(together[7], alone[0])
 
 
-@pytest.mark.parametrize("table", configs.EXPERTS["bf16"].values(), ids=configs.EXPERTS["bf16"])
-def test_every_table_of_tiles_covers_every_batch(table, monkeypatch):
-    monkeypatch.setitem(configs.EXPERTS["bf16"], "default", table)
-    rows = [configs.expert_config(tokens, torch.device("cpu")).rows for tokens in (1, 16, 256, 512, 4096, 1 << 20)]
-    assert rows == sorted(rows)
+@pytest.mark.parametrize(
+    ("format", "name"), [(format, name) for format in ("bf16", "packed", "fp8") for name in configs.EXPERTS[format]]
+)
+def test_every_table_of_tiles_covers_every_batch_and_its_blocks_agree(format, name, monkeypatch):
+    monkeypatch.setattr(configs, "gpu_name", lambda device: name)
+    sizes = [configs.expert_config(tokens, torch.device("cpu"), format) for tokens in (1, 16, 256, 512, 4096, 1 << 20)]
+    assert [config.rows for config in sizes] == sorted(config.rows for config in sizes)
+    for config in configs.EXPERTS[format][name]:
+        gate_up, down = config.gate_up, config.down
+        if format == "packed":
+            assert config.rows.bit_count() == 1
+            assert (gate_up.cols, gate_up.depth, down.cols, down.depth) == (64, 128, 128, 128)
+        if format == "fp8" and not config.one_scale:
+            # One block width in all configs, so that a token's hidden values round the same in every batch.
+            assert gate_up.cols == 64
+            assert gate_up.cols % down.depth == 0
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import dgemma
 from dgemma_kernels import accelerate
-from dgemma_kernels.formats.float8 import Quantized, quantize
+from dgemma_kernels.formats.float8 import quantize
 from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.experts import kernel as experts
 from dgemma_kernels.ops.experts import reference as experts_reference
@@ -131,12 +131,6 @@ def test_only_the_experts_input_is_rounded_to_float8(shape, dtype, device):
     assert_nearest(expert.values, want, expert.scale[:, None], slack=2.0**-9 if ADA else 1e-5)
 
 
-def test_the_experts_input_of_a_zero_row_is_zero(device):
-    rows, vectors = [torch.zeros(2, D, device=device)] * 2, [torch.ones(D, device=device)] * 4
-    expert = norms.attention_residual(*rows, vectors, EPS, float8=True)[2]
-    assert not expert.decode().any()
-
-
 def draw(index: Tensor, width: int, hidden: int, dtype: torch.dtype, device: torch.device) -> tuple:
     shapes = [(index.shape[0], width), (E, 2 * hidden, width), (E, width, hidden)]
     drawn = [random(*s, seed=i).to(device, dtype) * s[-1] ** -0.5 * 2 for i, s in enumerate(shapes)]
@@ -211,17 +205,6 @@ def test_a_tile_of_two_blocks_of_rows_gives_the_rows_of_a_tile_of_one(device, mo
     assert torch.equal(rows[48], rows[32])
 
 
-def test_a_row_does_not_depend_on_its_batch(device):
-    index = draw_routing("even").to(device)
-    x, gate_up, down, weights = draw(index, D, F, torch.float32, device)
-    alone = Quantized(values=x.values[7:8], scale=x.scale[7:8], dtype=x.dtype)
-    rows = []
-    for tokens, chosen, its_weights in ((x, index, weights), (alone, index[7:8], weights[7:8])):
-        tiles = sort(chosen)
-        rows.append(experts.expert_down(experts.expert_gate_up(tokens, gate_up, tiles), down, its_weights, tiles))
-    assert torch.equal(rows[0][7], rows[1][0])
-
-
 @pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
 def test_a_nan_row_stays_nan_and_does_not_affect_other_rows(bad, device):
@@ -237,17 +220,6 @@ def test_a_nan_row_stays_nan_and_does_not_affect_other_rows(bad, device):
     others = torch.arange(index.shape[0]) != 7
     assert rows[1][7].isnan().all()
     assert torch.equal(rows[1][others], rows[0][others])
-
-
-@pytest.mark.filterwarnings("ignore:invalid value")
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
-def test_nan_weights_stay_nan(bad, device):
-    index = torch.arange(E)[:, None].int().to(device)
-    x, gate_up, down, weights = draw(index, D, F, torch.float32, device)
-    wide, tiles = down.decode().float(), sort(index)
-    wide[2, 5, 7] = bad
-    rows = experts.expert_down(experts.expert_gate_up(x, gate_up, tiles), quantize(wide), weights, tiles)
-    assert rows.isnan().nonzero().tolist() == [[2, 0, 5]]
 
 
 def test_a_tile_shallower_than_a_block_of_hidden_values_uses_the_blocks_scale(device, monkeypatch):
@@ -277,20 +249,6 @@ def test_with_one_scale_per_row_products_match_float64_of_the_rounded_operands(d
     got = experts.expert_down(hidden, down, weights, tiles, overlap=True)
     want = experts_reference.expert_down(hidden, down, weights.double(), tiles)
     assert (got - want).norm() / want.norm() < SUMS
-
-
-@pytest.mark.parametrize("name", configs.EXPERTS["fp8"])
-def test_every_table_of_tiles_covers_every_batch_and_its_blocks_agree(name, monkeypatch):
-    monkeypatch.setattr(configs, "gpu_name", lambda device: name)
-    sizes = [configs.expert_config(tokens, torch.device("cpu"), "fp8") for tokens in (1, 256, 512, 4096, 1 << 20)]
-    assert [config.rows for config in sizes] == sorted(config.rows for config in sizes)
-    assert all(config in configs.EXPERTS["fp8"][name] for config in sizes)
-    for config in configs.EXPERTS["fp8"][name]:
-        if config.one_scale:
-            continue
-        assert config.gate_up.cols % config.down.depth == 0
-        # One block width in all configs, so that a token's hidden values round the same in every batch.
-        assert config.gate_up.cols == 64
 
 
 def rounded(x: Tensor, block: int = 1 << 30) -> Tensor:
@@ -348,18 +306,6 @@ def test_both_modes_equal_the_reference_that_rounds_at_the_same_places(models):
         # Each of two layers rounds activations twice, by 2.6 % each time. Experts are half of a layer. A token that
         # changes its expert is off by tens of per cent, so the typical position is compared.
         assert 1.5e-2 < apart(got, plain)[0] < 0.1
-
-
-@pytest.mark.slow
-def test_the_same_seed_gives_the_same_tokens_alone_and_in_a_batch(models):
-    _, _, fast = models
-    prompt = draw_tokens(2, 3)
-    options = {"max_new_tokens": 2 * CANVAS, "steps": 1, "stop": None, "eos_token_ids": [], "progress": False}
-    together, alone = (dgemma.generate(fast, rows, seed=5, **options) for rows in (prompt, prompt[:1]))
-    again = dgemma.generate(fast, prompt[:1], seed=5, **(options | {"max_new_tokens": CANVAS}))
-    assert NATIVE or torch.equal(together.tokens[:1], alone.tokens)  # library products of two rows round differently
-    assert torch.equal(again.tokens, alone.tokens[:, : 3 + CANVAS])
-    assert together.new_tokens.shape == (2, 2 * CANVAS)
 
 
 def test_a_gpu_without_float8_raises_and_names_the_fix(models, monkeypatch):

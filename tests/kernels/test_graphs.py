@@ -94,17 +94,6 @@ def test_a_cache_at_rest_takes_the_memory_of_its_tokens(device):
     assert first.num_bytes == model.encode(prompt).num_bytes
 
 
-def test_launches_work_normally_after_a_failed_compilation(kernels):
-    def launches():
-        raise KeyError("not there")
-
-    with pytest.raises(KeyError):
-        compile_together(launches)
-    kernels[0][(1,)]()
-    assert kernels[0].launched == 1
-    assert _async_compile.active_mode.get() is None
-
-
 @pytest.mark.compile
 def test_real_kernels_are_compiled_and_a_wrong_one_raises_at_its_launch(tmp_path):
     switches = ("TRITON_INTERPRET", "TRITON_OVERRIDE_ARCH")

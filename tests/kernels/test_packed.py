@@ -2,7 +2,6 @@
 whole denoiser against one with plain weights."""
 
 import gc
-import pickle
 import random
 import weakref
 from dataclasses import replace
@@ -96,21 +95,7 @@ def test_eight_upper_bytes_have_codes_and_the_ninth_is_an_outlier(device):
     assert got.places.tolist() == [5 << 16 | 1234]
 
 
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    "shape",
-    [(2, 130, 72), (1, 128, 80), (3, 100, 200), (1, 64, 704), (2, 2, 64), (1, 256, 128), (1, 382, 1)],
-    ids=str,
-)
-def test_rows_of_any_magnitude_are_decoded_without_loss(shape, dtype, gated, device):
-    weights = draw_weights(*shape).to(device, dtype)
-    got = pack(weights, gated=gated)
-    assert same_bits(got.decode(), weights)
-    assert got.shape == weights.shape
-
-
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(12))
 def test_any_shape_is_decoded_without_loss(seed, device):
     draw = random.Random(seed)
     gated, tops = draw.random() < 0.5, (draw.randint(20, 63), 63)
@@ -149,14 +134,10 @@ def test_the_published_sizes_take_three_quarters_of_the_bytes(num_rows, width):
             r"got other torch\.float32 values\. Use weights=",
         ),
         (lambda w: w.index_fill_(2, torch.tensor(3), torch.inf), "must be finite values that bfloat16 represents"),
-        (lambda w: w.index_fill_(2, torch.tensor(3), torch.nan), "must be finite values that bfloat16 represents"),
         (lambda w: w.index_fill_(1, torch.tensor(7), 0.0), r"at most 1 % of values .* got 360 of 7,200\. Use weights="),
-        (lambda w: w.half(), r"pack weights must be bfloat16 or float32, got torch\.float16"),
-        (lambda w: w[:, :, :0], r"with 1 <= N, K <= 16384, .* got \(5, 20, 0\)"),
-        (lambda w: w[0], r"must be \(E, N, K\) with .* got \(20, 72\)"),
         (lambda w: w.expand(5, 20, 72).repeat(1, 820, 1), r"<= 16384, .* got \(5, 16400, 72\)"),
     ],
-    ids=["float32", "inf", "nan", "a row of zeros", "float16", "no columns", "two dimensions", "too many rows"],
+    ids=["float32", "inf", "a row of zeros", "too many rows"],
 )
 def test_weights_that_cannot_be_packed_are_refused(change, sentence):
     weights = change(draw_weights(5, 20, 72, odd=False))
@@ -170,11 +151,6 @@ def test_rows_whose_scale_or_outliers_overflow_are_refused(others, value):
     weights[0, 3, 9] = value
     with pytest.raises(ValueError, match=r'must be below 2\^127, .* must not underflow .*\. Use weights="bf16"'):
         pack(weights)
-
-
-def test_gated_weights_need_an_even_number_of_rows():
-    with pytest.raises(ValueError, match=r"N even if gated, got \(1, 21, 72\)"):
-        pack(draw_weights(1, 21, 72, odd=False), gated=True)
 
 
 def sort(index: Tensor) -> router.ExpertTiles:
@@ -290,13 +266,6 @@ def run(index: Tensor, x: Tensor, gate_up: Packed, down: Packed, weights: Tensor
     return experts.expert_down(experts.expert_gate_up(x, gate_up, tiles), down, weights, tiles, overlap=True)
 
 
-def test_a_row_does_not_depend_on_its_batch(device):
-    index = draw_routing("even").to(device)
-    x, gate_up, down, weights = draw(index, torch.float32, device)
-    together, alone = (run(index[at], x[at], gate_up, down, weights[at]) for at in (slice(None), slice(7, 8)))
-    assert torch.equal(together[7], alone[0])
-
-
 def test_descriptors_of_planes_give_the_bits_of_pointers(monkeypatch, device):
     index = draw_routing("even").to(device)
     inputs = draw(index, torch.float32, device)
@@ -308,17 +277,6 @@ def test_descriptors_of_planes_give_the_bits_of_pointers(monkeypatch, device):
     # gate_up has two blocks of 128 rows, and down has one. 72 or 88 columns take two planes of lower
     # bytes and one of codes.
     assert shapes == [(E * 2 * 3 * 128, 64, 128, 64), (E * 3 * 128, 64, 128, 64)]
-
-
-@pytest.mark.parametrize("name", configs.EXPERTS["packed"])
-def test_every_table_of_tiles_covers_every_batch_in_blocks_of_packed_rows(name, monkeypatch):
-    monkeypatch.setattr(configs, "gpu_name", lambda device: name)
-    sizes = [configs.expert_config(tokens, torch.device("cpu"), "packed") for tokens in (1, 256, 512, 4096, 1 << 20)]
-    assert [config.rows for config in sizes] == sorted(config.rows for config in sizes)
-    for config in configs.EXPERTS["packed"][name]:
-        assert config.rows.bit_count() == 1
-        assert (config.gate_up.cols, config.gate_up.depth) == (64, 128)
-        assert (config.down.cols, config.down.depth) == (128, 128)
 
 
 def make_rounded_model(device: torch.device) -> dgemma.DiffusionGemma:
@@ -351,14 +309,6 @@ def test_both_modes_equal_the_reference(models):
         results.append([denoised, model.causal_logits(canvas[:, :2], cache), model.causal_logits(canvas[:, 3:], cache)])
     for want, got in zip(*results, strict=True):
         torch.testing.assert_close(got, want, **CLOSE)
-
-
-@pytest.mark.slow
-def test_generate_gives_the_reference_tokens_with_packed_weights(models):
-    options = {"max_new_tokens": 2 * CANVAS, "steps": 2, "stop": None, "eos_token_ids": [], "progress": False}
-    want, got = (dgemma.generate(model, draw_tokens(1, 3), seed=5, **options) for model in models)
-    assert torch.equal(got.tokens, want.tokens)
-    assert got.new_tokens.unique().numel() > 3
 
 
 @pytest.mark.parametrize(("weights", "table"), [("packed", configs.EXPERTS["packed"]), ("fp8", configs.EXPERTS["fp8"])])
@@ -444,21 +394,6 @@ def test_casting_the_model_does_not_change_the_denoiser(device):
     model.to(torch.bfloat16)
     assert fast.dtype == torch.float32
     assert torch.equal(fast.causal_logits(canvas), want)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("weights", ["packed", "fp8"])
-def test_a_pickled_denoiser_has_separate_weights(weights, device):
-    fast, canvas = accelerate(make_rounded_model(device), weights), draw_tokens(1, CANVAS)
-    want, table = fast.causal_logits(canvas), fast._forward.weights.embedding.cpu().numpy().tobytes()
-    pickled = pickle.dumps(fast)
-    assert pickled.count(table) == 1
-    other = pickle.loads(pickled)
-    for taken in (fast._forward.weights.embedding, fast._forward.weights.layers[0].qkv):
-        taken.zero_()
-    assert torch.equal(other.causal_logits(canvas), want)
-    embedding = other._model.embed_tokens.weight
-    assert other._forward.weights.embedding.data_ptr() == embedding.data_ptr()  # stored once
 
 
 def test_the_models_own_weights_cannot_be_released(device):
