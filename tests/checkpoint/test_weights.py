@@ -17,7 +17,7 @@ from dgemma import files, presets
 from dgemma.checkpoint.location import resolve
 from dgemma.checkpoint.reading import read_checkpoint, read_headers
 from dgemma.checkpoint.tokenizer import ByteTokenizer, Tokenizer
-from dgemma.model.config import SLIDING, GenerationDefaults
+from dgemma.model.config import GenerationDefaults
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.run import stored
 
@@ -238,30 +238,13 @@ def test_everything_that_does_not_fit_is_named_in_one_error(folder):
 
 @pytest.mark.parametrize(
     "field",
-    [
-        *("vocab_size", "hidden_size", "intermediate_size", "num_experts", "moe_intermediate_size", "head_dim"),
-        *("num_attention_heads", "num_key_value_heads", "global_head_dim", "num_global_key_value_heads"),
-    ],
+    ["vocab_size", "hidden_size", "num_experts", "head_dim", "num_key_value_heads", "num_global_key_value_heads"],
 )
 def test_a_config_that_does_not_fit_its_tensors_is_refused(folder, field):
     text = json.loads((folder / "config.json").read_text())["text_config"]
     edit_json(folder / "config.json", text_config=text | {field: 2 * getattr(TINY, field)})
     with pytest.raises(ValueError, match=r"does not fit its config\.json:\n  misshapen model\.decoder\."):
         DiffusionGemma.from_pretrained(folder)
-
-
-def test_an_error_names_a_few_wrong_tensors_and_counts_the_others(folder):
-    text = json.loads((folder / "config.json").read_text())["text_config"]
-    changes = {"num_hidden_layers": 4, "layer_types": [SLIDING, *TINY.layer_types]}
-    edit_json(folder / "config.json", text_config=text | changes)
-    with pytest.raises(ValueError, match="does not fit its config") as error:
-        DiffusionGemma.from_pretrained(folder)
-    lines = str(error.value).split("\n  ")
-    # Five tensors of the third layer do not fit, because this config makes it a sliding layer. Its q, o and both norms
-    # have another head size, and v is missing. The fourth layer lacks q, k, o and two norms, three of the MLP, five of
-    # router and experts, seven norms and two scalars.
-    assert len(lines) == 1 + 5 + 1
-    assert lines[-1] == "and 22 more"
 
 
 @pytest.mark.parametrize("keep", [0, 4, 300, -1], ids=["empty", "no-header", "header-cut", "last-byte"])
@@ -277,12 +260,6 @@ def test_missing_shards_are_named(sharded):
     for file in gone:
         file.unlink()
     with pytest.raises(FileNotFoundError, match=f"lacks the shards {gone[0].name}, {gone[1].name}"):
-        DiffusionGemma.from_pretrained(sharded)
-    others = list(sharded.glob("*.safetensors"))
-    for file in others:
-        file.unlink()
-    # Now `others` and the two of `gone` are missing. The message names five of them.
-    with pytest.raises(FileNotFoundError, match=rf"\.safetensors, and {len(others) + 2 - 5} more\. Download"):
         DiffusionGemma.from_pretrained(sharded)
 
 
@@ -339,13 +316,8 @@ def test_pickled_weights_are_never_opened(folder):
         {"num_experts": 2**31 - 1, "moe_intermediate_size": 2**31 - 1},  # more elements than 64 bits count
         {"vocab_size": 2**40},
         {"hidden_size": 24},  # plausible, but not what the file holds
-        {"hidden_size": -16},
-        {"rms_norm_eps": float("nan")},
-        {"final_logit_softcapping": float("inf")},
         {"rope_parameters": [1]},
-        {"layer_types": "full_attention"},
         {"per_layer_config": {"2": []}},
-        {"num_attention_heads": "4"},
     ],
     ids=lambda changes: "-".join(changes),
 )
