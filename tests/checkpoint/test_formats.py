@@ -132,19 +132,11 @@ DAMAGES = [
         f"misshapen {EXPERT}.weight_scale",
     ),
     ("compressed int4", lambda t: t[f"{EXPERT}.weight_scale"].fill_(torch.nan), "scales must be finite"),
-    ("compressed int4", lambda t: t[f"{EXPERT}.weight_shape"].fill_(3), "weight_shape must be"),
     (
         "compressed int4",
         lambda t: t.update({"model.decoder.layers.0.experts.gate_up_proj_packed": torch.zeros(1)}),
         "unexpected model.decoder.layers.0.experts.gate_up_proj_packed",
     ),
-    (
-        "compressed int4",
-        lambda t: t.update({f"{EXPERT}.weight_zero_point": torch.zeros(4, 2, dtype=torch.int32)}),
-        f"unexpected {EXPERT}.weight_zero_point",
-    ),
-    ("modelopt", lambda t: t.pop(f"{EXPERT}.weight_scale_2"), f"missing {EXPERT}.weight_scale_2"),
-    ("modelopt", lambda t: t[f"{EXPERT}.weight_scale_2"].fill_(torch.inf), "scales must be finite"),
     (
         "compressed int4",
         lambda t: t.update({f"{EXPERT}.weight_scale": t[f"{EXPERT}.weight_scale"].float()}),
@@ -153,27 +145,13 @@ DAMAGES = [
     ("gptq, act order", lambda t: t[f"{EXPERT}.g_idx"].sub_(1).neg_(), "must group its columns as the gate"),
     ("gptq, act order", lambda t: t[f"{EXPERT}.g_idx"].fill_(0), "with 32 columns in each group"),
     ("gptq, act order", lambda t: t[f"{EXPERT}.g_idx"].add_(9), "group indices must be below 2"),
-    ("gptq, act order", lambda t: t.pop(f"{EXPERT}.g_idx"), f"missing {EXPERT}.g_idx"),
-    ("gptq, act order", lambda t: change_dtype(t, f"{EXPERT}.g_idx", torch.half), f"unreadable {EXPERT}.g_idx"),
     ("compressed nvfp4", lambda t: t[f"{EXPERT}.weight_global_scale"].fill_(torch.inf), "finite and above 0"),
-    ("compressed nvfp4", lambda t: t[f"{EXPERT}.weight_global_scale"].fill_(-1), "finite and above 0"),
-    (
-        "compressed nvfp4",
-        lambda t: change_dtype(t, f"{EXPERT}.weight_global_scale", torch.int32),
-        f"unreadable {EXPERT}.weight_global_scale: stored as I32",
-    ),
     (
         "compressed int4, zero points",
         lambda t: change_dtype(t, f"{EXPERT}.weight_zero_point", torch.int8),
         f"unreadable {EXPERT}.weight_zero_point: stored as I8",
     ),
-    ("auto-round", lambda t: t.pop(f"{EXPERT}.qzeros"), f"missing {EXPERT}.qzeros"),
     ("auto-round", lambda t: t[f"{EXPERT}.qzeros"].fill_(0), "qzeros must all be 8"),
-    (
-        "mlx",
-        lambda t: t.pop("model.decoder.layers.0.experts.gate_up_proj.biases"),
-        "missing model.decoder.layers.0.experts.gate_up_proj.biases",
-    ),
 ]
 
 
@@ -224,24 +202,13 @@ REFUSALS = [
         lambda c: c["config_groups"]["group_0"].update(format="mxfp4-pack-quantized"),
         "format must be",
     ),
-    (
-        "compressed int4",
-        lambda c: c["config_groups"]["group_0"]["weights"].update(num_bits=3),
-        "num_bits must be 4 or 8",
-    ),
-    ("compressed fp8", lambda c: c["config_groups"]["group_0"]["weights"].update(strategy="block"), "strategy must be"),
     ("compressed fp8", lambda c: c["ignore"].pop(), "missing codes of model.decoder"),
     ("compressed fp8", lambda c: c["ignore"].append("re:.*self_attn.*"), "the config does not quantise it"),
     ("modelopt", lambda c: c.update(quant_algo="W4A8_AWQ"), "quant_algo must be 'NVFP4', got 'W4A8_AWQ'"),
     ("modelopt", lambda c: c["ignore"].remove("*mlp*"), "missing codes of model.decoder.layers.0.mlp.down_proj"),
     ("auto-round", lambda c: c.update(packing_format="auto_round:auto_awq"), "packing_format must be"),
-    ("auto-round", lambda c: c.update(extra_config=[1]), "extra_config must be a dictionary"),
-    ("compressed fp8", lambda c: c.update(ignore=7), "ignore must be a list of names"),
     ("compressed fp8", lambda c: c.update(ignore=["re:("]), "must be valid expressions"),
     ("compressed fp8", lambda c: c.update(ignore=[r"re:(.|.)*[!?]$"]), "must match within 1 s"),
-    ("compressed fp8", lambda c: c["config_groups"]["group_0"].update(targets=[r"re:(.|.)*[!?]"]), "must match within"),
-    ("compressed int4", lambda c: c["config_groups"]["group_0"]["weights"].update(num_bits=4.0), "num_bits must be 4"),
-    ("compressed int4", lambda c: c["config_groups"]["group_0"]["weights"].update(group_size=True), "group_size must"),
     (
         "compressed int4",
         lambda c: c["config_groups"]["group_0"]["weights"].update(actorder="group"),

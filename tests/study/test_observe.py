@@ -139,13 +139,3 @@ def test_observing_changes_no_result_and_removes_its_hooks(model, canvas, cache)
     model.denoise(canvas, cache)
     assert seen.passes == []
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
-def test_requests_that_do_not_fit_are_refused(model):
-    message = r"attention must be True, False or layers from -3 to 2, got \[3\]"
-    with pytest.raises(ValueError, match=message), observe(model, attention=[3]):
-        pass
-    with pytest.raises(ValueError, match="must record"), observe(model):
-        pass
-    with pytest.raises(ValueError, match=r"be a DiffusionGemma, .* the class object"), observe(object(), router=True):
-        pass

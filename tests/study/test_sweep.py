@@ -148,16 +148,6 @@ def test_a_sweep_that_was_killed_continues_where_it_stopped(tmp_path):
         sweep(task, samplers, seeds=[0, 2], out=path)
 
 
-def test_every_example_has_a_line_of_its_own(tmp_path):
-    result = sweep(graded({"a": [[1.0, 0.5]]}), {"a": "a"})
-    lines = list(csv.DictReader(io.StringIO(result.to_csv(tmp_path / "examples.csv", per_example=True))))
-    assert [(line["label"], line["seed"], line["example"], float(line["quality"])) for line in lines] == [
-        ("a", "0", "0", 1.0),
-        ("a", "0", "1", 0.5),
-    ]
-    assert [float(line["tokens_per_forward"]) for line in lines] == [8.0, 4.0]
-
-
 def test_a_task_may_return_a_list_of_results():
     parts = [
         SimpleNamespace(steps=torch.tensor([2, 3]), tokens_per_forward=2.0),

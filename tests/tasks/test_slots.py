@@ -192,16 +192,6 @@ def test_independent_slots_are_read_from_one_canvas_while_the_others_are_open():
     assert filled.log_prob == pytest.approx(float(first.max().log() + last.max().log()), rel=1e-12)
 
 
-def test_independent_answers_differ_from_joint_ones_by_a_known_amount():
-    template = [[BOS], Slot([[0], [1], [2]]), Slot([[0], [1], [2]])]
-    apart, joint = fill(template, mode="independent"), fill(template, mode="joint").joint
-    product = apart.answers[0].probabilities[:, None] * apart.answers[1].probabilities
-    first_two = toy.FIRST[:, None] * toy.NEXT
-    torch.testing.assert_close(joint, first_two, rtol=1e-12, atol=0)
-    distance = 0.5 * (product - first_two).abs().sum()
-    assert float(distance) == pytest.approx(0.3765, rel=1e-9)  # total variation, by hand
-
-
 def test_a_temperature_flattens_the_law_and_a_threshold_abstains():
     template = [[BOS], Slot([[0], [1], [2]])]
     expected = toy.FIRST**0.5 / (toy.FIRST**0.5).sum()

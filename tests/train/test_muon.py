@@ -116,20 +116,6 @@ def reloaded(named, state):
     return named, optimizer
 
 
-def test_hooks_run_once_per_step_and_gradients_stay():
-    """Independent of other optimizers: torch wraps the `step` of a class when its first object is made."""
-    torch.optim.AdamW(parameters().values())
-    named, calls = parameters(), []
-    optimizer = muon(named, lr=0.1)
-    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    for parameter in named.values():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    assert calls == ["before", "after"]
-    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in named.values())
-
-
 def test_a_schedule_of_the_learning_rate_reaches_all_parameters():
     named = parameters()
     optimizer = muon(named, lr=0.1)

@@ -5,7 +5,6 @@ import sys
 import numpy as np
 import pytest
 
-from dgemma.study.sweep import Sweep, SweepRow
 from dgemma.view import plots
 from view.converging import record
 
@@ -63,20 +62,6 @@ def test_a_figure_can_be_drawn_into_existing_axes(recorded):
     assert plots.plot_entropy(recorded[0].trajectory, ax=left) is mine
     assert plots.plot_order(recorded[0].trajectory, ax=right) is mine
     assert right.lines
-
-
-def test_the_frontier_joins_the_points_that_no_other_point_beats():
-    def row(label, quality, speed):
-        return SweepRow(
-            label=label, quality=quality, error=float("nan"), tokens_per_forward=speed, forwards=1, seconds=1, runs=1
-        )
-
-    figure = plots.plot_frontier(Sweep((row("slow", 0.9, 2.0), row("worse", 0.5, 1.0), row("fast", 0.6, 8.0))))
-    line = next(line for line in figure.axes[0].lines if line.get_color() == "0.7")
-    assert line.get_xydata().tolist() == [[2.0, 0.9], [8.0, 0.6]]
-    named = {text.get_text(): text.xy for text in figure.axes[0].texts}
-    assert named == {"slow": (2.0, 0.9), "worse": (1.0, 0.5), "fast": (8.0, 0.6)}, "each at its point"
-    assert figure.axes[0].get_legend() is None
 
 
 def test_without_matplotlib_one_sentence_says_what_to_install(monkeypatch, recorded):
