@@ -1,6 +1,7 @@
 """Cases, limits and errors for the tests of the attention kernels for Hopper."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.attention import kernel as module
 from dgemma_kernels.ops.attention import reference
+from dgemma_kernels.ops.attention.parts import Inputs, KeyMask, Parts
 from gluon_interpreter import Hazard
 from kernel_inputs import error
 
@@ -56,6 +58,29 @@ def add_parts(partial: Tensor, log_weight: Tensor) -> Tensor:
         return partial[0]
     weight = (log_weight.double() - log_weight.amax(0)).exp2().unsqueeze(-1)  # (splits, B, T, N, 1)
     return torch.where(weight > 0, partial * weight, 0).sum(0) / weight.sum(0)
+
+
+def interpret(kernel: Any, case: tuple[Tensor, ...], *, num_splits: int = 1, **options: Any) -> Tensor:
+    """Run a kernel's source on the CPU, and add its parts in float64: (B, T, N, H)."""
+    queries = case[0]
+    partial = torch.full((num_splits, *queries.shape), torch.nan, dtype=queries.dtype)
+    log_weight = torch.full((num_splits, *queries.shape[:3]), torch.nan)
+    inputs, part = Inputs(*case, options.pop("position", case[3])), options.pop("part", None)
+    kernel.attend(inputs, Parts(partial, log_weight), KeyMask(**options), *(() if part is None else (part,)))
+    return add_parts(partial, log_weight)
+
+
+def check(case: tuple[Tensor, ...], *, num_splits: int | None, rotary_pairs: int | None = None, **mode: Any) -> None:
+    got = module.attention(*case, **mode, kernel="hopper", num_splits=num_splits, rotary_pairs=rotary_pairs)
+    assert error(got, exact(*case, **mode)) < LIMITS[got.dtype]
+
+
+def check_float8(case: tuple[Tensor, ...], **options: Any) -> None:
+    """The float8 result is the plain one in units of one scale, rounded."""
+    plain, got = (module.attention(*case, **options, num_splits=1, float8=float8) for float8 in (False, True))
+    unit = 1 / 16  # 448 units are 28, and values are at most 16 or 22.6
+    assert got.scale.tolist() == [unit] * (plain.shape[0] * plain.shape[1])
+    assert torch.equal(got.values.float(), (plain.float() / unit).to(torch.float8_e4m3fn).float().view(got.shape))
 
 
 def assert_detected(run: Callable[[], Tensor], found: str | None, want: Tensor, limit: float) -> None:

@@ -20,17 +20,18 @@ from attention_cases import (
     SLIDING,
     TAKEN,
     UNSEEN,
-    add_parts,
     assert_detected,
+    check,
+    check_float8,
     draw,
     exact,
+    interpret,
     native,
     pretend_hopper,
 )
 from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.attention import kernel as module
 from dgemma_kernels.ops.attention.kernel import AttentionTile, attention, choose_kernel
-from dgemma_kernels.ops.attention.parts import Inputs, KeyMask, Parts
 from gluon_interpreter import load
 from kernel_inputs import error
 
@@ -145,18 +146,8 @@ def interpreted(seed: int = 0, edits: tuple[tuple[str, str], ...] = ()) -> Any:
     return load("dgemma_kernels.ops.attention.hopper", seed=seed, edits=dict(edits))
 
 
-def interpret(case: tuple[Tensor, ...], *, kernel: Any = None, num_splits: int = 1, **mode: int | bool) -> Tensor:
-    """Run the kernel's source on the CPU, and add its parts in float64: (B, T, N, H)."""
-    queries = case[0]
-    partial = torch.empty((num_splits, *queries.shape), dtype=queries.dtype)
-    log_weight = torch.empty((num_splits, *queries.shape[:3]), dtype=torch.float32)
-    inputs, part = Inputs(*case, mode.pop("position", case[3])), mode.pop("part", 0)
-    (kernel or interpreted()).attend(inputs, Parts(partial, log_weight), KeyMask(**mode), part)
-    return add_parts(partial, log_weight)
-
-
 def check_interpreted(case: tuple[Tensor, ...], num_splits: int = 1, **mode: int | bool) -> None:
-    got = interpret(case, num_splits=num_splits, **mode)
+    got = interpret(interpreted(), case, num_splits=num_splits, **{"part": 0} | mode)
     assert error(got, exact(*case, **mode)) < LIMITS[case[0].dtype]
 
 
@@ -213,12 +204,12 @@ def test_attention_calls_the_interpreted_kernel(monkeypatch):
 def test_interpreted_float8_is_the_plain_result_rounded(layer, dtype, monkeypatch):
     monkeypatch.setattr(module, "_hopper", interpreted)
     pretend_hopper(monkeypatch)
-    check_float8(draw([5, 64], 35, layer, heads=4, dtype=dtype, device="cpu"))
+    check_float8(draw([5, 64], 35, layer, heads=4, dtype=dtype, device="cpu"), kernel="hopper")
 
 
 def test_interpreted_fixed_parts_match_float64_with_more_parts_than_keys():
     case = draw([70, 3], 2, (1, 256), heads=2, dtype=torch.float16, device="cpu")
-    got = interpret(case, causal=True, part=64, num_splits=3)  # of 64, 64 and 128 positions
+    got = interpret(interpreted(), case, causal=True, part=64, num_splits=3)  # of 64, 64 and 128 positions
     assert error(got, exact(*case, causal=True)) < LIMITS[torch.float16]
 
 
@@ -226,19 +217,21 @@ def test_interpreted_fixed_parts_have_the_same_bits_from_any_first_slot():
     """A sliding layer may have forgotten its oldest tokens. Its keys then start at another slot, here after zeros."""
     case = draw([70], 6, (1, 256), heads=2, dtype=torch.float16, device="cpu")
     modes = {"causal": True, "window": 40, "canvas_len": 6, "keep": 38, "part": 64, "num_splits": 2}
-    want = interpret(case, position=case[3], **modes)
+    want = interpret(interpreted(), case, **modes)
     assert error(want, exact(*case, causal=True, window=40, canvas_len=6, keep=38)) < LIMITS[torch.float16]
     for dropped in (3, 32):
         queries, *caches, length = case
         zeros = caches[0].new_zeros(1, 1, 64, 256)
         moved = [torch.cat((zeros, cache[:, :, dropped:]), 2)[:, :, 64:] for cache in caches]
-        assert torch.equal(interpret((queries, *moved, length - dropped), position=length, **modes), want)
+        assert torch.equal(
+            interpret(interpreted(), (queries, *moved, length - dropped), position=length, **modes), want
+        )
 
 
 @pytest.mark.parametrize("head_dim", [256, pytest.param(512, marks=pytest.mark.slow)], ids=["sliding", "full"])
 def test_bits_do_not_depend_on_the_order_of_copies_and_warps(head_dim):
     case = draw([380], 9, (1, head_dim), heads=4, device="cpu")
-    first, *others = (interpret(case, kernel=interpreted(seed)) for seed in range(6))
+    first, *others = (interpret(interpreted(seed), case, part=0) for seed in range(6))
     assert all(torch.equal(other, first) for other in others)
 
 
@@ -267,33 +260,21 @@ MISTAKES = {
 def test_every_mistake_in_the_kernel_is_detected_in_every_order(old, new, found):
     case = draw([500], 9, (1, 256), heads=4, dtype=torch.float16, device="cpu")
     for seed in range(2):
-        run = functools.partial(interpret, case, kernel=interpreted(seed, ((old, new),)), num_splits=2)
+        run = functools.partial(interpret, interpreted(seed, ((old, new),)), case, num_splits=2, part=0)
         assert_detected(run, found, exact(*case), 10 * LIMITS[torch.float16])
 
 
 LAYERS = pytest.mark.parametrize("layer", [SLIDING, FULL], ids=["sliding", "full"])
 
 
-def check(case: tuple[Tensor, ...], **options: int | bool | None) -> None:
-    got = attention(*case, **options, kernel="hopper")
-    options.pop("num_splits", None)
-    assert error(got, exact(*case, **options)) < LIMITS[got.dtype]
-
-
-def check_float8(case: tuple[Tensor, ...], **mode: int | bool) -> None:
-    plain = attention(*case, **mode, num_splits=1, kernel="hopper")
-    got = attention(*case, **mode, num_splits=1, kernel="hopper", float8=True)
-    unit = 1 / 16  # 448 units are 28, and values are at most 16 or 22.6
-    assert got.scale.tolist() == [unit] * (plain.shape[0] * plain.shape[1])
-    assert torch.equal(got.values.float(), (plain.float() / unit).to(torch.float8_e4m3fn).float().view(got.shape))
-
-
 @native
 @LAYERS
 def test_float8_is_the_plain_result_rounded(layer):
-    check_float8(draw([1500, 0, 64, 700], 256, layer))
-    check_float8(draw([0, 500], 700, layer), causal=True, **({"window": 100} if layer == SLIDING else {}))
-    check_float8(draw([130, 65], 100, layer))  # rows do not fill a tile
+    check_float8(draw([1500, 0, 64, 700], 256, layer), kernel="hopper")
+    check_float8(
+        draw([0, 500], 700, layer), kernel="hopper", causal=True, **({"window": 100} if layer == SLIDING else {})
+    )
+    check_float8(draw([130, 65], 100, layer), kernel="hopper")  # rows do not fill a tile
 
 
 @native

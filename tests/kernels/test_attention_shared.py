@@ -17,20 +17,21 @@ from attention_cases import (
     LIMITS,
     TAKEN,
     UNSEEN,
-    add_parts,
     assert_detected,
     exact,
+    interpret,
     native,
     pretend_hopper,
 )
 from dgemma_kernels.ops.attention import kernel as module
 from dgemma_kernels.ops.attention.kernel import attention
-from dgemma_kernels.ops.attention.parts import Inputs, KeyMask, Parts
 from gluon_interpreter import load
 from kernel_inputs import error
 
 SMALL = (1, 512)  # key heads, head_dim; four query heads share the key head, so a program's 64 rows are 16 tokens
 PAIRS = 64
+check = functools.partial(attention_cases.check, rotary_pairs=PAIRS)
+check_float8 = functools.partial(attention_cases.check_float8, rotary_pairs=PAIRS)
 
 
 def draw(lengths: list[int], num_tokens: int, layer: tuple[int, int] = SMALL, **options: Any) -> tuple[Tensor, ...]:
@@ -48,20 +49,11 @@ def interpreted(seed: int = 0, edits: tuple[tuple[str, str], ...] = ()) -> Any:
     return load("dgemma_kernels.ops.attention.hopper_shared", seed=seed, edits=dict(edits))
 
 
-def interpret(
-    case: tuple[Tensor, ...], *, kernel: Any = None, num_splits: int = 1, causal: bool = False, canvas_len: int = 0
-) -> Tensor:
-    """Run the kernel's source on the CPU, and add its parts in float64: (B, T, N, H)."""
-    queries = case[0]
-    partial = torch.full((num_splits, *queries.shape), torch.nan, dtype=queries.dtype)
-    log_weight = torch.full((num_splits, *queries.shape[:3]), torch.nan)
-    inputs, mask = Inputs(*case, case[3]), KeyMask(causal=causal, canvas_len=canvas_len)
-    (kernel or interpreted()).attend(inputs, Parts(partial, log_weight), mask)
-    return add_parts(partial, log_weight)
-
-
 def check_interpreted(case: tuple[Tensor, ...], num_splits: int = 1, **mode: int | bool) -> None:
-    assert error(interpret(case, num_splits=num_splits, **mode), exact(*case, **mode)) < LIMITS[case[0].dtype]
+    assert (
+        error(interpret(interpreted(), case, num_splits=num_splits, **mode), exact(*case, **mode))
+        < LIMITS[case[0].dtype]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
@@ -95,7 +87,7 @@ def test_a_growing_maximum_rescales_the_sums_of_both_warpgroups():
 
 def test_bits_do_not_depend_on_the_order_of_copies_and_warps():
     case = draw([380], 9)
-    first, *others = (interpret(case, kernel=interpreted(seed)) for seed in range(6))
+    first, *others = (interpret(interpreted(seed), case) for seed in range(6))
     assert all(torch.equal(other, first) for other in others)
 
 
@@ -132,14 +124,6 @@ def test_interpreted_float8_is_the_plain_result_rounded(calls):
     assert set(calls) == {"hopper_shared"}
 
 
-def check_float8(case: tuple[Tensor, ...], **mode: int | bool) -> None:
-    plain = attention(*case, **mode, num_splits=1, rotary_pairs=PAIRS)
-    got = attention(*case, **mode, num_splits=1, rotary_pairs=PAIRS, float8=True)
-    unit = 1 / 16  # 448 units are 28, and values are at most 22.6
-    assert got.scale.tolist() == [unit] * (plain.shape[0] * plain.shape[1])
-    assert torch.equal(got.values.float(), (plain.float() / unit).to(torch.float8_e4m3fn).float().view(got.shape))
-
-
 # A passage of the kernel, its replacement, and the error that this must raise, or None if the result must be wrong.
 MISTAKES = {
     "values-not-awaited": ("    mbarrier.wait(v_full.index(4 * WG + 2 * HALF + 1), i & 1)\n", "", UNSEEN),
@@ -167,7 +151,7 @@ def test_every_mistake_in_the_kernel_is_detected_in_every_order(old, new, found)
     queries, *rest = draw([500], 9, dtype=torch.float16)
     case = (queries * 4, *rest)
     for seed in range(2):
-        run = functools.partial(interpret, case, kernel=interpreted(seed, ((old, new),)), num_splits=2)
+        run = functools.partial(interpret, interpreted(seed, ((old, new),)), case, num_splits=2)
         assert_detected(run, found, exact(*case), 10 * LIMITS[torch.float16])
 
 
@@ -202,9 +186,3 @@ def test_same_inputs_give_the_same_bits():
     first = attention(*case, rotary_pairs=PAIRS)
     for _ in range(20):
         assert torch.equal(attention(*case, rotary_pairs=PAIRS), first)
-
-
-def check(case: tuple[Tensor, ...], **options: int | bool | None) -> None:
-    got = attention(*case, **options, kernel="hopper", rotary_pairs=PAIRS)
-    options.pop("num_splits", None)
-    assert error(got, exact(*case, **options)) < LIMITS[got.dtype]
