@@ -270,10 +270,10 @@ def test_long_repetitions_are_built_at_once_even_if_the_text_could_begin_inside_
         assert bool(state >= 0 and automaton.is_final[state]) is fits
 
 
-@pytest.mark.parametrize("pattern", ["^a", "a$|b", r"\Aa", r"(?:a|b\z)"])
-def test_anchors_are_refused(pattern):
-    with pytest.raises(ValueError, match="must have no anchors"):
-        dgemma.Regex(pattern, TOKENIZER).automaton  # noqa: B018
+def test_anchors_are_refused():
+    for pattern in ("^a", "a$|b", r"\Aa", r"(?:a|b\z)"):
+        with pytest.raises(ValueError, match="must have no anchors"):
+            dgemma.Regex(pattern, TOKENIZER).automaton  # noqa: B018
     for fine in (r"\^", "[$]", "[^a]", r"\\A", "[]^]"):
         dgemma.Regex(fine, TOKENIZER).automaton  # noqa: B018
 

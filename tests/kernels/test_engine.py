@@ -137,7 +137,13 @@ def test_chunks_cover_a_prompt_and_waste_little(batch):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"batch_invariant": True}, {"weights": "fp8", "precision": ["attention"]}], ids=str
+    "options",
+    [
+        {},
+        pytest.param({"batch_invariant": True}, marks=pytest.mark.slow),
+        pytest.param({"weights": "fp8", "precision": ["attention"]}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_a_prompt_read_without_logits_has_no_queries_in_its_last_layer_but_the_same_keys(options, monkeypatch, device):
     if "precision" in options and device.type == "cuda":
@@ -170,7 +176,9 @@ def test_a_prompt_read_without_logits_has_no_queries_in_its_last_layer_but_the_s
         torch.testing.assert_close(logits, reference.causal_logits(word, reference.encode(prompt)), **CLOSE)
 
 
-@pytest.mark.parametrize("kind", ["published", "masked", pytest.param("shaped", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["published", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("masked", "shaped"))]
+)
 def test_generate_gives_the_same_with_the_fused_denoiser_and_the_reference(models, kind):
     prompt, real = ragged_prompt()
     alone = {"prompt_tokens": prompt[:1, :3], "max_new_tokens": CANVAS}
@@ -503,7 +511,11 @@ BOUND = dgemma.EntropyBound(bound=0.5)
 
 @pytest.mark.parametrize(
     ("kind", "sampler"),
-    [(OwnDraw, BOUND), (OwnUniform, BOUND), (OwnDraw, dgemma.Ancestral())],
+    [
+        (OwnDraw, BOUND),
+        pytest.param(OwnUniform, BOUND, marks=pytest.mark.slow),
+        pytest.param(OwnDraw, dgemma.Ancestral(), marks=pytest.mark.slow),
+    ],
 )
 def test_the_engine_uses_the_draws_of_a_state_that_has_its_own(models, kind, sampler, device):
     knobs, plain = begin(device, sampler=sampler, seeds=(3, 4), num_steps=3)
@@ -894,7 +906,12 @@ def test_a_spliced_cache_has_the_rows_of_the_donor(models):
 
 
 @pytest.mark.parametrize(
-    "sampler", [dgemma.EntropyBound(bound=1.0), dgemma.Ancestral(), SoftThreshold(tau=0.3)], ids=repr
+    "sampler",
+    [
+        dgemma.EntropyBound(bound=1.0),
+        *(pytest.param(sampler, marks=pytest.mark.slow) for sampler in (dgemma.Ancestral(), SoftThreshold(tau=0.3))),
+    ],
+    ids=repr,
 )
 def test_a_run_of_the_engine_has_the_log_prob_that_its_steps_had(models, sampler):
     """The steps replay graphs, and `log_prob` predicts without them: the ratio of both is 1."""

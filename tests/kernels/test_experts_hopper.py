@@ -56,7 +56,7 @@ def interpret(routing: str, width: int, hidden: int, edits: dict[str, str] | Non
 @pytest.mark.parametrize(
     ("routing", "width", "hidden"),
     [
-        ("one-token", 1408, 448),
+        pytest.param("one-token", 1408, 448, marks=pytest.mark.slow),
         ("every-size-of-tile", 1408, 384),
         pytest.param("two-experts-have-no-rows", 2048, 384, marks=pytest.mark.slow),
     ],

@@ -217,6 +217,7 @@ def test_float8_products_round_weights_and_inputs_and_nothing_else(part, device)
     assert ((got - want).norm() / effect) < (0.2 if NATIVE else 1e-3)
 
 
+@pytest.mark.slow
 def test_the_dense_product_next_to_the_router_equals_the_librarys(device, monkeypatch):
     monkeypatch.setattr(forward, "_BESIDE", range(0))
     want = run(accelerate(make_model(device, **WIDE), "int4", precision=["dense"]), device)

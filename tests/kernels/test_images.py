@@ -34,8 +34,8 @@ def small_prompts(device, rows=ROWS, seed=0):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("most", [64, 9], ids=["whole", "chunks"])
-@pytest.mark.parametrize("weights", ["bf16", "int4"])
+@pytest.mark.parametrize("most", [pytest.param(64, marks=pytest.mark.slow), 9], ids=["whole", "chunks"])
+@pytest.mark.parametrize("weights", ["bf16", pytest.param("int4", marks=pytest.mark.slow)])
 def test_a_prompt_with_images_equals_the_reference(device, monkeypatch, weights, most):
     """With `most` of 9 tokens, three rows of a forward have 4 each, fewer than an image."""
     model = make_model(device, vocab_size=60, moe_intermediate_size=64, hidden_size=64, **VISION)
@@ -61,6 +61,7 @@ def test_a_prompt_with_images_equals_the_reference(device, monkeypatch, weights,
         torch.testing.assert_close(got, want, **(CLOSE if weights == "bf16" else CODES))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_generated_tokens_equal_the_reference_s(device):
     model = make_model(device, vocab_size=60, **VISION)

@@ -66,7 +66,7 @@ def test_the_fill_of_a_truncated_text_tells_nothing(kind):
 
 
 @pytest.mark.parametrize("kind", NOISES)
-@pytest.mark.parametrize("levels", ["stratified", "independent"])
+@pytest.mark.parametrize("levels", ["stratified", pytest.param("independent", marks=pytest.mark.slow)])
 def test_the_interval_of_one_text_over_noise_levels_holds_the_likelihood(kind, levels):
     """Of 256 estimates for one text, 91 to 95 % hold the truth; the limit is two standard deviations below."""
     joint, noise = random_joint(1), NOISES[kind]()

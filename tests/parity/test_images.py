@@ -29,7 +29,7 @@ def of_images(tokens, images):
     return {"pixel_values": pixels, "image_position_ids": positions, "mm_token_type_ids": is_image}
 
 
-@pytest.mark.parametrize("chunk", [1024, 7], ids=["whole", "chunks"])
+@pytest.mark.parametrize("chunk", [pytest.param(1024, marks=pytest.mark.slow), 7], ids=["whole", "chunks"])
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 def test_generated_tokens_equal_the_published_ones(monkeypatch, rows, chunk):
     """The second of two canvases also depends on the keys that the first wrote after the images."""

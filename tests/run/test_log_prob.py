@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dgemma
-from dgemma.sampling import KLASS, P2, Ancestral, Confidence, EntropyBound, LeaveOneOutGibbs, ReMDM
+from dgemma.sampling import KLASS, P2, Ancestral, Confidence, EntropyBound, LeaveOneOutGibbs
 
 MASK = dgemma.MaskNoise(8, mask_token_id=7)
 UNIFORM = dgemma.UniformNoise(8)
@@ -27,12 +27,10 @@ def recorded(model: dgemma.DiffusionGemma, prompt: torch.Tensor, **more: Any) ->
     ("noise", "sampler"),
     [
         (UNIFORM, EntropyBound(bound=1.0)),
-        (UNIFORM, LeaveOneOutGibbs(choice_temperature=0.5)),
-        (MASK, Ancestral()),
         (MASK, P2()),
-        (MASK, ReMDM(strategy="conf")),
-        (MASK, KLASS(tau=0.5)),
-        (MASK, Confidence(quota="cosine", order_temperature=0.5, anneal=True)),
+        pytest.param(UNIFORM, LeaveOneOutGibbs(choice_temperature=0.5), marks=pytest.mark.slow),
+        pytest.param(MASK, KLASS(tau=0.5), marks=pytest.mark.slow),
+        pytest.param(MASK, Confidence(quota="cosine", order_temperature=0.5, anneal=True), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -68,8 +66,7 @@ def slope(model, run, weight, direction, **options):
 
 
 @pytest.mark.parametrize(
-    "case",
-    ["published", "ancestral", "p2", "constrained"],
+    "case", ["published", "p2", *(pytest.param(case, marks=pytest.mark.slow) for case in ("ancestral", "constrained"))]
 )
 def test_the_gradient_is_that_of_finite_differences_and_flows_through_self_conditioning(case):
     settings: dict[str, Any] = {
@@ -103,6 +100,7 @@ def test_rules_of_other_weights_make_a_run_impossible_unless_they_are_given():
     assert bool(run.log_prob(other, strict=False).isfinite().all())
 
 
+@pytest.mark.slow
 def test_the_mean_importance_ratio_is_one_also_where_other_weights_would_keep_other_tokens():
     """Weights that differ a little; the mean over 4,000 runs lies within four standard errors of 1."""
     model, other = small_model(canvas_length=2), small_model(canvas_length=2)
