@@ -242,16 +242,6 @@ def test_an_edit_keeps_frozen_tokens_and_skips_steps_above_its_level(model, proc
     assert out.steps.tolist() == [3 * canvases] * 2
 
 
-@pytest.mark.parametrize(("process", "level"), [("uniform", 0.3), ("mask", 0.7)])
-def test_an_edit_begins_with_the_requested_share_of_noise(model, process, level):
-    tokens = text(40, 1 + CANVAS_LEN)
-    seen = []
-    edit(model, tokens, noise_level=level, on_step=seen.append, **options(process))
-    changed = (seen[0].canvas != tokens[:, 1:]).float().mean()
-    n = 40 * CANVAS_LEN
-    assert abs(float(changed) - level) < 4 * (level * (1 - level) / n) ** 0.5 + 1 / VOCAB
-
-
 @pytest.mark.parametrize(("level", "steps"), [(0.5, 1), (0.3, 2), (0.74, 10), (0.01, 16)])
 def test_the_text_of_an_edit_has_the_noise_level_of_its_first_step(model, level, steps):
     tokens = text(40, 1 + CANVAS_LEN)

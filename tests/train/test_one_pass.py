@@ -75,42 +75,6 @@ def test_one_pass_equals_the_loop_over_canvases_in_values_and_gradients(sliding_
         assert error < 1e-9, (name, error)  # relative to the size of the gradient
 
 
-@pytest.mark.parametrize("canvas", [0, 1, 3])
-def test_no_canvas_sees_its_own_clean_tokens_or_any_later_ones(canvas):
-    model = make_model(dtype=torch.float64)
-    tokens, canvases = make_inputs()
-    before = packed(model, tokens, canvases)
-    position = torch.arange(TEXT_LEN)
-    later = position >= STARTS[:, canvas, None]
-    changed = packed(model, torch.where(later, (tokens + 7) % 80, tokens), canvases)
-    torch.testing.assert_close(changed[:, : canvas + 1], before[:, : canvas + 1], atol=1e-12, rtol=0)
-    if canvas < 3:
-        assert ((changed[:, canvas + 1 :] - before[:, canvas + 1 :]).abs().amax((2, 3)) > 1e-3).all()
-
-
-def test_no_canvas_sees_another():
-    model = make_model(dtype=torch.float64)
-    tokens, canvases = make_inputs()
-    before = packed(model, tokens, canvases)
-    other = canvases.clone()
-    other[:, 2] = (other[:, 2] + 7) % 80
-    changed = packed(model, tokens, other)
-    torch.testing.assert_close(changed[:, [0, 1, 3]], before[:, [0, 1, 3]], atol=1e-12, rtol=0)
-    assert (changed[:, 2] - before[:, 2]).abs().amax() > 1e-3
-
-
-def test_the_gradient_reaches_the_clean_text_before_a_canvas_and_none_after():
-    model = make_model()
-    tokens, canvases = make_inputs()
-    # Each id occurs once, so the gradient of its embedding is that of its position.
-    tokens[0] = torch.arange(5, 5 + TEXT_LEN)
-    canvases = torch.full_like(canvases, 79)
-    clean = read_clean(model, tokens[:1])
-    predict_canvases(model, canvases[:1, 1:2], STARTS[:1, 1:2], clean).square().sum().backward()
-    reached = model.embed_tokens.weight.grad[5 : 5 + TEXT_LEN].abs().sum(-1) > 0
-    assert reached.tolist() == [position < 11 for position in range(TEXT_LEN)]
-
-
 @pytest.mark.parametrize("length", [7, 8], ids=["inside-the-window", "past-the-window"])
 def test_a_text_shorter_than_the_window_needs_no_mask(length):
     model = make_model(dtype=torch.float64)
