@@ -101,17 +101,13 @@ def bomb():
 def test_bad_pictures_get_one_sentence(monkeypatch, tmp_path):
     frames = [noise(4, 4), noise(4, 4, seed=1)]
     cases = [
-        (b"", "must be a picture that Pillow can read"),
         (b"not a picture", "must be a picture that Pillow can read"),
         (saved(noise(90, 90))[:5000], "must be a picture that Pillow can read"),
         (bomb(), r"must be a picture that Pillow can read \(.*exceeds limit"),
         (saved(frames[0], "GIF", save_all=True, append_images=frames[1:]), "must be a still picture, got 'several"),
         (Image.new("F", (4, 4)), "must have 8 bits per channel, got 'mode F'"),
-        (Image.new("I;16", (4, 4)), "must have 8 bits per channel, got 'mode I;16'"),
         (Image.new("RGB", (0, 4)), "must have 1 to 67,108,864 pixels, got '0 × 4'"),
         (np.zeros((4, 4), np.uint8), r"image array must be uint8 of shape \(H, W, 3\)"),
-        (np.zeros((0, 4, 3), np.uint8), "image array must be uint8"),
-        (np.zeros((4, 4, 3), np.float32), "image array must be uint8"),
         ("data:text/html;base64,aaaa", "image URL must begin with data:image/"),
         ("data:image/png;base64,a", "image URL must hold base64 data"),
         (3, "image must be a path, bytes, an array or a PIL image, got 3"),

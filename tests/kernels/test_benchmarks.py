@@ -77,26 +77,3 @@ def test_a_sweep_times_every_tile_and_prints_the_best_correct_pair(bench, monkey
     assert report.lines[-1]["name"] == "both 8: 16 rows, 64x64 w4 s2 and 64x64 w4 s2"
     assert "BEST at 8: 9000.0 us per layer" in printed
     assert tables == configs.EXPERTS["fp8"]
-
-
-@pytest.mark.parametrize("format", ["bf16", "packed", "fp8"])
-def test_every_tile_of_a_sweep_can_be_configured_at_every_size(bench, format, monkeypatch):
-    _, sweep = bench
-    monkeypatch.setattr(sweep, "E", 128)
-    monkeypatch.setattr(sweep, "A", 8)
-    gate_up, down = sweep.TILES[format]
-    assert gate_up.keys() == down.keys()
-    for tokens in (1, 16, 64, 256, 320, 512, 769, 1024, 1536, 2048, 4096, 16_384):
-        assert set(sweep.rows_worth_trying(tokens, format)) <= gate_up.keys()
-    for rows in gate_up:
-        ups = [sweep.make_config(rows, shape, down[rows][0]).gate_up for shape in gate_up[rows]]
-        downs = [sweep.make_config(rows, gate_up[rows][0], shape).down for shape in down[rows]]
-        assert len(set(map(sweep.label, ups))) == len(ups)
-        assert {tile.registers for tile in downs} == {None}  # a sweep runs down without overlap, so without a limit
-        if format == "packed":  # half of a block of packed rows is gate
-            assert {(tile.cols, tile.depth) for tile in ups} == {(64, 128)}
-            assert {(tile.cols, tile.depth) for tile in downs} == {(128, 128)}
-            assert rows.bit_count() == 1
-        if format == "fp8" and rows < 128:  # 64 columns of gate_up share one scale of hidden values
-            assert {tile.cols for tile in ups} == {64}
-            assert {tile.depth for tile in downs} == {64}

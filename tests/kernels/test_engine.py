@@ -652,26 +652,6 @@ def test_a_sampler_may_remember_views_of_its_inputs(models):
         assert all(torch.equal(*pair) for pair in zip(want, got, strict=True))
 
 
-@pytest.mark.slow
-def test_the_memory_of_a_sampler_may_change_its_form(models):
-    @dataclass(frozen=True, kw_only=True)
-    class Growing(dgemma.Sampler):
-        revises: ClassVar[bool] = True
-
-        def __call__(self, prediction, state):
-            offset = 0 if state.memory is None else state.memory[1]
-            return dgemma.Decision(
-                tokens=(prediction.argmax + offset) % VOCAB,
-                write=torch.ones_like(state.open),
-                renoise=torch.zeros_like(state.open),
-                memory=(prediction.argmax, state.canvas),
-            )
-
-    options = {"sampler": Growing(), "stop": None, "max_new_tokens": CANVAS, "steps": 3, "eos_token_ids": []}
-    want, got = (dgemma.generate(model, draw_tokens(1, 3), seed=5, progress=False, **options) for model in models)
-    assert torch.equal(got.new_tokens, want.new_tokens)
-
-
 def test_a_finished_canvas_is_read_together_with_the_next_one(models):
     prompt, real = ragged_prompt()
     block, word = draw_tokens(2, CANVAS, seed=2), draw_tokens(2, 1, seed=6)

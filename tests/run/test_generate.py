@@ -346,34 +346,23 @@ def test_a_text_ends_at_its_length_or_at_an_earlier_stop_token():
 
 
 @pytest.mark.parametrize(
-    ("decide", "error", "sentence"),
+    ("decide", "sentence"),
     [
-        (lambda p, s: p.argmax, ValueError, r"Careless must return a Decision about .*, got torch.int64 of shape"),
-        (
-            lambda p, s: dgemma.Decision(tokens=p.argmax, write=p.confidence, renoise=s.open),
-            ValueError,
-            "boolean write",
-        ),
-        (
-            lambda p, s: dgemma.Decision(tokens=p.argmax, write=s.done[:, None], renoise=s.open),
-            ValueError,
-            r"one shape \(B, C\), got Decision\(tokens=int64 \(1, 16\), write=bool \(1, 1\)",
-        ),
+        (lambda p, s: p.argmax, r"Careless must return a Decision about .*, got torch.int64 of shape"),
         (
             lambda p, s: dgemma.Decision(tokens=p.argmax[:, :4], write=s.open[:, :4], renoise=~s.open[:, :4]),
-            ValueError,
             r"Careless must return a Decision about the canvas's \(1, 16\) positions, got \(1, 4\)",
         ),
     ],
-    ids=["no-decision", "no-booleans", "broadcast", "another-canvas"],
+    ids=["no-decision", "another-canvas"],
 )
-def test_a_sampler_with_an_unusable_decision_is_named(decide, error, sentence):
+def test_a_sampler_with_an_unusable_decision_is_named(decide, sentence):
     @dataclass(frozen=True)
     class Careless(dgemma.Sampler):
         def __call__(self, prediction, state):
             return decide(prediction, state)
 
-    with pytest.raises(error, match=sentence):
+    with pytest.raises(ValueError, match=sentence):
         dgemma.generate(RowwiseDenoiser(), torch.full((1, 3), 5), sampler=Careless())
 
 
@@ -507,10 +496,8 @@ def test_a_sampler_that_writes_ids_outside_the_vocabulary_is_named(token):
     [
         (lambda s: s.step >= 2, r"torch.bool of shape \(2,\)"),  # two rows would unpack as (done, memory)
         (lambda s: (s.canvas > 3, None), r"torch.bool of shape \(2, 16\)"),
-        (lambda s: (s.step.float(), None), r"torch.float32 of shape \(2,\)"),
-        (lambda s: None, "None"),
     ],
-    ids=["no-memory", "by-position", "numbers", "nothing"],
+    ids=["no-memory", "by-position"],
 )
 def test_a_stop_rule_that_returns_anything_but_done_and_memory_is_named(answer, got, combine):
     @dataclass(frozen=True)

@@ -128,14 +128,8 @@ def test_a_single_flipped_bit_is_detected(tmp_path):
 @pytest.mark.parametrize(
     "run",
     [
-        *(
-            '{"step": 1}',
-            '{"files": {"state-00000-of-00001.safetensors": 1}}',
-            "null",
-            "[" * 100_000,
-            '{"step": 2, "files": {"a": 1}}',
-        ),
-        *('{"step": 1, "files": {"../../passwd": 1}}', '{"step": 1, "files": {"a": 1}, "seconds": "x"}'),
+        *('{"step": 1}', "null", "[" * 100_000, '{"step": 2, "files": {"a": 1}}'),
+        '{"step": 1, "files": {"../../passwd": 1}}',
     ],
 )
 def test_a_wrong_description_of_the_run_is_damage(tmp_path, run):
