@@ -39,13 +39,6 @@ def test_one_step_of_the_coin_sampler_reveals_each_position_independently():
     assert law.tolist() == pytest.approx([0.343, 0.441, 0.189, 0.027], abs=1e-12)
 
 
-def test_forwards_are_counted_until_nothing_is_open():
-    """After n steps, a position is still open with probability 1 - (1 - .7^n)^3. The sum is the number of forwards."""
-    expected = sum(1 - (1 - 0.7**n) ** 3 for n in range(5))
-    result = propagate(Coin(), mask_noise(), steps=5, cells=boundary(0.3))
-    assert result.nfe == pytest.approx(expected, abs=1e-12)
-
-
 @pytest.mark.parametrize("wrong", [0.2, 0.5])
 def test_a_wrong_boundary_raises(wrong):
     with pytest.raises(AssertionError, match="A cell holds two decisions"):

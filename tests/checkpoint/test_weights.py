@@ -19,7 +19,6 @@ from dgemma.checkpoint.reading import read_checkpoint, read_headers
 from dgemma.checkpoint.tokenizer import ByteTokenizer, Tokenizer
 from dgemma.model.config import GenerationDefaults
 from dgemma.model.diffusion import DiffusionGemma
-from dgemma.run import stored
 
 TINY = presets.tiny().replace(vocab_size=128, hidden_size=16, num_experts=4)
 HEAD = "model.decoder.embed_tokens.weight"
@@ -76,19 +75,6 @@ def test_saved_weights_load_bit_for_bit(tmp_path, limit):
     assert not own.keys() & generation.keys()  # transformers would refuse them there
     assert not own.keys() & loaded.config.carried.keys()
     assert not list(tmp_path.glob("*.new"))
-
-
-@pytest.mark.skipif(os.name != "posix", reason="the permissions of POSIX")
-@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002], ids=oct)
-def test_saved_files_have_the_permissions_of_the_umask(tmp_path, umask):
-    before = os.umask(umask)
-    try:
-        random_model().save_pretrained(tmp_path / "model")
-        stored.save(tmp_path / "run.safetensors", {"seeds": torch.arange(2)})
-    finally:
-        os.umask(before)
-    modes = {file.stat().st_mode & 0o777 for file in tmp_path.rglob("*") if file.is_file()}
-    assert modes == {0o666 & ~umask}
 
 
 def test_a_dtype_may_be_given_by_its_name_and_must_be_one_of_weights(sharded):

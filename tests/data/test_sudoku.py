@@ -148,28 +148,6 @@ def test_equivalents_are_puzzles_with_the_equivalent_solution(some):
     assert (moved[:, 1] != some.solutions).any(1).all()
 
 
-def test_each_part_of_u_makes_one_kind_of_move():
-    """Sorted uniforms change nothing. Changing one part of u moves only bands, rows, stacks, columns or labels."""
-    still = torch.cat([torch.arange(9) / 10, *[torch.arange(3) / 10] * 8, torch.zeros(1)])[None]
-    grid = torch.from_numpy(sudoku.parse(SOLUTION))
-    square = grid.view(9, 9)
-    assert (sudoku.equivalents(grid, still) == grid).all()
-
-    def after(**changes):
-        u = still.clone()
-        for where, values in changes.items():
-            u[0, int(where[1:]) : int(where[1:]) + len(values)] = torch.tensor(values)
-        return sudoku.equivalents(grid, u).view(9, 9)
-
-    swapped_labels = after(_0=[0.1, 0.0])
-    assert (swapped_labels == torch.where(square == 1, 2, torch.where(square == 2, 1, square))).all()
-    assert (after(_9=[0.1, 0.0, 0.2]) == square[[3, 4, 5, 0, 1, 2, 6, 7, 8]]).all()  # bands
-    assert (after(_12=[0.1, 0.0, 0.2]) == square[[1, 0, 2, 3, 4, 5, 6, 7, 8]]).all()  # rows of the first band
-    assert (after(_21=[0.1, 0.0, 0.2]) == square[:, [3, 4, 5, 0, 1, 2, 6, 7, 8]]).all()  # stacks
-    assert (after(_30=[0.1, 0.0, 0.2]) == square[:, [0, 1, 2, 3, 4, 5, 7, 6, 8]]).all()  # columns of the last stack
-    assert (after(_33=[0.9]) == square.T).all()
-
-
 def test_equivalent_grids_share_their_class_and_split():
     rng = np.random.default_rng(1)
     grids = full_grids(rng, 40)

@@ -117,15 +117,6 @@ def test_auto_needs_a_tested_triton_for_the_hopper_kernel_and_names_its_version(
     assert choice.reason == f'the Hopper kernel is tested with {needs}; kernel="hopper" runs it anyway'
 
 
-def test_an_explicit_kernel_runs_with_any_triton_and_any_number_of_rows(hopper, monkeypatch, device):
-    monkeypatch.setattr(configs, "GLUON_RAN_WITH", ("2.0.",))
-    case = draw([5], 1, (2, 256), heads=4, dtype=torch.float16, device=device)
-    want = attention(*case, kernel="triton")
-    assert hopper == []
-    torch.testing.assert_close(attention(*case, kernel="hopper"), want)
-    assert len(hopper) == 1
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there may be a Hopper GPU")
 def test_an_explicit_hopper_kernel_raises_where_it_cannot_run(monkeypatch):
     case = draw([5], 9, (2, 256), heads=4, dtype=torch.float16, device="cpu")

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from threading import Thread
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -93,23 +92,6 @@ def test_every_tile_is_computed(rows_of_experts, num_tiles, grid, device, monkey
     hidden = experts_reference.expert_gate_up(inputs[0].double(), inputs[1].double(), tiles)
     want = experts_reference.expert_down(hidden, inputs[2].double(), inputs[3].double(), tiles)
     assert (run(index, *inputs) - want).norm() / want.norm() < LIMITS[torch.float32]
-
-
-def test_down_waits_for_all_columns_of_gate_up(device, monkeypatch):
-    # The 88 hidden columns are two blocks of 64. The interpreter runs launches in order and cannot show a missing wait.
-    default = configs.EXPERTS["bf16"]["default"][0]
-    monkeypatch.setitem(configs.EXPERTS["bf16"], "default", (replace(default, down=replace(default.down, cols=128)),))
-    index = draw_routing("two-experts-have-no-rows").to(device)
-    x, gate_up, down, weights = draw(index, D, F, torch.float16, device)
-    tiles = sort(index, 32)
-    hidden = experts.expert_gate_up(x, gate_up, tiles)
-    assert tiles.finished.tolist() == [2 if rows else 0 for rows in tiles.tiles[:, 2].tolist()]
-    names, launch = experts._expert_down_kernel.arg_names, MagicMock()
-    monkeypatch.setattr(experts, "_expert_down_kernel", launch)
-    experts.expert_down(hidden, down, weights, tiles, overlap=True)
-    arguments = dict(zip(names, launch.__getitem__.return_value.call_args.args, strict=False))
-    assert arguments["gate_up_blocks"] == 2
-    assert arguments["finished"] is tiles.finished
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the waiting kernel would block writes to the counters")

@@ -40,7 +40,7 @@ SUMS = 4e-3 if NATIVE else 1e-5
 # In the interpreter at most one value rounds to the other neighbour. All positions together are then off by 0.5 %.
 TYPICAL, TOGETHER = (1e-2, 5e-2) if NATIVE else (1e-3, 1e-2)
 pytestmark = pytest.mark.usefixtures("small_chunks")
-CANVAS, VOCAB = 4, 40
+CANVAS = 4
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -188,21 +188,6 @@ def test_a_large_block_of_hidden_values_does_not_coarsen_another_block(device):
     assert torch.equal(after.values[:, 64:].float(), before.values[:, 64:].float())
     assert torch.equal(after.scale[:, 1], before.scale[:, 1])
     assert (after.scale[:, 0] > 900 * before.scale[:, 0]).all()
-
-
-@pytest.mark.usefixtures("described")
-def test_a_tile_of_two_blocks_of_rows_gives_the_rows_of_a_tile_of_one(device, monkeypatch):
-    # A tile of 48 rows has blocks of 32 and 16 rows, which share the weights. The experts have 0 rows, 1 (part of the
-    # first block), 32 (all of it), 33 (part of the second), 48 (both) and 49 (a second tile).
-    index = torch.arange(E).repeat_interleave(torch.tensor([0, 1, 32, 33, 48, 49]))[:, None].int().to(device)
-    x, gate_up, down, weights = draw(index, 80, F, torch.float32, device)
-    rows = {}
-    for size in (32, 48):
-        table = (replace(configs.EXPERTS["fp8"]["default"][0], rows=size),)
-        monkeypatch.setitem(configs.EXPERTS["fp8"], "default", table)
-        tiles = sort(index)
-        rows[size] = experts.expert_down(experts.expert_gate_up(x, gate_up, tiles), down, weights, tiles, overlap=True)
-    assert torch.equal(rows[48], rows[32])
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")

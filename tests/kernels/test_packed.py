@@ -257,28 +257,6 @@ def draw(index: Tensor, dtype: torch.dtype, device: torch.device) -> tuple[Tenso
     return x, pack(gate_up, gated=True), pack(down), torch.ones(index.shape, device=device)
 
 
-def run(index: Tensor, x: Tensor, gate_up: Packed, down: Packed, weights: Tensor) -> Tensor:
-    tiles = router.sort_by_expert(
-        index,
-        router_reference.count_pairs(index, E),
-        configs.expert_config(index.shape[0], index.device, "packed").rows,
-    )
-    return experts.expert_down(experts.expert_gate_up(x, gate_up, tiles), down, weights, tiles, overlap=True)
-
-
-def test_descriptors_of_planes_give_the_bits_of_pointers(monkeypatch, device):
-    index = draw_routing("even").to(device)
-    inputs = draw(index, torch.float32, device)
-    pointers, shapes, described = run(index, *inputs), [], experts.TensorDescriptor.from_tensor
-    monkeypatch.setattr(configs, "TENSOR_DESCRIPTORS", {"default"})
-    note = lambda tensor, block: shapes.append((*tensor.shape, *block)) or described(tensor, block)  # noqa: E731
-    monkeypatch.setattr(experts.TensorDescriptor, "from_tensor", staticmethod(note))
-    assert torch.equal(run(index, *inputs), pointers)
-    # gate_up has two blocks of 128 rows, and down has one. 72 or 88 columns take two planes of lower
-    # bytes and one of codes.
-    assert shapes == [(E * 2 * 3 * 128, 64, 128, 64), (E * 3 * 128, 64, 128, 64)]
-
-
 def make_rounded_model(device: torch.device) -> dgemma.DiffusionGemma:
     """Make a float32 model whose experts have bfloat16 values, with a few outliers."""
     model = make_model(device, moe_intermediate_size=80)

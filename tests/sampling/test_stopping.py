@@ -72,19 +72,6 @@ def test_stable_and_confident_agrees_with_transformers(stability):
     assert seen == {False, True}  # the run had both
 
 
-def test_the_published_rule_needs_one_step_more_than_its_stability():
-    sure = torch.tensor([[[20.0, 0.0], [0.0, 20.0]]])
-    assert ask(StableAndConfident(), canvas_state([[0, 1]]), [sure, sure]) == [[False], [True]]
-    assert ask(StableAndConfident(stability=2), canvas_state([[0, 1]]), [sure] * 3) == [[False], [False], [True]]
-    assert ask(StableAndConfident(stability=0), canvas_state([[0, 1]]), [sure]) == [[True]]
-
-
-def test_stable_but_uncertain_and_certain_but_unstable_rows_continue():
-    sure, other, unsure = (torch.tensor([[row]]) for row in ([20.0, 0.0], [0.0, 20.0], [2.0, 0.0]))
-    assert ask(StableAndConfident(), canvas_state([[0]]), [sure, other, sure]) == [[False]] * 3
-    assert ask(StableAndConfident(), canvas_state([[0]]), [unsure, unsure]) == [[False]] * 2
-
-
 def test_frozen_positions_neither_dilute_the_entropy_nor_count_as_changed():
     sure, flat = [20.0, 0.0], [0.0, 0.0]
     state = canvas_state([[0] * 4], frozen=[[True, True, True, False]])

@@ -166,16 +166,6 @@ def test_rows_and_copies_of_a_guided_cache_stay_pairs(model, tokens):
     assert cache.lengths.tolist() == [5, 5]
 
 
-@torch.no_grad()
-def test_a_mark_rolls_back_both_prefixes(model, tokens):
-    guided = Guided(model, strength=1.0, unconditional=tokens["other"])
-    cache = guided.encode(tokens["prompt"])
-    before, mark = logits(guided, tokens["canvas"], cache), cache.mark()
-    cache = guided.encode(tokens["block"], cache)
-    cache.rollback(mark)
-    assert torch.equal(logits(guided, tokens["canvas"], cache), before)
-
-
 def test_generate_runs_a_guided_model_like_any_other(model, tokens):
     num_tokens = 2 * model.config.canvas_length
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])

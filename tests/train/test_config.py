@@ -11,11 +11,8 @@ import pytest
 import torch
 
 from dgemma.data.sudoku import SudokuSource, generate_puzzles
-from dgemma.diffusion.noise import HybridNoise
 from dgemma.train.checkpoints import describe_optimizer
 from dgemma.train.config import TrainConfig
-from dgemma.train.losses import Bound
-from dgemma.train.objective import Objective
 from dgemma.values import identify
 
 
@@ -104,19 +101,6 @@ def test_functions_and_objects_without_a_repr_are_described_by_name_alone():
     assert identify(silent) == identify(Silent()) == "Silent"
     # A partial function adds its arguments.
     assert identify(functools.partial(one, seed=3)) != identify(functools.partial(one, seed=4))
-
-
-def test_an_objective_is_described_by_its_fields_and_its_loss():
-    objective = Objective(noise=HybridNoise(512, mask_token_id=4), canvas_len=8, loss=Bound(max_weight=2.0))
-    described = identify(objective)
-    assert described["noise"]["uniform_share"] == objective.noise.uniform_share
-    assert described["loss"] == {
-        "class": "Bound",
-        "parametrisation": "mean",
-        "weights": "exact",
-        "max_weight": 2.0,
-        "propose_mask": False,
-    }
 
 
 def test_sources_are_described_by_their_settings_and_data():

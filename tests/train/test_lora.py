@@ -195,16 +195,6 @@ def test_dropping_adapters_restores_the_noise_of_the_base():
     assert (merged.generation.noise, merged.generation.sampler) == ({"kind": "mask"}, None)
 
 
-def test_saved_adapters_load_again(tmp_path):
-    model = _model(torch.float32)
-    add_lora(model, LoRA(rank=2, alpha=1.5, targets=("experts", "router")))
-    _stir(model)
-    save_lora(model, tmp_path / "adapter")
-    other = _model(torch.float32)
-    assert load_lora(other, tmp_path / "adapter") == LoRA(rank=2, alpha=1.5, targets=("experts", "router"))
-    assert torch.equal(_logits(other), _logits(model))
-
-
 def test_loaded_adapters_set_the_noise_of_their_training(tmp_path):
     model, path = _model(torch.float32), tmp_path / "adapter"
     noise = dgemma.MaskNoise(model.config.vocab_size, mask_token_id=7)

@@ -580,14 +580,6 @@ def test_batches_that_do_not_fit_the_model_are_refused(model):
         make()(DiffusionGemma(CONFIG.replace(max_position_embeddings=16)), BATCH, seeds=SEEDS)
 
 
-def test_every_row_needs_its_own_seed(model):
-    for seeds in (SEEDS[:1], SEEDS[:2], SEEDS[None]):
-        with pytest.raises(ValueError, match=r"seeds must have shape \(3,\), one per row"):
-            make()(model, BATCH, seeds=seeds)
-        with pytest.raises(ValueError, match=r"seeds must have shape \(3,\), one per row"):
-            make().total_counts(BATCH, seeds)
-
-
 @pytest.mark.parametrize("canvases", ["one", "all"])
 @pytest.mark.parametrize("causal_weight", [0.0, 1.0])
 @pytest.mark.parametrize("length", [0, 1, 8])
