@@ -55,7 +55,8 @@ class Stepper:
         if captured is None:
             leaves, form = tree_flatten(_carried(state))
             key = ("step", knobs, type(state), str(form), _list_shapes(leaves))
-            captured = remembered(workspace.graphs, key, lambda: CapturedStep(_StaticStep(workspace, state, knobs)))
+            make = partial(_StaticStep, workspace, state, knobs)
+            captured = remembered(workspace.graphs, key, lambda: CapturedStep(make()))
             captured.load(leaves)
         after, record, prediction = captured.replay(state, logits)
         prediction.soften = self.finish
