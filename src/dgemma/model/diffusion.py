@@ -53,10 +53,11 @@ class SelfConditioning(GatedMLP):
 
 
 class ModelFiles(NamedTuple):
-    """The functions that load and save a model. `dgemma.checkpoint` stands above this file and sets them."""
+    """The functions that load, save and publish a model. `dgemma.checkpoint` stands above this file and sets them."""
 
     load: Callable[..., Any]
     save: Callable[..., None]
+    push: Callable[..., str]
 
 
 def _no_files(*_: object, **__: object) -> NoReturn:
@@ -72,7 +73,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
     config: ModelConfig
     generation: GenerationDefaults
     has_causal_mode = True
-    files: ClassVar[ModelFiles] = ModelFiles(_no_files, _no_files)
+    files: ClassVar[ModelFiles] = ModelFiles(_no_files, _no_files, _no_files)
 
     def __init__(
         self,
@@ -157,6 +158,24 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
     def save_pretrained(self, path: str | Path, *, max_shard_size: int | str = "5GB") -> None:
         """Write a checkpoint folder that transformers loads as DiffusionGemmaForBlockDiffusion, with its tokenizer."""
         self.files.save(self, path, max_shard_size=max_shard_size)
+
+    @typed
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | None = None,
+        commit_message: str = "Upload with dgemma",
+    ) -> str:
+        """Upload what `save_pretrained` writes to the Hugging Face hub, and return the address.
+
+        The repository is made if needed, and gets a model card unless it has one. Without `token`, that of `hf auth
+        login` is used.
+
+        Example: `model.push_to_hub("me/my-model", private=True)`.
+        """
+        return self.files.push(self, repo_id, private=private, token=token, message=commit_message)
 
     def forward(self, *args: object, **options: object) -> NoReturn:
         """Raise, because `encode` and `denoise` have no common forward."""
