@@ -202,6 +202,19 @@ def test_a_temperature_flattens_the_law_and_a_threshold_abstains():
         assert (answer.index, answer.option, answer.abstains) == (0, option, option is None)
 
 
+@pytest.mark.parametrize("mode", ["sequential", "joint"])
+def test_a_bias_divides_by_the_probabilities_without_content(mode):
+    options, more = Slot([[0], [1], [2]], name="first"), Slot([[0], [1]], name="last")
+    bias = calibrate([fill([[BOS], options])])
+    filled = fill([[BOS], options, [1], more], mode=mode, bias=bias)
+    weights = exact(range(3), lambda text, option: text[:2] == [option, 1]) / toy.FIRST
+    torch.testing.assert_close(filled["first"].probabilities, weights / weights.sum(), rtol=1e-12, atol=0)
+    neutral = fill([[BOS], options], bias=bias)["first"].probabilities
+    torch.testing.assert_close(neutral, torch.full_like(neutral, 1 / 3))
+    with pytest.raises(ValueError, match="bias of slot 'first' must be 3 finite numbers"):
+        fill([[BOS], options], bias={"first": [0.0]})
+
+
 def test_combinations_are_drawn_from_the_joint_law():
     template = [[BOS], Slot([[0], [1]]), Slot([[0], [1]])]
     law = exact(list(itertools.product((0, 1), repeat=2)), lambda text, pair: text[:2] == list(pair))

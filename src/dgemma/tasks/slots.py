@@ -1,6 +1,6 @@
 """Typed decisions: templates of fixed text and slots, and the probability of every option of a slot.
 
-`slots` fills one template, `decide_many` any number of them, and `calibrate` fits a temperature to known answers.
+`slots` fills one template, `decide_many` any number of them, and `calibrate` corrects their probabilities.
 Probabilities are those of whole texts, so options may have several tokens and different lengths; see `option_scores`.
 Under mask noise they are exact if the network is exact. Under uniform noise, open positions hold random tokens, and
 probabilities are averages over a few draws of these tokens. They are then exact for an exact network that takes a noise
@@ -9,9 +9,9 @@ level per position.
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypedDict, Unpack
+from typing import Annotated, Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -110,6 +110,7 @@ class SlotOptions(TypedDict, total=False):
     tokenizer: Tokenizer | None
     mode: Annotated[Literal["sequential", "independent", "joint"], Default("sequential")]
     temperature: Annotated[float, Default(1.0)]
+    bias: Mapping[str, Sequence[float]] | None
     threshold: Annotated[float, Default(0.0)]
     noise: Noise | None
     greedy: Annotated[bool, Default(True)]
@@ -148,6 +149,7 @@ def decide_many(
       the product of the distributions that "sequential" reports. With "independent" and "joint", all slots must fit
       into one canvas.
     - `temperature` divides the log-probabilities of options, or of combinations; see `calibrate`.
+    - `bias`: by the name of a slot, numbers that are first added to the log-probabilities of its options.
     - `threshold`: an answer abstains if the probability of its option is lower.
     - `greedy` takes the most probable option or combination; otherwise one is drawn. Template i has seed + i.
     - `horizon`: for options of different lengths, up to this many fixed tokens after them are scored too. Each such
@@ -163,16 +165,36 @@ def decide_many(
     return _decide(filler, templates, progress_bar(desc="deciding", unit="row", show=progress, total=num_templates))
 
 
+@overload
+def calibrate(results: Iterable[FilledTemplate], truths: Iterable[Sequence[Any]]) -> float: ...
+
+
+@overload
+def calibrate(results: Iterable[FilledTemplate], truths: None = None) -> dict[str, list[float]]: ...
+
+
 @typed
-def calibrate(results: Iterable[FilledTemplate], truths: Iterable[Sequence[Any]]) -> float:
+def calibrate(
+    results: Iterable[FilledTemplate], truths: Iterable[Sequence[Any]] | None = None
+) -> float | dict[str, list[float]]:
     """Return the temperature at which the true options are most likely, for `slots` and `decide_many`.
 
     results: from `decide_many` with temperature 1. truths: the true option of every slot, for each result. The
     temperature is between 0.01, for a model that is always right, and 100. Under `mode="joint"` combinations are
     scored.
 
+    Without truths, return a `bias` per option, by the name of the slot (contextual calibration, arXiv:2102.09690). The
+    results are then of templates without content, such as "N/A". With this bias their options are equally probable, so
+    a preference that the model has without reading anything no longer counts.
+
     Example: `calibrate(decide_many(model, templates, tokenizer=tokenizer), [["yes"], ["no"]])`.
     """
+    if truths is None:
+        laws_by_name: dict[str, list[Tensor]] = {}
+        for filled in results:
+            for answer in filled.answers:
+                laws_by_name.setdefault(answer.slot.name, []).append(answer.probabilities)
+        return {name: (-torch.stack(laws).mean(0).log()).tolist() for name, laws in laws_by_name.items()}
     laws, rights = [], []
     for number, (filled, truth) in enumerate(zip(results, truths, strict=True)):
         choices = [answer.slot.options for answer in filled.answers]
@@ -254,7 +276,7 @@ class _Filler:
         tail = settings["tail_token_id"]
         check_tail(owner, tail, noise)
         self.model, self.noise, self.settings = model, noise, settings
-        self.tokenizer, self.mode = settings["tokenizer"], settings["mode"]
+        self.tokenizer, self.mode, self.bias = settings["tokenizer"], settings["mode"], settings["bias"] or {}
         self.tail = [] if tail is None else [tail] * model.config.canvas_length
         self.reader = Reader(model, noise, settings["num_draws"], settings["batch_size"])
 
@@ -276,6 +298,10 @@ class _Filler:
         found = {place: piece for place, piece in enumerate(template) if isinstance(piece, Slot)}
         rule = "begin with fixed text, the prefix of the first canvas, and have a Slot in it"
         require(bool(found) and 0 not in found and bool(pieces[0]), owner, rule, template, "Start with bos.")
+        for slot in found.values():
+            num_options, numbers = len(slot.options), self.bias.get(slot.name)
+            fits = numbers is None or (len(numbers) == num_options and all(map(math.isfinite, numbers)))
+            require(fits, f"bias of slot {slot.name!r}", f"be {num_options} finite numbers, one per option", numbers)
         names = [slot.name for slot in found.values() if slot.name]
         require(len(set(names)) == len(names), "Slot.name", "be unique in a template", names, "Rename one.")
         places = list(found)
@@ -330,11 +356,15 @@ class _Filler:
 
     def _choose(self, row: _TemplateRow, places: list[int], scores: Tensor) -> None:
         """Choose an option for each place, given the scores of all combinations."""
+        sizes = [len(row.slots[place].options) for place in places]
+        for dim, slot in enumerate(row.slots[place] for place in places):
+            if slot.name in self.bias:
+                bias = torch.tensor(self.bias[slot.name], dtype=scores.dtype)
+                scores = (scores.view(sizes).movedim(dim, -1) + bias).movedim(-1, dim).flatten()
         law = (scores / self.settings["temperature"]).softmax(-1)
         block = torch.tensor([list(row.slots).index(places[0])])
         u = draws.uniform(torch.tensor([row.seed]), block, torch.zeros_like(block), 1, "slot")[0, 0]
         drawn = (law.cumsum(-1) <= u).sum().clamp(max=len(law) - 1)
-        sizes = [len(row.slots[place].options) for place in places]
         row.laws.append(law.view(sizes))
         indices = torch.unravel_index(law.argmax() if self.settings["greedy"] else drawn, sizes)
         row.chosen |= zip(places, map(int, indices), strict=True)
