@@ -1,6 +1,7 @@
 """What the openai client can ask for: log-probabilities, choices, lists of prompts, JSON objects and images."""
 
 import base64
+import copy
 import io
 import json
 from itertools import pairwise
@@ -13,7 +14,8 @@ import dgemma
 from dgemma.checkpoint.images import processor_of
 from dgemma.sampling import ReMDM
 from dgemma.sampling.named import describe_noise, describe_sampler
-from serve.letters import TOKENIZER, expected, letters
+from dgemma.train import add_lora, load_lora, save_lora, share_weights
+from serve.letters import CONFIG, TOKENIZER, expected, letters
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 NAME = "toy"
@@ -51,6 +53,30 @@ def chat(client, **options):
 
 def complete(client, **options):
     return client.completions.create(**{"model": NAME, "prompt": "Once", **options})
+
+
+def test_the_field_model_chooses_adapters_over_one_copy_of_the_weights(serve, tmp_path):
+    defaults = dgemma.GenerationDefaults(eos_token_id=(1,), max_new_tokens=16, max_denoising_steps=3)
+    model = dgemma.DiffusionGemma(CONFIG)
+    model.generation = defaults
+    loaded = {NAME: model}
+    for seed, name in enumerate(("pirate", "poet")):
+        loaded[name] = copy.deepcopy(model)
+        for weight in add_lora(loaded[name], seed=seed):
+            torch.nn.init.normal_(weight, std=0.1)
+        save_lora(loaded[name], tmp_path / name)
+    shared = {name: share_weights(model) for name in ("pirate", "poet")}
+    for name, adapted in shared.items():
+        load_lora(adapted, tmp_path / name)
+        weights = dict(adapted.named_parameters())
+        assert all(weights[name] is weight for name, weight in model.named_parameters())
+    client = serve(model, adapters=shared)
+    assert [listed.id for listed in client.models.list()] == [NAME, "pirate", "poet"]
+    texts = {name: complete(client, model=name, seed=1).choices[0].text for name in loaded}
+    assert texts == {name: expected(each, TOKENIZER.encode("Once"), seed=1) for name, each in loaded.items()}
+    assert len(set(texts.values())) == 3
+    with pytest.raises(Exception, match="'sailor' does not exist"):
+        complete(client, model="sailor")
 
 
 def recorded(model, prompt, seed):

@@ -68,6 +68,16 @@ def load_model(arguments: argparse.Namespace, *, dtype: torch.dtype | None = Non
     return model
 
 
+def with_adapter(model: Denoiser, folder: str) -> DiffusionGemma:
+    """Return a model with adapters that shares the other weights of `model`."""
+    from dgemma.train import load_lora, share_weights
+
+    assert isinstance(model, DiffusionGemma)  # --fast is refused
+    adapted = share_weights(model)
+    load_lora(adapted, folder)
+    return adapted
+
+
 def pick_dtype(arguments: argparse.Namespace) -> torch.dtype | None:
     """Return the dtype of --dtype, or None."""
     return None if arguments.dtype is None else getattr(torch, arguments.dtype)

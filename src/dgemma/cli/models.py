@@ -198,6 +198,11 @@ def run_serve(arguments: argparse.Namespace) -> None:
     from dgemma.serve.gate import Limits, QuickServer
 
     replay = None if arguments.replay is None else read_text(arguments.replay)
+    named = dict(adapter.split("=", 1) for adapter in arguments.adapter if "=" in adapter)
+    unnamed = [adapter for adapter in arguments.adapter if "=" not in adapter]
+    require(len(unnamed) <= 1, "--adapter", "have a NAME= if it is repeated", unnamed)
+    require(not (named and arguments.fast), "--adapter NAME=FOLDER", "be used without --fast", [*named])
+    arguments.adapter = next(iter(unnamed), None)
     tokenizer = Tokenizer.from_pretrained(arguments.tokenizer or arguments.model)
     limits = Limits(
         tokens=arguments.max_tokens,
@@ -210,9 +215,11 @@ def run_serve(arguments: argparse.Namespace) -> None:
     key = os.environ.get(_API_KEY) or None
     if not is_local and key is None:
         output.print_note(f"Anybody who reaches {arguments.host} can use this server. Set {_API_KEY} to require a key.")
+    model = loading.load_denoiser(arguments)
     app = create_app(
-        loading.load_denoiser(arguments),
+        model,
         tokenizer,
+        adapters={name: loading.with_adapter(model, folder) for name, folder in named.items()},
         name=arguments.name or arguments.model,
         batch_size=arguments.batch_size,
         api_key=key,

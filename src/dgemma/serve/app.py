@@ -3,7 +3,8 @@
 import contextlib
 import html
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from importlib import resources
 from typing import Any
@@ -37,6 +38,7 @@ def create_app(
     limits: Limits | None = None,
     hosts: tuple[str, ...] | None = None,
     replay: str | None = None,
+    adapters: Mapping[str, Denoiser] | None = None,
     frames: str = "'none'",
 ) -> FastAPI:
     """Return the server as an ASGI application; run it with uvicorn.
@@ -45,6 +47,7 @@ def create_app(
     header that are answered; None answers all. With an api_key, requests need `Authorization: Bearer KEY`; it may hold
     several keys, one per line, and then each key is a client.
     replay: a page of `to_html`, shown at /replay; a click there removes a word, and the model fills the hole.
+    adapters: models with other adapters, by the ids that clients pass; see `dgemma.train.share_weights`.
     frames: which pages may show that page in a frame, as the values of `frame-ancestors`.
 
     Example: `uvicorn.run(create_app(model, tokenizer, name="text"), host="127.0.0.1", port=8000)`.
@@ -53,7 +56,9 @@ def create_app(
     limits = limits or Limits()
     policy = None if replay is None else f"{read_policy(replay)}; frame-ancestors {frames}"
     engine = Engine(model, batch_size=batch_size, max_queue=limits.queue)
-    service = Service(model, tokenizer, name, engine, limits, Metrics(engine), Builders(engine))
+    first = Service(model, tokenizer, name, engine, limits, Metrics(engine), Builders(engine))
+    others = {other: replace(first, name=other, model=adapted) for other, adapted in (adapters or {}).items()}
+    services = {name: first, **others}
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -64,10 +69,10 @@ def create_app(
     app = FastAPI(title="dgemma", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.engine = engine
     _describe_errors(app)
-    _add_api(app, service)
+    _add_api(app, services)
     _add_pages(app, name, replay, policy)
     door = Door(engine, most=limits.per_client, seconds=limits.seconds)
-    app.add_middleware(Gate, limits=limits, api_key=api_key, hosts=hosts, metrics=service.metrics, door=door)
+    app.add_middleware(Gate, limits=limits, api_key=api_key, hosts=hosts, metrics=first.metrics, door=door)
     return app
 
 
@@ -93,35 +98,41 @@ def _describe_errors(app: FastAPI) -> None:
         return await api_error(request, ApiError(500, f"The server failed: {type(error).__name__}."))
 
 
-def _add_api(app: FastAPI, service: Service) -> None:
-    """Add the routes for programs."""
-    engine = service.engine
+def _add_api(app: FastAPI, services: dict[str, Service]) -> None:
+    """Add the routes for programs. The field `model` of a request chooses a service."""
+    first = next(iter(services.values()))
+    engine = first.engine
+
+    def find(name: str) -> Service:
+        if name not in services:
+            message = f"The model {name[:100]!r} does not exist. This server has {', '.join(map(repr, services))}."
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return services[name]
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
-        return await service.answer(body, request)
+        return await find(body.model).answer(body, request)
 
     @app.post("/v1/completions")
     async def complete(body: CompletionRequest, request: Request) -> Response:
-        return await service.answer(body, request)
+        return await find(body.model).answer(body, request)
 
     @app.post("/v1/infill")
     async def infill(body: InfillRequest, request: Request) -> dict[str, Any]:
-        return await service.infill(body, request)
+        return await (first if body.model is None else find(body.model)).infill(body, request)
 
     @app.post("/v1/systemone")
     async def systemone(body: DecisionRequest, request: Request) -> Response:
         # Names of questions come back in ASCII, because a client can send half a surrogate pair.
-        return Response(json.dumps(await service.decide(body, request)), media_type="application/json")
+        return Response(json.dumps(await find(body.model).decide(body, request)), media_type="application/json")
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [service.describe()]}
+        return {"object": "list", "data": [service.describe() for service in services.values()]}
 
     @app.get("/v1/models/{path:path}")
     async def one_model(path: str) -> dict[str, Any]:
-        service.check_model(path)
-        return service.describe()
+        return find(path).describe()
 
     @app.get("/health")
     async def health() -> Response:
@@ -131,7 +142,7 @@ def _add_api(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(first.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _add_pages(app: FastAPI, name: str, replay: str | None, policy: str | None) -> None:

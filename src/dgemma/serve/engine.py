@@ -51,6 +51,7 @@ class Job:
     """One request in the engine. Iterate over `events` in the thread of its event loop."""
 
     row: Rows
+    model: Denoiser
     client: str
     deadline: float
     wants_drafts: bool
@@ -99,9 +100,10 @@ class Call:
 class Engine:
     """Runs at most `batch_size` requests at a time in one thread; up to `max_queue` more wait.
 
-    Requests with the same sampler, temperature, noise and constraint share a batch, and its clients share the time of
-    its steps. The next step is of the client that had the least time. While others are here, a client has at most its
-    equal share of the places. A request that fails, is cancelled or runs out of time frees its place; the others go on.
+    Requests with the same model, sampler, temperature, noise and constraint share a batch, and its clients share the
+    time of its steps. The next step is of the client that had the least time. While others are here, a client has at
+    most its equal share of the places. A request that fails, is cancelled or runs out of time frees its place; the
+    others go on.
     """
 
     def __init__(self, model: Denoiser, *, batch_size: int, max_queue: int) -> None:
@@ -140,10 +142,15 @@ class Engine:
             return "failed"
         return "ok" if self._ready.is_set() else "warming up"
 
-    def submit(self, row: Rows, *, seconds: float, client: str = "", drafts: bool = False) -> Job:
-        """Queue a row. If the queue is full, the client with the most waiting requests gets a 429 for its last one."""
+    def submit(
+        self, row: Rows, *, seconds: float, client: str = "", drafts: bool = False, model: Denoiser | None = None
+    ) -> Job:
+        """Queue a row, for the engine's model or another one.
+
+        If the queue is full, the client with the most waiting requests gets a 429 for its last one.
+        """
         row.index = next(self._numbers)
-        job = Job(row, client, time.monotonic() + seconds, drafts, asyncio.get_running_loop())
+        job = Job(row, model or self.model, client, time.monotonic() + seconds, drafts, asyncio.get_running_loop())
         self._append(job, self._queue)
         return job
 
@@ -274,7 +281,7 @@ class Engine:
                 break
             self._queue.remove(job)
             self._running[job.row] = job
-            self._batches.setdefault(_key(job), Batch(self.model)).add(job.row)
+            self._batches.setdefault(_key(job), Batch(job.model)).add(job.row)
 
     def _step(self, key: Any, batch: Batch) -> None:
         try:
@@ -300,4 +307,4 @@ class Engine:
 def _key(job: Job) -> Any:
     """Return what the rows of a batch share."""
     plan = job.row.plan
-    return plan.knobs, plan.noise, None if plan.language is None else id(plan.language.automaton)
+    return id(job.model), plan.knobs, plan.noise, None if plan.language is None else id(plan.language.automaton)

@@ -103,7 +103,7 @@ class KeptConstraints:
 
 @dataclass(frozen=True)
 class Service:
-    """The state that all requests share, and the methods that answer a request."""
+    """The state that all requests to a model share, and the methods that answer a request."""
 
     model: Denoiser
     tokenizer: Tokenizer
@@ -113,12 +113,6 @@ class Service:
     metrics: Metrics
     builders: Builders
     constraints: KeptConstraints = field(default_factory=lambda: KeptConstraints(_MOST_BYTES))
-
-    def check_model(self, name: str) -> None:
-        """Raise a 404 for a model that is not served."""
-        if name != self.name:
-            message = f"The model {name[:100]!r} does not exist. This server has {self.name!r}."
-            raise ApiError(404, message, param="model", code="model_not_found")
 
     def describe(self) -> dict[str, Any]:
         """Return the model as /v1/models lists it."""
@@ -133,7 +127,6 @@ class Service:
 
     async def answer(self, body: ChatRequest | CompletionRequest, request: Request) -> Response:
         """Run a request; return its whole answer, or a stream of it."""
-        self.check_model(body.model)
         planned = await self._prepare(body, request)
         rows = [Rows(plan, num_top=body.num_top) for plan, _ in planned]
         jobs = self._submit(rows, request, drafts=body.drafts and bool(body.stream))
@@ -151,8 +144,6 @@ class Service:
 
     async def infill(self, body: InfillRequest, request: Request) -> dict[str, Any]:
         """Fill the holes of a text."""
-        if body.model is not None:
-            self.check_model(body.model)
         tokens, limit = _as_row(body.tokens, self.model, param="tokens"), self.model.config.max_position_embeddings
         if tokens.shape[1] > limit:
             message = f"tokens must have at most {limit} ids, got {tokens.shape[1]}."
@@ -169,7 +160,6 @@ class Service:
 
     async def decide(self, body: DecisionRequest, request: Request) -> dict[str, Any]:
         """Answer the questions of a /v1/systemone request, a few at a time between the steps of other requests."""
-        self.check_model(body.model)
         end, answers, num_tokens = time.monotonic() + self.limits.seconds, {}, 0
         found = await run_in_threadpool(answer_questions, self.model, self.tokenizer, body.state, body.questions)
         for _ in body.questions:
@@ -204,7 +194,7 @@ class Service:
         try:
             for row in rows:
                 seconds, client = self.limits.seconds, _client(request)
-                jobs.append(self.engine.submit(row, seconds=seconds, client=client, drafts=drafts))
+                jobs.append(self.engine.submit(row, seconds=seconds, client=client, drafts=drafts, model=self.model))
         except ApiError:
             for job in jobs:
                 self.engine.cancel(job)

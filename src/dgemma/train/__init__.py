@@ -31,7 +31,7 @@ from dgemma.train.config import TrainConfig
 from dgemma.train.likelihood import evaluate
 from dgemma.train.log import TrainResult
 from dgemma.train.loop import train
-from dgemma.train.lora import LoRA, add_lora, drop_lora, merge_lora
+from dgemma.train.lora import LoRA, add_lora, drop_lora, merge_lora, share_weights
 from dgemma.train.losses import Bound, CrossEntropy, LeaveOneOut, Loss
 from dgemma.train.objective import Objective, RowMean, Terms
 from dgemma.train.optimizer import muon
@@ -59,6 +59,7 @@ __all__ = [
     "muon",
     "recipes",
     "save_lora",
+    "share_weights",
     "soften_attention",
     "train",
 ]

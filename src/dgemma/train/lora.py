@@ -8,6 +8,8 @@ base weights. Adapters are additional parameters of those modules, saved separat
 `adapter_files.py` reads and writes adapters in PEFT's format.
 """
 
+import copy
+import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -235,6 +237,15 @@ def drop_lora(model: DiffusionGemma) -> None:
     for name, module in adapted_modules(model):
         _set_module(model, name, module.base())
     model.requires_grad_(True)
+
+
+def share_weights(model: DiffusionGemma) -> DiffusionGemma:
+    """Return a model that uses the same memory for its weights, so that it can have adapters of its own.
+
+    Example: `german = share_weights(model); load_lora(german, "german-lora")` leaves `model` as it was.
+    """
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 @contextmanager
