@@ -5,6 +5,7 @@ import sys
 import numpy as np
 import pytest
 
+from dgemma.study.sweep import Sweep, SweepRow
 from dgemma.view import plots
 from view.converging import record
 
@@ -62,6 +63,26 @@ def test_a_figure_can_be_drawn_into_existing_axes(recorded):
     assert plots.plot_entropy(recorded[0].trajectory, ax=left) is mine
     assert plots.plot_order(recorded[0].trajectory, ax=right) is mine
     assert right.lines
+
+
+def test_labels_of_a_frontier_neither_overlap_nor_repeat_what_all_share():
+    rows = [
+        SweepRow(
+            label=f"Threshold(tau=0.{n}, greedy=True)",
+            quality=0.5,
+            error=0.0,
+            tokens_per_forward=2 + n / 100,
+            forwards=1,
+            seconds=1,
+            runs=1,
+        )
+        for n in range(5)
+    ]
+    ax = plots.plot_frontier(Sweep(tuple(rows))).axes[0]
+    assert [text.get_text() for text in ax.texts] == [f"tau=0.{n}" for n in range(5)]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["Threshold, greedy=True"]
+    boxes = [text.get_window_extent() for text in ax.texts]
+    assert not any(one.overlaps(other) for at, one in enumerate(boxes) for other in boxes[:at])
 
 
 def test_without_matplotlib_one_sentence_says_what_to_install(monkeypatch, recorded):

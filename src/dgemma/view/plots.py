@@ -84,18 +84,43 @@ def plot_frontier(sweep: Sweep, *, ax: "Axes | None" = None) -> "Figure":
     best = sweep.frontier
     ax.plot([row.tokens_per_forward for row in best], [row.quality for row in best], color="0.7", zorder=0)
     has_lines = len(sweep.families) < len(sweep.rows)
+    labels = []
     for name, rows in sweep.families.items():
+        settings = [row.setting.split(", ") for row in rows]
+        shared = [part for part in settings[0] if len(rows) > 1 and all(part in each for each in settings)]
         speeds, qualities = [row.tokens_per_forward for row in rows], [row.quality for row in rows]
         heights = [0.0 if row.error != row.error else row.error for row in rows]
-        ax.errorbar(speeds, qualities, yerr=heights, fmt="o-" if len(rows) > 1 else "o", capsize=3, label=name)
-        for row in rows:
-            text, point = row.setting if has_lines else row.label, (row.tokens_per_forward, row.quality)
-            ax.annotate(text, point, xytext=(5, 4), textcoords="offset points", fontsize="small")
+        ax.errorbar(
+            speeds,
+            qualities,
+            yerr=heights,
+            fmt="o-" if len(rows) > 1 else "o",
+            capsize=3,
+            label=", ".join((name, *shared)),
+        )
+        for row, parts in zip(rows, settings, strict=True):
+            text = ", ".join(part for part in parts if part not in shared) if has_lines else row.label
+            point = (row.tokens_per_forward, row.quality)
+            labels.append(ax.annotate(text, point, xytext=(5, 4), textcoords="offset points", fontsize="small"))
     ax.set(xlabel="new tokens / forward", ylabel="quality")
     ax.margins(x=0.15)
     if has_lines:
-        ax.legend(fontsize="small")  # labels of points then omit the family
+        ax.legend(fontsize="small")  # labels of points then omit what all points of a line share
+    _spread(figure, labels)
     return figure
+
+
+def _spread(figure: "Figure", labels: list[Any]) -> None:
+    """Move each label up or down until it covers no earlier one."""
+    figure.draw_without_rendering()
+    placed: list[Any] = []
+    for label in sorted(labels, key=lambda label: label.xy):
+        for shift in (4, -11, 16, -23, 28, -35, 40):
+            label.set_position((5, shift))
+            box = label.get_window_extent()
+            if not any(box.overlaps(other) for other in placed):
+                break
+        placed.append(box)
 
 
 def _axes(ax: "Axes | None", owner: str, *, size: tuple[float, float] = (7, 4)) -> "tuple[Figure, Axes]":
