@@ -29,6 +29,7 @@ IN_FUNCTIONS = {
     "dgemma.checkpoint.formats.gguf_file": {"gguf"},
     "dgemma.checkpoint.tokenizer": {"transformers"},
     "dgemma.checkpoint.images": {"PIL"},
+    "dgemma.checkpoint.hub": {"huggingface_hub"},
     "dgemma.checkpoint.location": {"huggingface_hub"},
     "dgemma.cli.training": {"dgemma_kernels"},
     "dgemma.cli.loading": {"dgemma.train", "dgemma_kernels", "dgemma_kernels.engine.weights"},
@@ -39,6 +40,7 @@ IN_FUNCTIONS = {
     "dgemma.printing": {"tqdm.auto"},  # `dgemma --help` shows no bar
     "dgemma.cli.writing": {"readline"},  # not on Windows
     "dgemma.data.corpus": {"tokenizers", "transformers"},
+    "dgemma.data.documents": {"datasets"},
     "dgemma.eval.__main__": {"dgemma.eval.harness", "lm_eval.__main__"},
     "dgemma.run.on_ray": {"ray", "ray.util"},
     "dgemma.view.gif": {"PIL", "matplotlib"},

@@ -66,6 +66,17 @@ def test_m_accepts_the_folder_of_a_trained_model(command, checkpoint, words, tmp
         assert f"is the folder of a training run. Use its result, {tmp_path / 'final'}." in ran.err
 
 
+def test_a_dataset_trains_like_a_file_with_the_same_rows(command, checkpoint, words, tmp_path):
+    pytest.importorskip("datasets")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text(json.dumps({"text": words.read_text()}) + "\n")
+    for out, source in (("file", [words]), ("dataset", ["--dataset", tmp_path / "data"])):
+        assert command("train", "-m", checkpoint, "--out", tmp_path / out, *QUICK, *source).code == 0
+    assert losses(tmp_path / "file", "decoder") == losses(tmp_path / "dataset", "decoder")
+    ran = command("train", "-m", checkpoint, "--out", tmp_path / "both", words, "--dataset", "a")
+    assert (ran.code, ran.err[:47]) == (2, "dgemma train: dgemma train must have files or a")
+
+
 @pytest.mark.parametrize(
     ("separator", "note"),
     [

@@ -11,7 +11,7 @@ import torch
 from dgemma import DiffusionGemma, UniformNoise, presets
 from dgemma.checkpoint.tokenizer import ByteTokenizer, Tokenizer
 from dgemma.data.corpus import train_tokenizer
-from dgemma.data.text import Document, PromptSource, TextSource, TokenFile, permute, read_documents, scan
+from dgemma.data.text import Document, PromptSource, TextSource, TokenFile, permute, read_dataset, read_documents, scan
 from dgemma.train.objective import Objective
 from dgemma.train.one_pass import run_text_and_canvases
 
@@ -411,3 +411,14 @@ def test_a_chat_that_the_template_refuses_is_named_by_its_line(tmp_path):
     write_chat(tmp_path / "chat.jsonl", ("user", "hi"), ("tool", "42"), ("assistant", "ho"))
     with pytest.raises(ValueError, match=r"chat\.jsonl:1: ByteTokenizer\.chat role must be user or assistant"):
         TokenFile.write(read_documents(tmp_path / "chat.jsonl"), ByteTokenizer(), tmp_path / "tokens")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_dataset_gives_the_documents_of_its_rows(tmp_path, kind):
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([{"question": "2 + 2?", "answer": "4"}, {"question": "3 + 3?", "answer": "6"}])
+    (tmp_path / "sums").mkdir()
+    path = str(tmp_path / "sums" / f"train.{kind}")
+    rows.to_json(path) if kind == "jsonl" else rows.to_parquet(path)
+    found = read_dataset(str(tmp_path / "sums"), split="train[1:]")
+    assert list(found) == [Document("6", "3 + 3?")]

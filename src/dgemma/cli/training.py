@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 import zlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +24,9 @@ from dgemma.checkpoint.location import resolve
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import require
 from dgemma.cli import loading, output
-from dgemma.data.documents import list_files
+from dgemma.data.documents import Document, list_files, read_dataset, read_documents
 from dgemma.data.sudoku.encoding import load_tokenizer
-from dgemma.data.text import PromptSource, TextSource, TokenFile, read_documents, scan
+from dgemma.data.text import PromptSource, TextSource, TokenFile, scan
 from dgemma.data.token_file import describe_files
 from dgemma.diffusion.noise import Noise
 from dgemma.model import presets
@@ -55,9 +56,10 @@ _STOP_MARKERS = ("<turn|>", "<|tool_response>")  # tokens that end a turn, in vo
 
 def run_evaluate(arguments: argparse.Namespace) -> None:
     """Measure the likelihood of text files."""
+    _require_source(arguments)
     tokenizer = Tokenizer.from_pretrained(arguments.model)
     with tempfile.TemporaryDirectory() as folder:
-        file = TokenFile.write(read_documents(arguments.files, separator=arguments.separator), tokenizer, folder)
+        file = TokenFile.write(_documents(arguments), tokenizer, folder)
         _note_separator(arguments, file)
         _require_text(file)
         model = loading.load_model(arguments)
@@ -85,11 +87,22 @@ def run_evaluate(arguments: argparse.Namespace) -> None:
         print(f"{name + ', bits per byte':22}{bits:10.4f}")
 
 
+def _documents(arguments: argparse.Namespace) -> Iterator[Document]:
+    """Return the documents of the files, or of --dataset NAME:CONFIG:SPLIT."""
+    if arguments.dataset is None:
+        return read_documents(arguments.files, separator=arguments.separator)
+    name, config, split, *_ = [*arguments.dataset.split(":"), "", ""]
+    return read_dataset(name, config or None, split=split or "train")
+
+
+def _require_source(arguments: argparse.Namespace) -> None:
+    fits = bool(arguments.files) != bool(arguments.dataset) and not (arguments.dataset and arguments.separator)
+    require(fits, f"dgemma {arguments.command}", "have files or a --dataset, without --separator", arguments.files)
+
+
 def _compress(arguments: argparse.Namespace) -> dict[str, float]:
     """Return the bits per byte of general compressors, which learn from this text alone."""
-    text = "".join(
-        document.text for document in read_documents(arguments.files, separator=arguments.separator)
-    ).encode()
+    text = "".join(document.text for document in _documents(arguments)).encode()
     # The preset's dictionary of 64 MiB would take hundreds of MiB of memory for any text.
     size = min(max(len(text), 4096), 1 << 26)
     best = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": size}
@@ -99,6 +112,7 @@ def _compress(arguments: argparse.Namespace) -> dict[str, float]:
 
 def run_train(arguments: argparse.Namespace) -> int:
     """Train on text files, or with --rl on runs; return 130 if the run was stopped."""
+    _require_source(arguments)
     final = arguments.out / "final"
     if final.is_dir() and not any(arguments.out.glob("step-*")):
         if arguments.json:
@@ -109,7 +123,10 @@ def run_train(arguments: argparse.Namespace) -> int:
     if arguments.rl:
         return _learn_from_runs(arguments)
     tokenizer = Tokenizer.from_pretrained(arguments.model)
-    made_from = describe_files(arguments.files, tokenizer, separator=arguments.separator)
+    if arguments.dataset is None:
+        made_from = describe_files(arguments.files, tokenizer, separator=arguments.separator)
+    else:
+        made_from = {"dataset": arguments.dataset, "tokenizer": arguments.model}
     new_folders = [path for path in (arguments.out, *arguments.out.parents) if not path.exists()]
     with lock_folder(arguments.out):
         try:
@@ -378,9 +395,8 @@ def _keep_tokens(
                 f"the text must stay as in the run in {arguments.out}, got another {difference}. Choose another --out, "
                 "or pass --allow-changes."
             )
-    documents = read_documents(arguments.files, separator=arguments.separator)
     images = ImageProcessor.from_pretrained(arguments.model)
-    return TokenFile.write(documents, tokenizer, folder, images=images, made_from=made_from)
+    return TokenFile.write(_documents(arguments), tokenizer, folder, images=images, made_from=made_from)
 
 
 def _source(arguments: argparse.Namespace, file: TokenFile, canvas_len: int) -> BatchSource:

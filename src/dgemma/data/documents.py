@@ -1,4 +1,4 @@
-"""Documents from .txt files, whole or split at a separator, and from .jsonl files (texts, prompts or chats)."""
+"""Documents of .txt files, whole or split at a separator, and of .jsonl files and datasets: texts, prompts or chats."""
 
 import io
 import json
@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 from dgemma.checkpoint.images import take_images
 from dgemma.checks import require, typed
 from dgemma.files import open_file
+from dgemma.printing import install_command
 
 _CHUNK = 1 << 20  # characters per read
+_SYNONYMS = {"question": "prompt", "completion": "answer", "response": "answer"}  # columns of datasets
 _OWN_ROLES = ("assistant", "model")  # the model's turns
 _ROLES = (*_OWN_ROLES, "user", "system", "developer", "tool")
 
@@ -60,6 +62,23 @@ def read_documents(paths: str | Path | Sequence[str | Path], *, separator: str |
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} must be UTF-8, got {error.reason}. Convert it.") from None
         require(has_text, str(path), "hold text", "only white space", "Remove it.")
+
+
+@typed
+def read_dataset(name: str, config: str | None = None, *, split: str = "train") -> Iterator[Document]:
+    """Yield the documents of a dataset of the `datasets` library: a name of the hub, or a folder of its files.
+
+    A row is like a line of a .jsonl file. Prompts may also be called "question", and answers "completion" or
+    "response".
+
+    Example: `TokenFile.write(read_dataset("openai/gsm8k", "main", split="train[:100]"), tokenizer, "tokens")`.
+    """
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ImportError(f"read_dataset needs datasets. Install it with: {install_command('data')}") from None
+    for number, row in enumerate(load_dataset(name, config, split=split), start=1):
+        yield from _read_item({_SYNONYMS.get(key, key): value for key, value in row.items()}, f"{name} row {number}")
 
 
 def _check_unicode(path: Path, document: Document) -> None:
@@ -113,18 +132,22 @@ def _read_jsonl(path: Path) -> Iterator[Document]:
                 item = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}:{number} must be a JSON object, got {error}.") from None
-            place, fields = f"{path}:{number}", item if isinstance(item, dict) else {}
-            if "messages" in fields:
-                yield from _read_chat(item, place)
-                continue
-            keys = ("text",) if "text" in fields else ("prompt", "answer")
-            rule = 'be an object with "text", with "prompt" and "answer", or with "messages"'
-            require(all(isinstance(fields.get(key), str) for key in keys), place, rule, line.strip())
-            images = item.get("images", [])
-            are_files = isinstance(images, list) and all(isinstance(image, str) for image in images)
-            rule = 'be a list of files, with a "prompt"'
-            require(are_files and ("prompt" in keys or not images), f'{place} "images"', rule, images)
-            yield Document(item[keys[-1]], item.get("prompt", ""), images=tuple(images))
+            yield from _read_item(item, f"{path}:{number}")
+
+
+def _read_item(item: Any, place: str) -> Iterator[Document]:
+    fields = item if isinstance(item, dict) else {}
+    if "messages" in fields:
+        yield from _read_chat(item, place)
+        return
+    keys = ("text",) if "text" in fields else ("prompt", "answer")
+    rule = 'be an object with "text", with "prompt" and "answer", or with "messages"'
+    require(all(isinstance(fields.get(key), str) for key in keys), place, rule, item)
+    images = item.get("images", [])
+    are_files = isinstance(images, list) and all(isinstance(image, str) for image in images)
+    rule = 'be a list of files, with a "prompt"'
+    require(are_files and ("prompt" in keys or not images), f'{place} "images"', rule, images)
+    yield Document(item[keys[-1]], item.get("prompt", ""), images=tuple(images))
 
 
 def _read_chat(item: Mapping[str, Any], place: str) -> Iterator[Document]:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from dgemma.checks import Count, at_least, check_types, require, require_field, typed
-from dgemma.data.documents import Document, read_documents
+from dgemma.data.documents import Document, read_dataset, read_documents
 from dgemma.data.token_file import TokenFile
 from dgemma.diffusion import draws
 from dgemma.train.batch import TrainBatch
 
-__all__ = ["Document", "PromptSource", "TextSource", "TokenFile", "permute", "read_documents", "scan"]
+__all__ = ["Document", "PromptSource", "TextSource", "TokenFile", "permute", "read_dataset", "read_documents", "scan"]
 
 _Number = TypeVar("_Number", int, Tensor)
 
