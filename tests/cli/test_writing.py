@@ -152,6 +152,26 @@ def test_infill_writes_a_token_for_every_underscore_and_keeps_the_rest(command, 
     assert " sat_on a " in found["text"]
 
 
+def test_a_hole_of_any_length_gives_the_text_that_is_most_likely_from_left_to_right(command, checkpoint):
+    words = ("infill", "-m", checkpoint, "--steps", "2", "--json")
+    found = json.loads(command(*words, "The [...] sat.").out)["tokens"]
+    # Holes of one underscore do not exist, so the shortest is left out.
+    texts = [json.loads(command(*words, f"The {'_' * length} sat.").out)["tokens"] for length in writing._LENGTHS[1:]]
+    model = dgemma.DiffusionGemma.from_pretrained(checkpoint)
+
+    def loss(tokens):
+        row = torch.tensor([tokens])
+        return float(torch.nn.functional.cross_entropy(model.causal_logits(row)[0, :-1], row[0, 1:], reduction="sum"))
+
+    best = min(loss(tokens) for tokens in texts)
+    assert loss(found) <= best + 1e-3
+
+
+def test_a_prompt_that_ends_with_a_space_is_noted(command, checkpoint):
+    assert "ends with a space" in command("generate", "-m", checkpoint, *QUICK, "Once ").err
+    assert "ends with a space" not in command("generate", "-m", checkpoint, *QUICK, "Once").err
+
+
 @pytest.mark.parametrize("words", [("infill", "The __ sat."), ("edit", "The cat sat.")], ids=["infill", "edit"])
 def test_positions_after_the_text_are_filled_with_end_tokens(command, checkpoint, monkeypatch, words):
     """The texts are shorter than the canvas of 32. Free positions after the text would cost extra steps."""

@@ -21,7 +21,7 @@ examples:
   dgemma generate "It was a dark"
       write a text and watch it appear
   dgemma infill "Once upon a time there was a fox named Max. He lived ________, and he was happy."
-      fill a hole; each underscore is one token
+      fill a hole; an underscore is about a word, and [...] any number of words
   dgemma sudoku
       make a puzzle and watch the model solve it
   dgemma info

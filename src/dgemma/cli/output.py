@@ -3,7 +3,9 @@
 import argparse
 import math
 import re
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +26,13 @@ def is_watched(arguments: argparse.Namespace) -> bool:
 
 
 def print_text(text: str) -> None:
-    """Print a model's text: unchanged into a pipe, with visible control characters on a terminal."""
-    print(printable(text) if sys.stdout.isatty() else text)
+    """Print a model's text: unchanged into a pipe; on a terminal with visible control characters and whole words."""
+    if sys.stdout.isatty():
+        wrapper = textwrap.TextWrapper(
+            shutil.get_terminal_size().columns, replace_whitespace=False, break_long_words=False, break_on_hyphens=False
+        )
+        text = "\n".join(wrapper.fill(line) for line in printable(text).split("\n"))
+    print(text)
 
 
 def print_json(content: dict[str, Any]) -> None:

@@ -26,7 +26,8 @@ from dgemma.tasks.infill import Infilling, edit, infill
 from dgemma.view.board import Board
 from dgemma.view.terminal import BoardView, LiveView
 
-_HOLE = re.compile(r"_{2,}")
+_HOLE = re.compile(r"_{2,}|\[\.\.\.\]|\[…\]")
+_LENGTHS = (1, 2, 3, 4, 6, 8, 12)  # tokens that are tried for a hole of any length
 _BLANKS = ".0_*"  # of a Sudoku
 _SOLVER = EntropyBound(bound=0.01, greedy=True)
 
@@ -40,6 +41,8 @@ def run_generate(arguments: argparse.Namespace) -> None:
     writer = loading.load_writer(arguments)
     tokenizer = writer.tokenizer
     _note_length(arguments, writer)
+    if text.endswith(" ") and "constraint" not in writer.settings:
+        output.print_note("The prompt ends with a space. Words bring their own, so leave it out.")
     images = _read_images(arguments, writer)
     tokens = (
         tokenizer.chat(_turn(text, images), images=images) if arguments.chat else encode_text(tokenizer, text, images)
@@ -165,11 +168,26 @@ def run_infill(arguments: argparse.Namespace) -> None:
     """Fill the holes of a text."""
     text = loading.join_words(arguments.text)
     if not _HOLE.search(text):
-        raise ValueError('The text must have a hole. Write two underscores or more: "The ____ sat down."')
+        raise ValueError('The text must have a hole: "The ____ sat down." or "The [...] sat down."')
     writer = loading.load_writer(arguments)
     pad = writer.tokenizer.pad_token_id
-    ids, is_hole = _tokenise(text, _HOLE.pattern, writer.tokenizer, lambda hole: [pad] * hole.count("_"))
+
+    def cut(length: int) -> tuple[list[int], list[bool]]:
+        """Return ids and holes, with this length for holes of any length."""
+        return _tokenise(text, _HOLE.pattern, writer.tokenizer, lambda hole: [pad] * (hole.count("_") or length))
+
+    lengths = _LENGTHS if any("[" in hole for hole in _HOLE.findall(text)) else [0]
+    ids, is_hole = cut(max(lengths, key=lambda length: _score(writer, *cut(length)) if length else 0.0))
     _fill(arguments, text, writer, infill, ids, holes=writer.tokens(is_hole))
+
+
+@torch.inference_mode()
+def _score(writer: Writer, ids: list[int], is_hole: list[bool]) -> float:
+    """Fill the holes; return the log-likelihood of the whole text in the causal mode, which can compare lengths."""
+    holes = writer.tokens(is_hole)
+    tokens = infill(writer.denoiser, writer.tokens(ids), holes=holes, progress=False, **writer.settings).tokens
+    log_probs = writer.denoiser.causal_logits(tokens)[:, :-1].log_softmax(-1)
+    return float(log_probs.gather(-1, tokens[:, 1:, None]).sum())
 
 
 def run_edit(arguments: argparse.Namespace) -> None:
