@@ -1,4 +1,4 @@
-"""Attention of a canvas and of a long prompt at the published sizes, with the keys whole and in parts."""
+"""Attention of a canvas, of a prompt and of patches at the published sizes, with the keys whole and in parts."""
 
 import torch
 import triton
@@ -7,12 +7,14 @@ from dgemma_kernels.formats.float8 import Quantized
 from dgemma_kernels.ops.attention import kernel as module
 from dgemma_kernels.ops.attention.float8 import attention_float8
 from dgemma_kernels.ops.attention.kernel import attention
+from dgemma_kernels.ops.vision.kernel import attend_patches
 
 WGMMA = {
     "_attention_kernel",
     "_attention_hopper_kernel",
     "_attention_hopper_shared_kernel",
     "_attention_hopper_float8_kernel",
+    "_attend_patches_kernel",
 }
 HEADS, SLIDING, FULL = 16, (8, 256), (2, 512)  # query heads; key heads and head_dim of the two kinds of layer
 SHARED = {"rotary_pairs": 64}  # keys equal values in the other columns
@@ -25,7 +27,8 @@ def run(num_tokens: int, layer: tuple[int, int], num_splits: int | None, *, kern
     queries = torch.empty(1, num_tokens, HEADS, head_dim, dtype=torch.bfloat16)
     keys, values = (torch.empty(1, kv_heads, num_tokens + 1024, head_dim, dtype=torch.bfloat16) for _ in range(2))
     length = torch.empty(1, dtype=torch.int64)
-    attention(queries, keys, values, length, **mode, kernel=kernel, num_splits=num_splits)
+    spans = torch.empty(1, num_tokens, 2, dtype=torch.int32) if mode.pop("images", False) else None
+    attention(queries, keys, values, length, **mode, kernel=kernel, num_splits=num_splits, spans=spans)
 
 
 # For each kind of layer, every mask and every way to store the result is compiled once, but not all pairs of them. A
@@ -51,6 +54,8 @@ SHAPES = {
     "prompt, full": (4096, FULL, 1, {"causal": True}),
     "prompt, sliding, float8": (4096, SLIDING, 1, {"causal": True, "window": 1024, "float8": True}),
     "canvas, full, float8": (4096, FULL, 1, {"float8": True}),
+    "prompt with images, sliding": (512, SLIDING, 2, {"causal": True, "window": 1024, "images": True}),
+    "prompt with images, shared": (512, FULL, 2, {"causal": True, "images": True} | SHARED),
     "canvas, shared, parts": (256, FULL, 2, SHARED),
     "commit and canvas, shared": (512, FULL, 1, {"causal": True, "canvas_len": 256} | SHARED),
     "prompt, shared": (4096, FULL, 1, {"causal": True} | SHARED),
@@ -66,6 +71,14 @@ CALLS = {
     for kernel in ("triton", "hopper")
     if kernel == MAIN or name == ONE
 }
+
+
+def run_patches() -> None:
+    spans = torch.empty(2520, 2, dtype=torch.int32)
+    attend_patches(torch.empty(3, HEADS, 2520, 80, dtype=torch.bfloat16), spans, 72)
+
+
+CALLS["patches"] = run_patches
 
 
 def run_float8(*, float8: bool) -> None:

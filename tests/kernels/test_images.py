@@ -2,19 +2,23 @@
 
 import copy
 import itertools
+from functools import partial
 
 import pytest
 import torch
 
 import dgemma
+from attention_cases import LIMITS, draw, exact, is_hopper, pretend_hopper
 from dgemma import presets
 from dgemma.model.quantize import quantize
 from dgemma.model.quantized import set_weight
 from dgemma_kernels import accelerate
-from dgemma_kernels.ops.attention import reference
-from dgemma_kernels.ops.attention.images import attention_with_images
+from dgemma_kernels.ops.attention import kernel as module
+from dgemma_kernels.ops.attention.images import image_spans
+from dgemma_kernels.ops.attention.kernel import attention
+from gluon_interpreter import load
 from image_prompts import IMAGE, prompts
-from kernel_inputs import make_model
+from kernel_inputs import error, make_model
 
 CLOSE = {"rtol": 2e-4, "atol": 2e-4}  # as in test_engine
 CODES = {"rtol": 3e-2, "atol": 3e-2}  # prompts without images differ by 0.015: kernels round the inputs of codes
@@ -72,16 +76,39 @@ def test_generated_tokens_equal_the_reference_s(device):
     assert torch.equal(got.new_tokens, want.new_tokens)
 
 
-def test_without_images_it_is_the_causal_reference_and_slots_after_the_tokens_may_be_nan(device):
-    generator = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(shape, generator=generator).to(device)  # noqa: E731
-    queries, keys, values = draw(2, 4, 4, 16), draw(2, 2, 12, 16), draw(2, 2, 12, 16)
-    length = torch.tensor([3, 0], device=device)
-    text = torch.full((2, 4), -1, device=device)
-    keys[0, :, 7:], values[1, :, 4:] = torch.nan, torch.nan
-    for window in (None, 3):
-        want = reference.attention(queries, keys, values, length, causal=True, window=window)
-        torch.testing.assert_close(attention_with_images(queries, keys, values, length, text, window=window), want)
+NUMBERS = torch.tensor([[0] * 5 + [1] * 30 + [2] * 9 + [0], [3] * 3 + [0] * 40 + [4] * 2])  # images of 30, 9, 3, 2
+
+
+def test_spans_are_the_bounds_of_images_and_of_single_tokens():
+    spans = image_spans(NUMBERS)
+    assert spans[0, [0, 4, 5, 20, 34, 35, 43, 44]].tolist() == [
+        [0, 0], [4, 4], [5, 34], [5, 34], [5, 34], [35, 43], [35, 43], [44, 44],
+    ]  # fmt: skip
+    assert spans[1, [0, 2, 3, 42, 44]].tolist() == [[0, 2], [0, 2], [3, 3], [42, 42], [43, 44]]
+
+
+@pytest.mark.parametrize("num_splits", [1, 2], ids=["whole", "two-parts"])
+@pytest.mark.parametrize(
+    ("kernel", "layer", "options"),
+    [
+        ("triton", (1, 256), {"window": 12}),  # shorter than an image
+        ("hopper", (1, 256), {"window": 12}),
+        ("hopper", (1, 512), {}),
+        ("hopper_shared", (1, 512), {"rotary_pairs": 64}),
+    ],
+)
+def test_attention_sees_whole_images(device, monkeypatch, kernel, layer, options, num_splits):
+    """On a Hopper GPU compiled, elsewhere interpreted. Keys equal values, as `rotary_pairs` allows."""
+    queries, keys, _, length = draw([70, 3], 45, layer, heads=4, dtype=torch.float16, device=device)
+    case, spans = (queries, keys, keys, length), image_spans(NUMBERS.to(device))
+    want = exact(*case, causal=True, spans=spans, window=options.get("window"))
+    if not is_hopper and kernel != "triton":
+        pretend_hopper(monkeypatch)
+        for name in ("hopper", "hopper_shared"):
+            monkeypatch.setattr(module, f"_{name}", partial(load, f"dgemma_kernels.ops.attention.{name}"))
+    name = "hopper" if kernel == "hopper_shared" else kernel
+    got = attention(*case, causal=True, spans=spans, kernel=name, num_splits=num_splits, **options)
+    assert error(got, want) < LIMITS[torch.float16]
 
 
 def test_images_are_refused_where_they_cannot_be_read(device):

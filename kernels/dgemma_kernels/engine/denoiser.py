@@ -264,7 +264,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
         workspace.memory.is_compiled = True
         with progress_bar(desc="warming up", unit="graph", show=progress, total=len(reads) + 4 * batch_size) as bar:
             for shape in reads:
-                self._reader.capture(self._zeros(*shape), self._empty_buffers(shape[0])).graph.wait_for_inputs()
+                self._reader.capture([self._zeros(*shape)], self._empty_buffers(shape[0])).graph.wait_for_inputs()
                 bar.update()
             for rows in most_rows:
                 canvas, buffers = self._zeros(rows, canvas_len), self._empty_buffers(rows)

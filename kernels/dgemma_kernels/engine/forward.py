@@ -22,7 +22,7 @@ from dgemma_kernels.formats import FourBit, Quantized, format_of
 from dgemma_kernels.formats.float8 import multiply, multiply_unscaled
 from dgemma_kernels.formats.fourbit import OrderedRows
 from dgemma_kernels.ops.attention.float8 import attention_float8, float8_factor, float8_obstacle
-from dgemma_kernels.ops.attention.images import attention_with_images
+from dgemma_kernels.ops.attention.images import image_spans
 from dgemma_kernels.ops.attention.kernel import KernelChoice, KernelName, attention, choose_kernel
 from dgemma_kernels.ops.configs import (
     dense_config,
@@ -110,7 +110,7 @@ class _Tokens(NamedTuple):
     # first key that the canvas sees.
     masked: bool
     float8: bool  # full layers compute attention in float8
-    blocks: Tensor | None = None  # (B, T) the image of each token, -1 for text
+    spans: Tensor | None = None  # of images, for `attention`
 
 
 class Forward:
@@ -158,19 +158,21 @@ class Forward:
         hidden = self._stack(x, normed, buffers, causal=True, canvas_len=canvas.shape[1])
         return hidden.view(canvas.shape[0], -1, hidden.shape[1])[:, tokens.shape[1] :].flatten(0, 1)
 
-    def read(self, tokens: Tensor, buffers: CacheBuffers, *, last: bool) -> Tensor:
-        """Run tokens (B, T) causally into the tail of the buffers → the last hidden state (B·T, D) if `last`."""
-        return self._stack(*self._embed(tokens), buffers, causal=True, last=last)
+    def read(self, tokens: Tensor, buffers: CacheBuffers, *, last: bool, embedded: Tensor | None = None) -> Tensor:
+        """Run tokens (B, T) causally into the tail of the buffers → the last hidden state (B·T, D) if `last`.
+
+        With `embedded` (B, T, D), the embeddings of a prompt with images, `tokens` are the numbers of the images that
+        tokens belong to, 0 for text.
+        """
+        if embedded is None:
+            return self._stack(*self._embed(tokens), buffers, causal=True, last=last)
+        x = embedded.flatten(0, 1).contiguous()
+        normed = rms_norm(x, self.weights.layers[0].input_norm, self.config.rms_norm_eps)
+        return self._stack(x, normed, buffers, causal=True, last=last, spans=image_spans(tokens))
 
     def embed_prompt(self, tokens: Tensor) -> Tensor:
         """Return the embeddings of tokens (B, T), scaled: (B, T, D)."""
         return self._embed(tokens)[0].view(*tokens.shape, -1)
-
-    def read_images(self, embedded: Tensor, blocks: Tensor, buffers: CacheBuffers, *, last: bool) -> Tensor:
-        """Do what `read` does for embeddings (B, T, D) with images; blocks (B, T) is the image of each token."""
-        x = embedded.flatten(0, 1).contiguous()
-        normed = rms_norm(x, self.weights.layers[0].input_norm, self.config.rms_norm_eps)
-        return self._stack(x, normed, buffers, causal=True, last=last, blocks=blocks)
 
     def head(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return logits before the soft-cap: (R, D) → (R, V)."""
@@ -219,7 +221,7 @@ class Forward:
         causal: bool,
         canvas_len: int = 0,
         last: bool = True,
-        blocks: Tensor | None = None,
+        spans: Tensor | None = None,
     ) -> Tensor:
         is_float8 = self.prompt_attention and causal and not canvas_len and x.shape[0] >= _MANY
         tokens = _Tokens(
@@ -227,8 +229,8 @@ class Forward:
             canvas_len=canvas_len,
             causal=causal,
             masked=causal or self.batch_invariant,
-            float8=is_float8 and blocks is None,
-            blocks=blocks,
+            float8=is_float8 and spans is None,
+            spans=spans,
         )
         inputs: Tensor | Quantized = _as(self.weights.layers[0].qkv, normed)
         scalars = self._scalars(tokens, x)
@@ -325,11 +327,6 @@ class Forward:
     ) -> Tensor | Quantized:
         """Return the mean values that the queries see, (B, T, N, H), in float8 if `float8`."""
         keys, values, slot = buffers.keys[layer.index], buffers.values[layer.index], layer.slot(buffers)
-        if tokens.blocks is not None:
-            assert isinstance(queries, Tensor)
-            window = layer.weights.shape.window
-            seen = attention_with_images(queries, keys, values, slot, tokens.blocks, window=window)
-            return round_rows(seen.flatten(0, 1).flatten(1)) if float8 else seen
         if isinstance(queries, Quantized):
             return attention_float8(queries, keys, values, slot, float8=float8, key_factor=layer.key_factor)
         return attention(
@@ -346,6 +343,7 @@ class Forward:
             position=buffers.lengths,
             float8=float8,
             rotary_pairs=layer.rotary_pairs,
+            spans=tokens.spans,
         )
 
     def _product(self, x: Tensor | Quantized, weight: Tensor | Quantized) -> Tensor:

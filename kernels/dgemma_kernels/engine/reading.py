@@ -68,17 +68,18 @@ class CausalReader:
             order = (~real).to(torch.uint8).sort(dim=1, stable=True).indices
             tokens, counts = tokens.gather(1, order), real.sum(1)
         num_new, most = tokens.shape[1], self._arena.prefill_len(tokens.shape[0])
-        hidden, embedded, blocks = [], None, None
-        chunks = _cut(num_new, plan_chunks(num_new, tokens.shape[0], most))
+        hidden, inputs, chunks = [], [tokens], list(_cut(num_new, plan_chunks(num_new, tokens.shape[0], most)))
         if images is not None:
-            embedded, blocks = self._embed_images(tokens, images)
-            chunks = split_tokens(num_new, most, blocks)
+            assert self._workspace.vision is not None
+            blocks = find_blocks(tokens, images, self._workspace.config.image_token_id)
+            chunks = list(split_tokens(num_new, most, blocks))
+            # The host no longer waits for the device from here on, because the vision tower takes long.
+            self._before_graph()
+            embedded = self._workspace.forward.embed_prompt(tokens.long())
+            inputs = [blocks + 1, insert_features(embedded, self._workspace.vision(images), blocks)]
         for chunk in chunks:
             num_slots = num_new - chunk.start + self._workspace.config.canvas_length
-            if embedded is None or blocks is None:
-                hidden.append(self._read_chunk(tokens[:, chunk], cache, num_slots, last))
-            else:
-                hidden.append(self._read_images(embedded[:, chunk], blocks[:, chunk], cache, num_slots, last))
+            hidden.append(self._read_chunk([x[:, chunk] for x in inputs], cache, num_slots, last))
             size = chunk.stop - chunk.start
             cache.extend(size, None if counts is None else (counts - chunk.start).clamp(0, size))
         if not last:
@@ -90,27 +91,12 @@ class CausalReader:
         back = torch.empty_like(order).scatter(1, order, torch.arange(num_new, device=order.device).expand_as(order))
         return joined.gather(1, back[..., None].expand_as(joined))
 
-    def _embed_images(self, tokens: Tensor, images: Images) -> tuple[Tensor, Tensor]:
-        """Return embeddings (B, T, D) with the features of images, and the image of each token (B, T)."""
-        workspace = self._workspace
-        assert workspace.vision is not None
-        blocks = find_blocks(tokens, images, workspace.config.image_token_id)
-        features = workspace.vision(images.to(workspace.device))
-        return insert_features(workspace.forward.embed_prompt(tokens.long()), features, blocks), blocks
-
-    def _read_images(self, embedded: Tensor, blocks: Tensor, cache: FusedCache, num_slots: int, last: bool) -> Tensor:
-        """Do what `_read_chunk` does for embeddings (B, T, D) with images. It is never captured."""
-        batch, size = blocks.shape
-        buffers = cache.make_room(size, max(0, num_slots - size))
-        hidden = self._workspace.forward.read_images(embedded, blocks, buffers, last=last)
-        return hidden.view(batch, size, -1)
-
     def read_token(self, tokens: Tensor, cache: FusedCache) -> Tensor:
         """Take one autoregressive step, with the head in the same graph: (B, 1) → (B, 1, V) float32."""
         buffers = cache.make_room(1, self._workspace.config.canvas_length)
         self._before_graph()
-        make = partial(CapturedRead, self._workspace, tokens, buffers, last=True, head=True)
-        logits = remembered(self._workspace.graphs, ("token", tokens.shape), make)(tokens)
+        make = partial(CapturedRead, self._workspace, [tokens], buffers, last=True, head=True)
+        logits = remembered(self._workspace.graphs, ("token", tokens.shape), make)([tokens])
         cache.extend(1, None)
         return logits[:, None]
 
@@ -123,24 +109,27 @@ class CausalReader:
         cache.extend(1, None)
         return after
 
-    def _read_chunk(self, tokens: Tensor, cache: FusedCache, num_slots: int, last: bool) -> Tensor:
+    def _read_chunk(self, inputs: list[Tensor], cache: FusedCache, num_slots: int, last: bool) -> Tensor:
         """Run one chunk (B, T) into the tail of the cache → (B, T, D) if `last`.
+
+        `inputs` are its tokens, or for a prompt with images the numbers of images and the embeddings (`Forward.read`).
 
         The cache gets room for `num_slots` more tokens per row: the chunk, the rest of the prompt, and a canvas.
         Padding is after the chunk in a causal forward, so it changes no other token.
         """
-        size = tokens.shape[1]
-        padded_size = next(s for s in read_sizes(self._arena.prefill_len(tokens.shape[0])) if s >= size)
+        batch, size = inputs[0].shape
+        padded_size = next((s for s in read_sizes(self._arena.prefill_len(batch)) if s >= size), size)
         buffers = cache.make_room(padded_size, max(0, num_slots - padded_size))
-        tokens = nn.functional.pad(tokens, (0, padded_size - size))
+        inputs = [nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, padded_size - size)) for x in inputs]
         self._before_graph()
-        hidden = self.capture(tokens, buffers, last)(tokens)
-        return hidden.view(*tokens.shape, -1)[:, :size] if last else hidden
+        hidden = self.capture(inputs, buffers, last)(inputs)
+        return hidden.view(batch, padded_size, -1)[:, :size] if last else hidden
 
-    def capture(self, tokens: Tensor, buffers: CacheBuffers, last: bool = False) -> "CapturedRead":
-        """Return the graph of a forward over tokens (B, T)."""
-        make = partial(CapturedRead, self._workspace, tokens, buffers, last)
-        captured: CapturedRead = remembered(self._workspace.graphs, ("read", tokens.shape, last), make)
+    def capture(self, inputs: list[Tensor], buffers: CacheBuffers, last: bool = False) -> "CapturedRead":
+        """Return the graph of a forward over tokens (B, T), or numbers of images and embeddings."""
+        make = partial(CapturedRead, self._workspace, inputs, buffers, last)
+        key = ("read", inputs[0].shape, last, len(inputs))
+        captured: CapturedRead = remembered(self._workspace.graphs, key, make)
         return captured
 
 
@@ -156,21 +145,23 @@ class CapturedRead:
     """A causal forward of a fixed number of tokens, up to the last hidden state or the logits."""
 
     def __init__(
-        self, workspace: Workspace, tokens: Tensor, buffers: CacheBuffers, last: bool, head: bool = False
+        self, workspace: Workspace, inputs: list[Tensor], buffers: CacheBuffers, last: bool, head: bool = False
     ) -> None:
-        self._tokens, self._last = tokens.long().clone(), last
-        static = self._tokens
+        self._inputs, self._last = [inputs[0].long().clone(), *(x.clone() for x in inputs[1:])], last
+        static = self._inputs
 
         def run() -> Tensor:
-            hidden = workspace.forward.read(static, buffers, last=last)
+            embedded = static[1] if len(static) > 1 else None
+            hidden = workspace.forward.read(static[0], buffers, last=last, embedded=embedded)
             if not last:  # only keys and values matter
                 return hidden.new_empty(0)
             return workspace.causal_logits(hidden) if head else hidden
 
         self.graph = Replay(run, workspace.memory, rehearse=workspace.forward.rehearsal(run))
 
-    def __call__(self, tokens: Tensor) -> Tensor:
-        self._tokens.copy_(tokens)
+    def __call__(self, inputs: list[Tensor]) -> Tensor:
+        for static, new in zip(self._inputs, inputs, strict=True):
+            static.copy_(new)
         if not self._last:
             self.graph.rewrite()
             return self.graph.result

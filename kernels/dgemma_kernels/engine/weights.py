@@ -110,7 +110,7 @@ def take_weights(
         layers=tuple(layers),
         norm=model.norm.weight.detach(),
         signal_norm=mixer.pre_norm.weight.detach(),
-        signal_gate_up=_fuse([mixer.gate_proj, mixer.up_proj], model.dtype),
+        signal_gate_up=fuse([mixer.gate_proj, mixer.up_proj], model.dtype),
         signal_down=_plain(mixer.down_proj, model.dtype),
     )
 
@@ -118,8 +118,8 @@ def take_weights(
 def _take_layer(
     layer: Layer, shape: LayerShape, format: str, float8: Collection[str], dtype: torch.dtype
 ) -> LayerWeights:
-    join_attention = partial(_fuse_float8, part="attention") if "attention" in float8 else _fuse
-    join_dense = partial(_fuse_float8, part="dense") if "dense" in float8 else _fuse
+    join_attention = partial(_fuse_float8, part="attention") if "attention" in float8 else fuse
+    join_dense = partial(_fuse_float8, part="dense") if "dense" in float8 else fuse
     attention, device = layer.self_attn, layer.layer_scalar.device
     projections = [attention.q_proj, attention.k_proj]
     if attention.v_proj is not None:
@@ -178,11 +178,13 @@ def _plain(linear: nn.Linear | QuantizedLinear, dtype: torch.dtype) -> Tensor:
     return weight.detach() if isinstance(weight, Tensor) else weight.decode(dtype)
 
 
-def _fuse(linears: Sequence[nn.Linear | QuantizedLinear], dtype: torch.dtype) -> Tensor:
+def fuse(linears: Sequence[nn.Linear | QuantizedLinear], dtype: torch.dtype) -> Tensor:
     """Fuse the weights of several linears into one matrix. Plain weights become views of it.
 
     If an earlier call has fused them, its matrix is returned, so that a second call of `accelerate` takes no more
     memory.
+
+    Example: `fuse([mlp.gate_proj, mlp.up_proj], torch.bfloat16)`.
     """
     weights = [_plain(linear, dtype) for linear in linears]
     if len(weights) == 1:

@@ -13,6 +13,7 @@ from dgemma.model.diffusion import DiffusionGemma
 from dgemma_kernels.engine.forward import Forward
 from dgemma_kernels.engine.graphs import GraphMemory, use_here
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits, SoftEmbedding
+from dgemma_kernels.engine.vision import FusedTower
 from dgemma_kernels.formats.float8 import quantize
 from dgemma_kernels.ops.vocabulary.kernel import SoftProbabilities
 
@@ -30,8 +31,9 @@ class Workspace:
 
     def __init__(self, model: DiffusionGemma, forward: Forward) -> None:
         self.config, self.conventions, self.forward = model.config, model.conventions, forward
-        self.device, self.dtype, self.vision = model.device, model.dtype, model.vision
+        self.device, self.dtype = model.device, model.dtype
         self.memory = GraphMemory(model.device, forward.sides)
+        self.vision = None if model.vision is None else FusedTower(model.vision, self.memory)
         self.turn = self.memory.turn
         self.graphs: OrderedDict[Any, Any] = OrderedDict()  # all graphs of the denoiser, by what they compute
         where: dict[str, Any] = {"device": self.device, "dtype": self.dtype}

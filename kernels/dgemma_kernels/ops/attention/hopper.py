@@ -69,6 +69,7 @@ def _attention_hopper_kernel(
     value_desc: gl.tensor,
     out_desc: gl.tensor,  # (splits, B, T, N, H)
     length_ptr: gl.tensor,
+    span_ptr: gl.tensor,  # (B, T, 2) int32 if SPANS
     position_ptr: gl.tensor,
     log_weight_ptr: gl.tensor,  # (splits, B, T, N) float32, base 2, if SPLIT
     scale_ptr: gl.tensor,  # (B·T,) float32 if UNIT > 0: the output is then float8
@@ -85,6 +86,7 @@ def _attention_hopper_kernel(
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     CANVAS: gl.constexpr,
+    SPANS: gl.constexpr,
     KEEP: gl.constexpr,
     SPLIT: gl.constexpr,
     PART: gl.constexpr,
@@ -105,13 +107,14 @@ def _attention_hopper_kernel(
     fence_async_shared()
     wait_for_launches_before(DEPENDENT)
 
-    MASK: gl.constexpr = KeyMask(CAUSAL, WINDOW, CANVAS, KEEP)
+    MASK: gl.constexpr = KeyMask(CAUSAL, WINDOW, CANVAS, KEEP, SPANS)
     row_tile, _, batch, _ = _place(KV_HEADS, K_CHUNKS)
     prefix_len = gl.load(length_ptr + batch).to(gl.int32)
+    spans = span_ptr + 2 * batch * num_tokens
     origin = prefix_len * 0
     if PART > 0:
         origin = gl.load(position_ptr + batch).to(gl.int32) - prefix_len
-    begin, end = part_of_keys(row_tile, prefix_len, origin, num_tokens, 2 * ROWS, GROUP, KEYS, MASK, SPLIT, PART)
+    begin, end = part_of_keys(row_tile, prefix_len, origin, num_tokens, spans, 2 * ROWS, GROUP, KEYS, MASK, SPLIT, PART)
     num_tiles = gl.maximum(gl.cdiv(end - begin, KEYS), 1)  # an empty part loads one tile and masks all of it
 
     descs = (query_desc, key_desc, value_desc)
@@ -119,8 +122,8 @@ def _attention_hopper_kernel(
     outs = (out_desc, log_weight_ptr, scale_ptr, num_query_heads)
     smem = (q_smem, k_smem, v_smem)
     barriers = (q_full, k_full, k_free, v_full, v_free, v_clean)
-    clear_begin, clear_end = clear_slots(row_tile, prefix_len, num_tokens, end, 2 * ROWS, GROUP, MASK)
-    span = (prefix_len, num_tokens, begin, end, num_tiles, clear_begin, clear_end)
+    clear_begin, clear_end = clear_slots(row_tile, prefix_len, num_tokens, spans, end, 2 * ROWS, GROUP, MASK)
+    span = (prefix_len, num_tokens, begin, end, num_tiles, clear_begin, clear_end, spans)
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     gl.warp_specialize(
@@ -151,7 +154,7 @@ def _copy(
     key_batch_slots, key_head_slots, value_batch_slots, value_head_slots = strides
     q_smem, k_smem, v_smem = smem
     q_full, k_full, k_free, v_full, v_free, _ = barriers
-    _, num_tokens, begin, _, num_tiles, _, _ = span
+    _, num_tokens, begin, _, num_tiles, _, _, _ = span
     K_CHUNKS: gl.constexpr = q_smem.shape[0] // 2
     BUFFERS: gl.constexpr = v_smem.shape[0] // 2
     TOKENS: gl.constexpr = q_smem.shape[1]
@@ -198,7 +201,7 @@ def _attend(
     out_desc = outs[0]
     q_smem, _, v_smem = smem
     q_full, _, k_free, v_full, v_free, v_clean = barriers
-    _, num_tokens, begin, end, num_tiles, _, _ = span
+    _, num_tokens, begin, end, num_tiles, _, _, _ = span
     K_CHUNKS: gl.constexpr = q_smem.shape[0] // 2
     BUFFERS: gl.constexpr = v_smem.shape[0] // 2
     GROUP: gl.constexpr = q_smem.shape[2]

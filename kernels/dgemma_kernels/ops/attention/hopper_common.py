@@ -29,7 +29,7 @@ def launch_arguments(inputs: Inputs, parts: Parts, mask: KeyMask, key_columns: i
     Tensor descriptors contain the tensors' addresses and are passed by value. So a captured graph is valid only while
     the tensors stay in place.
     """
-    queries, keys, values, length, _ = inputs
+    queries, keys, values, length, _, spans = inputs
     batch, num_tokens, num_heads, head_dim = queries.shape
     kv_heads, group = keys.shape[1], num_heads // keys.shape[1]
     strides = [stride // head_dim for cache in (keys, values) for stride in cache.stride()[:2]]
@@ -39,6 +39,7 @@ def launch_arguments(inputs: Inputs, parts: Parts, mask: KeyMask, key_columns: i
         "value_desc": describe_slots(values),
         "out_desc": describe_blocks(parts.partial, 1, 1, ROWS.value // group, group),
         "length_ptr": length,
+        "span_ptr": length if spans is None else spans,
         "log_weight_ptr": parts.log_weight,
         "scale_ptr": parts.log_weight if parts.scale is None else parts.scale,
         **dict(zip(NUMBERS, (num_tokens, batch * num_tokens * num_heads, *strides), strict=True)),
@@ -46,6 +47,7 @@ def launch_arguments(inputs: Inputs, parts: Parts, mask: KeyMask, key_columns: i
         "GROUP": group,
         "CAUSAL": mask.causal,
         "CANVAS": mask.canvas_len,
+        "SPANS": mask.has_spans,
         "SPLIT": parts.partial.shape[0] > 1,
         "UNIT": 0.0 if parts.scale is None else float8_unit(head_dim),
         "num_warps": 4,
@@ -80,6 +82,7 @@ def clear_slots(
     row_tile: gl.tensor,
     prefix_len: gl.tensor,
     num_tokens: gl.tensor,
+    spans: gl.tensor,
     end: gl.tensor,
     ROWS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -90,8 +93,8 @@ def clear_slots(
     clear_end = end
     if MASK.causal:
         last_token = gl.minimum((row_tile * ROWS + ROWS - 1) // GROUP, num_tokens - 1)
-        first_seen, _ = seen_slots(last_token, num_tokens, MASK)
-        _, last_seen = seen_slots(row_tile * ROWS // GROUP, num_tokens, MASK)
+        first_seen, _ = seen_slots(last_token, num_tokens, spans, MASK)
+        _, last_seen = seen_slots(row_tile * ROWS // GROUP, num_tokens, spans, MASK)
         clear_end = gl.minimum(end, prefix_len + last_seen + 1)
         if MASK.window > 0:
             clear_begin = prefix_len + first_seen
@@ -104,14 +107,14 @@ def clear_slots(
 @gluon.jit
 def mask_scores(s: gl.tensor, j: gl.tensor, token: gl.tensor, span: gl.tuple, MASK: gl.constexpr) -> gl.tensor:
     """Return the scores of tile j, -inf where a row does not see the key."""
-    prefix_len, num_tokens, begin, end, _, clear_begin, clear_end = span
+    prefix_len, num_tokens, begin, end, _, clear_begin, clear_end, spans = span
     at = begin + j * KEYS
     if at < clear_begin or at + KEYS > clear_end:  # true for few tiles; a mask costs a third of a softmax
         slot = at + gl.arange(0, KEYS, gl.SliceLayout(0, s.type.layout))
         slot = gl.expand_dims(slot, 0)
         seen = slot < end
         if MASK.causal:
-            first_seen, last_seen = seen_slots(token, num_tokens, MASK)
+            first_seen, last_seen = seen_slots(token, num_tokens, spans, MASK)
             seen = seen & (slot <= prefix_len + gl.expand_dims(last_seen, 1))
             if MASK.window > 0:
                 seen = seen & (slot >= prefix_len + gl.expand_dims(first_seen, 1))

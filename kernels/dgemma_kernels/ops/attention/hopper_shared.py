@@ -69,6 +69,7 @@ def _attention_hopper_shared_kernel(
     value_desc: gl.tensor,  # (slots, H)
     out_desc: gl.tensor,  # (splits, B, T, N, H)
     length_ptr: gl.tensor,
+    span_ptr: gl.tensor,  # (B, T, 2) int32 if SPANS
     log_weight_ptr: gl.tensor,  # (splits, B, T, N) float32, base 2, if SPLIT
     scale_ptr: gl.tensor,  # (B·T,) float32 if UNIT > 0: the output is then float8
     num_tokens: gl.tensor,
@@ -81,6 +82,7 @@ def _attention_hopper_shared_kernel(
     GROUP: gl.constexpr,
     CAUSAL: gl.constexpr,
     CANVAS: gl.constexpr,
+    SPANS: gl.constexpr,
     SPLIT: gl.constexpr,
     UNIT: gl.constexpr,
     DEPENDENT: gl.constexpr,
@@ -103,8 +105,11 @@ def _attention_hopper_shared_kernel(
 
     row_tile, batch, _ = _place(KV_HEADS)
     prefix_len = gl.load(length_ptr + batch).to(gl.int32)
-    MASK: gl.constexpr = KeyMask(CAUSAL, 0, CANVAS, 0)
-    begin, end = part_of_keys(row_tile, prefix_len, prefix_len * 0, num_tokens, ROWS, GROUP, KEYS, MASK, SPLIT, 0)
+    MASK: gl.constexpr = KeyMask(CAUSAL, 0, CANVAS, 0, SPANS)
+    spans = span_ptr + 2 * batch * num_tokens
+    begin, end = part_of_keys(
+        row_tile, prefix_len, prefix_len * 0, num_tokens, spans, ROWS, GROUP, KEYS, MASK, SPLIT, 0
+    )
     # Tiles come in pairs. The second tile of the last pair may be empty; then it is masked.
     num_pairs = gl.maximum(gl.cdiv(end - begin, 2 * KEYS), 1)
 
@@ -113,8 +118,8 @@ def _attention_hopper_shared_kernel(
     outs = (out_desc, log_weight_ptr, scale_ptr, num_query_heads)
     smem = (q_smem, k_smem, v_smem, top_smem, total_smem)
     barriers = (q_full, k_full, v_full, free, ready, joined)
-    clear_begin, clear_end = clear_slots(row_tile, prefix_len, num_tokens, end, ROWS, GROUP, MASK)
-    span = (prefix_len, num_tokens, begin, end, num_pairs, clear_begin, clear_end)
+    clear_begin, clear_end = clear_slots(row_tile, prefix_len, num_tokens, spans, end, ROWS, GROUP, MASK)
+    span = (prefix_len, num_tokens, begin, end, num_pairs, clear_begin, clear_end, spans)
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     gl.warp_specialize(
@@ -144,7 +149,7 @@ def _copy(
     key_batch_slots, key_head_slots, value_batch_slots, value_head_slots = strides
     q_smem, k_smem, v_smem, _, _ = smem
     q_full, k_full, v_full, free, _, _ = barriers
-    _, num_tokens, begin, _, num_pairs, _, _ = span
+    _, num_tokens, begin, _, num_pairs, _, _, _ = span
     TOKENS: gl.constexpr = q_smem.shape[1]
     GROUP: gl.constexpr = q_smem.shape[2]
     row_tile, batch, head = _place(KV_HEADS)
@@ -185,7 +190,7 @@ def _attend(
     out_desc = outs[0]
     q_smem, _, v_smem, _, _ = smem
     q_full, _, _, free, _, _ = barriers
-    _, num_tokens, _, _, num_pairs, _, _ = span
+    _, num_tokens, _, _, num_pairs, _, _, _ = span
     GROUP: gl.constexpr = q_smem.shape[2]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF, 16])
@@ -323,7 +328,7 @@ def _weights(
     """
     _, k_smem, v_smem, top_smem, _ = smem
     _, _, _, _, ready, _ = barriers
-    _, _, begin, end, _, _, _ = span
+    _, _, begin, end, _, _, _, _ = span
     j = 2 * i + WG
     weight, decay, top, total = add_softmax(mask_scores(s, j, token, span, MASK), top, total)
     if begin + (j + 1) * KEYS > end:

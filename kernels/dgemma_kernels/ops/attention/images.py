@@ -1,30 +1,20 @@
-"""Causal attention in which the tokens of an image see each other, in plain PyTorch, for prompts with images."""
+"""The spans of images among new tokens, for `attention`."""
 
 import torch
 from torch import Tensor
 
-from dgemma.doors import plain
-from dgemma.model.attention import attend
 
+def image_spans(numbers: Tensor) -> Tensor:
+    """Return the numbers of the first and the last token of each token's image, or of the token itself if it is text.
 
-def attention_with_images(
-    queries: Tensor, keys: Tensor, values: Tensor, length: Tensor, blocks: Tensor, *, window: int | None = None
-) -> Tensor:
-    """Attend like `attention` with `causal`; a token also sees its whole image.
+    numbers: (B, T) integers, the image of each token, 0 for text. The tokens of an image are neighbours.
+    Returns (B, T, 2) int32. It reads nothing from the device, so it can be captured.
 
-    blocks: (B, T) int64, the image of each query token, -1 for text. All other arguments are those of `attention`.
-
-    Example: `attention_with_images(queries, cache.keys, cache.values, cache.length, blocks, window=1024)`.
+    Example: `image_spans(torch.tensor([[0, 5, 5]]))` is [[[0, 0], [1, 2], [1, 2]]].
     """
-    num_tokens, slot = queries.shape[1], torch.arange(keys.shape[2], device=keys.device)
-    number = slot - length[:, None]  # (B, S): the number of the new token in a slot
-    own = torch.arange(num_tokens, device=keys.device)[:, None]
-    seen = number[:, None] <= own  # (B, T, S)
-    if window is not None:
-        seen = seen & (number[:, None] > own - window)
-    is_new = (number >= 0) & (number < num_tokens)
-    of_slot = torch.where(is_new, blocks.gather(1, number.clamp(0, num_tokens - 1)), -1)
-    seen = seen | ((of_slot[:, None] == blocks[:, :, None]) & (blocks >= 0)[:, :, None])
-    used = (number < num_tokens)[:, None, :, None]  # slots beyond may be NaN
-    keys, values = keys.masked_fill(~used, 0.0), values.masked_fill(~used, 0.0)
-    return plain(attend)(queries, keys, values, seen[:, None]).contiguous()
+    last = numbers.shape[1] - 1
+    own = torch.arange(last + 1, device=numbers.device).expand_as(numbers)
+    continues = torch.nn.functional.pad((numbers[:, 1:] == numbers[:, :-1]) & (numbers[:, 1:] > 0), (1, 1))
+    first = own.masked_fill(continues[:, :-1], 0).cummax(1).values
+    end = own.masked_fill(continues[:, 1:], last).flip(1).cummin(1).values.flip(1)
+    return torch.stack((first, end), dim=-1).int()

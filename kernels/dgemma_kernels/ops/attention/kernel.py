@@ -86,6 +86,7 @@ def attention(
     position: Tensor | None = None,
     float8: bool = False,
     rotary_pairs: int | None = None,
+    spans: Tensor | None = None,
 ) -> Tensor | Quantized:
     """Attend from T query tokens per row to the row's prefix and to each other, with scale 1.
 
@@ -94,6 +95,8 @@ def attention(
     integers on the device. Attention is bidirectional by default. With `causal` query i sees slots up to its own, and
     with `window` only the last `window` of those. A canvas may follow causal tokens: the last `canvas_len` tokens see
     each other and everything before them. In a windowed layer they see only the last `keep` slots before the canvas.
+    Or causal tokens may be parts of images, which see their whole image: spans (B, T, 2) int32 has the numbers of the
+    first and the last token of a token's image, or twice its own number if it is text (`images.image_spans`).
     Returns (B, T, N, H). With `float8` the result is rounded to float8, as rows (B·T, N·H). All rows have the scale
     `parts.float8_unit`, because the values of a head have a root mean square of at most 1.
 
@@ -111,8 +114,10 @@ def attention(
     Example: `attention(queries, cache.keys, cache.values, cache.length)`.
     """
     assert window is None or window >= 1
-    mask = KeyMask(causal, window or 0, canvas_len, keep)
+    mask = KeyMask(causal, window or 0, canvas_len, keep, spans is not None)
     check_arguments(queries, keys, values, length, mask)
+    assert spans is None or (causal and not canvas_len and not part)
+    assert spans is None or (spans.shape == (*queries.shape[:2], 2) and spans.is_contiguous())
     batch, num_tokens, num_heads, head_dim = queries.shape
     kv_heads, capacity = keys.shape[1], keys.shape[2]
     num_rows = num_tokens * num_heads // kv_heads
@@ -147,7 +152,7 @@ def attention(
         partial = torch.empty((num_splits, *queries.shape), dtype=queries.dtype, device=queries.device)
         log_weight = torch.empty((num_splits, *queries.shape[:3]), dtype=torch.float32, device=queries.device)
         part_scale = None
-    inputs = Inputs(queries, keys, values, length, length if position is None else position)
+    inputs = Inputs(queries, keys, values, length, length if position is None else position, spans)
     parts = Parts(partial, log_weight, part_scale)
     if shared:
         _hopper_shared().attend(inputs, parts, mask)
@@ -238,7 +243,7 @@ def _hopper_shared() -> ModuleType:
 
 
 def _attend(inputs: Inputs, parts: Parts, mask: KeyMask, part: int, tile: AttentionTile) -> None:
-    queries, keys, values, length, position = inputs
+    queries, keys, values, length, position, spans = inputs
     batch, num_tokens, num_heads, head_dim = queries.shape
     kv_heads, num_splits, value_dim = keys.shape[1], parts.partial.shape[0], tile.value_dim or head_dim
     group = num_heads // kv_heads
@@ -251,6 +256,7 @@ def _attend(inputs: Inputs, parts: Parts, mask: KeyMask, part: int, tile: Attent
         values,
         length,
         position,
+        spans,
         *parts,
         num_tokens,
         num_tokens * batch * num_heads,
@@ -266,6 +272,7 @@ def _attend(inputs: Inputs, parts: Parts, mask: KeyMask, part: int, tile: Attent
         WINDOW=mask.window,
         CANVAS=mask.canvas_len,
         KEEP=mask.keep,
+        SPANS=mask.has_spans,
         SPLIT=num_splits > 1,
         PART=part,
         UNIT=float8_unit(head_dim),
@@ -282,6 +289,7 @@ def _attention_kernel(
     value_ptr: tl.tensor,
     length_ptr: tl.tensor,
     position_ptr: tl.tensor,
+    span_ptr: tl.tensor,  # (B, T, 2) int32 if SPANS
     partial_ptr: tl.tensor,  # (splits, B, T, N, H)
     log_weight_ptr: tl.tensor,  # (splits, B, T, N) float32, base 2, if SPLIT
     scale_ptr: tl.tensor,  # (B·T,) float32 if the output is float8, else None
@@ -301,6 +309,7 @@ def _attention_kernel(
     WINDOW: tl.constexpr,
     CANVAS: tl.constexpr,
     KEEP: tl.constexpr,
+    SPANS: tl.constexpr,
     SPLIT: tl.constexpr,
     PART: tl.constexpr,
     UNIT: tl.constexpr,
@@ -318,11 +327,14 @@ def _attention_kernel(
     row_valid = token < num_tokens
     query_head = (batch * num_tokens + token) * (KV_HEADS * GROUP) + head * GROUP + row % GROUP  # into (B, T, N)
 
+    spans = span_ptr
+    if SPANS:
+        spans += 2 * batch * num_tokens
     origin = prefix_len * 0
     if PART > 0:
         origin = tl.load(position_ptr + batch).to(tl.int32) - prefix_len
-    MASK: tl.constexpr = KeyMask(CAUSAL, WINDOW, CANVAS, KEEP)
-    begin, end = part_of_keys(row_tile, prefix_len, origin, num_tokens, ROWS, GROUP, KEYS, MASK, SPLIT, PART)
+    MASK: tl.constexpr = KeyMask(CAUSAL, WINDOW, CANVAS, KEEP, SPANS)
+    begin, end = part_of_keys(row_tile, prefix_len, origin, num_tokens, spans, ROWS, GROUP, KEYS, MASK, SPLIT, PART)
     column = tl.arange(0, HEAD_DIM)
     value_column = value_part * VALUE_DIM + tl.arange(0, VALUE_DIM)
     query = tl.load(query_ptr + query_head[:, None] * HEAD_DIM + column[None, :], mask=row_valid[:, None], other=0.0)
@@ -347,7 +359,7 @@ def _attention_kernel(
             key = tl.load(key_ptr + offset[None, :] + column[:, None], mask=slot_valid[None, :], other=0.0)
         score = tl.dot(query, key, input_precision="ieee")
         if CAUSAL:
-            first_seen, last_seen = seen_slots(token, num_tokens, MASK)
+            first_seen, last_seen = seen_slots(token, num_tokens, spans, MASK)
             seen = slot[None, :] <= prefix_len + last_seen[:, None]
             if WINDOW > 0:
                 seen = seen & (slot[None, :] >= prefix_len + first_seen[:, None])

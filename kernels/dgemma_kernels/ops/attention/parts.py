@@ -25,8 +25,8 @@ _COMBINE_ELEMENTS = 8192  # float32 values of partial results in the registers o
 
 
 class Inputs(NamedTuple):
-    """The operands of attention: queries (B, T, N, H), keys and values (B, K, capacity, H), and (B,) each of length and
-    position. `kernel.attention` describes them.
+    """The operands of attention: queries (B, T, N, H), keys and values (B, K, capacity, H), (B,) each of length and
+    position, and the spans of images (B, T, 2). `kernel.attention` describes them.
     """
 
     queries: Tensor
@@ -34,6 +34,7 @@ class Inputs(NamedTuple):
     values: Tensor
     length: Tensor
     position: Tensor
+    spans: Tensor | None = None
 
 
 class KeyMask(NamedTuple):
@@ -43,6 +44,7 @@ class KeyMask(NamedTuple):
     window: int = 0
     canvas_len: int = 0
     keep: int = 0
+    has_spans: bool = False
 
 
 class Parts(NamedTuple):
@@ -88,11 +90,20 @@ def count_fixed_parts(part: int, capacity: int, span: int | None) -> int:
 
 
 @triton.jit
-def seen_slots(token: tl.tensor, num_tokens: tl.tensor, MASK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Return the first and the last slot that a token after the prefix sees, counted from the prefix's end."""
+def seen_slots(
+    token: tl.tensor, num_tokens: tl.tensor, spans: tl.tensor, MASK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the first and the last slot that a token after the prefix sees, counted from the prefix's end.
+
+    Neither decreases from a token to the next. So all tokens of a tile see what its first and its last token see.
+    """
     CANVAS: tl.constexpr = MASK.canvas_len
     first = token - MASK.window + 1
     last = token
+    if MASK.has_spans:
+        span = spans + 2 * tl.minimum(token, num_tokens - 1)
+        first = tl.minimum(first, tl.load(span))
+        last = tl.load(span + 1)
     if CANVAS > 0:
         first = tl.where(token < num_tokens - CANVAS, first, num_tokens - CANVAS - MASK.keep)
         last = tl.where(token < num_tokens - CANVAS, last, num_tokens - 1)
@@ -105,6 +116,7 @@ def part_of_keys(
     prefix_len: tl.tensor,
     origin: tl.tensor,  # position of slot 0
     num_tokens: tl.tensor,
+    spans: tl.tensor,  # of this batch row
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     KEYS: tl.constexpr,
@@ -122,8 +134,8 @@ def part_of_keys(
     if MASK.causal:
         first_token = row_tile * ROWS // GROUP
         last_token = tl.minimum((row_tile * ROWS + ROWS - 1) // GROUP, num_tokens - 1)
-        tile_first, _ = seen_slots(first_token, num_tokens, MASK)
-        _, tile_last = seen_slots(last_token, num_tokens, MASK)
+        tile_first, _ = seen_slots(first_token, num_tokens, spans, MASK)
+        _, tile_last = seen_slots(last_token, num_tokens, spans, MASK)
         end = prefix_len + tile_last + 1
         if MASK.window > 0:
             begin = tl.maximum(prefix_len + tile_first, 0)

@@ -20,6 +20,7 @@ def attention(
     canvas_len: int = 0,
     keep: int = 0,
     float8: bool = False,
+    spans: Tensor | None = None,
 ) -> Tensor | Quantized:
     """Attend from T tokens to prefix and each other. (B, T, N, H), (B, K, capacity, H) twice, (B,) → (B, T, N, H)."""
     num_tokens, group = queries.shape[1], queries.shape[2] // keys.shape[1]
@@ -33,6 +34,9 @@ def attention(
         start = length[:, None, None] + num_tokens - canvas_len  # (B, 1, 1): the canvas's first slot
         from_canvas = (slot < start + canvas_len) & ((slot >= start - keep) if window is not None else True)
         seen = torch.where(own[..., None] >= start, from_canvas, seen)
+    if spans is not None:
+        first, last = (length[:, None, None] + spans).split(1, dim=-1)
+        seen = seen | ((slot >= first) & (slot <= last))
     used = (slot < length[:, None] + num_tokens)[:, None, :, None]  # slots beyond may be NaN
     keys = keys.masked_fill(~used, 0.0).repeat_interleave(group, 1)
     values = values.masked_fill(~used, 0.0).repeat_interleave(group, 1)

@@ -112,7 +112,7 @@ class VisionTower(nn.Module):
 
     def forward(self, images: Images) -> Tensor:
         """Return the embeddings (T, D) of the images' tokens, one image after the other."""
-        self._check(images)
+        self.check(images)
         positions = images.positions
         x = self.patch_embedder(images.patches, positions)
         rope = rotary_table_2d(self.config, positions, x.dtype)
@@ -124,11 +124,15 @@ class VisionTower(nn.Module):
                 for part, (columns, _) in zip(x.split(images.num_patches), images.grids, strict=True)
             ]
         )
+        return self.project(pooled)
+
+    def project(self, pooled: Tensor) -> Tensor:
+        """Return embeddings (T, D) of the means of patches (T, hidden_size)."""
         # In float32, because the scaled values can exceed the range of float16.
-        wide = pooled.to(wide_dtype(x)) * self.config.hidden_size**0.5
+        wide = pooled.to(wide_dtype(pooled)) * self.config.hidden_size**0.5
         if self.std_bias is not None and self.std_scale is not None:
             wide = (wide - self.std_bias.to(wide.dtype)) * self.std_scale.to(wide.dtype)
-        return self.embedding_projection(rms_norm(wide.to(x.dtype), None, self.config.rms_norm_eps))
+        return self.embedding_projection(rms_norm(wide.to(pooled.dtype), None, self.config.rms_norm_eps))
 
     def _pool(self, patches: Tensor, columns: int) -> Tensor:
         """Return the means (T, D) of squares of an image's patches (L, D)."""
@@ -136,7 +140,8 @@ class VisionTower(nn.Module):
         wide = patches.to(wide_dtype(patches))
         return reduce(wide, "(y dy x dx) d -> (y x) d", "mean", dy=side, dx=side, x=columns // side).to(patches.dtype)
 
-    def _check(self, images: Images) -> None:
+    def check(self, images: Images) -> None:
+        """Raise unless the tower reads images of this geometry."""
         sizes, config = (images.patches.shape[1], images.pooling), self.config
         fits = sizes == (config.patch_dim, config.pooling_kernel_size)
         fix = "Use ImageProcessor.from_pretrained(path) of the same checkpoint."

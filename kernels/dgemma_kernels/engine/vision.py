@@ -1,0 +1,147 @@
+"""The vision tower over kernels, captured once per number of patches. The reference is `VisionTower`."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dgemma.model.vision.images import Images
+from dgemma.model.vision.tower import VisionLayer, VisionTower, rotary_table_2d
+from dgemma_kernels.engine.graphs import GraphMemory, Replay, remembered
+from dgemma_kernels.engine.weights import fuse
+from dgemma_kernels.ops.mlp.kernel import geglu
+from dgemma_kernels.ops.norms.kernel import rms_norm
+from dgemma_kernels.ops.vision.kernel import add_normed, attend_patches, norm_patch_heads
+
+# Patches of a captured forward. The last three are images of 70, 140 and 280 tokens; larger ones multiples of 2,520.
+_SIZES = (36, 72, 144, 288, 630, 1260, 2520)
+_MOST = 10_080  # patches of one forward, unless an image has more: one image of 1,120 tokens, or four of 280
+
+
+class Patches(NamedTuple):
+    """The patches of some images, padded to a fixed number, and their places."""
+
+    pixels: Tensor  # (L, patch_dim) uint8
+    positions: Tensor  # (L, 2) column and row
+    spans: Tensor  # (L, 2) int32, for `attend_patches`
+    tokens: Tensor  # (L / 9, 9) the patches of each token
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layer:
+    qkv: Tensor
+    o: Tensor
+    gate_up: Tensor
+    down: Tensor
+    query_norm: Tensor
+    key_norm: Tensor
+    norms: tuple[Tensor, Tensor, Tensor, Tensor]  # before and after attention, before and after the MLP
+
+
+class FusedTower:
+    """Computes what `tower` computes. Its caller holds the turn of `memory`."""
+
+    def __init__(self, tower: VisionTower, memory: GraphMemory) -> None:
+        self._tower, self._memory = tower, memory
+        self._layers = [_take_layer(layer) for layer in tower.layers]  # type: ignore[arg-type]
+        self._graphs: OrderedDict[int, Any] = OrderedDict()
+
+    def __call__(self, images: Images) -> Tensor:
+        """Return the embeddings (T, D) of the images' tokens, one image after the other."""
+        self._tower.check(images)
+        return torch.cat([self._embed(images.select(group)) for group in _groups(images.num_patches)])
+
+    def _embed(self, images: Images) -> Tensor:
+        patches = _pad(images)
+        make = lambda: _CapturedTower(self, patches, self._memory)  # noqa: E731
+        captured = remembered(self._graphs, len(patches.pixels), make)
+        return captured(patches)[: sum(images.num_tokens)].clone()
+
+    def run(self, patches: Patches, num_layers: int | None = None) -> Tensor:
+        """Return the embeddings of all tokens (L / 9, D), with only the first layers if asked.
+
+        Nothing here reads the device.
+        """
+        tower, config = self._tower, self._tower.config
+        x = tower.patch_embedder(patches.pixels, patches.positions)
+        cos, sin = (table.flatten(1) for table in rotary_table_2d(config, patches.positions, x.dtype))
+        eps, num_heads = config.rms_norm_eps, config.num_attention_heads
+        normed = rms_norm(x, self._layers[0].norms[0], eps)
+        following = [layer.norms[0] for layer in self._layers[1:]] + [self._layers[0].norms[0]]  # the last is not used
+        for layer, next_norm in list(zip(self._layers, following, strict=True))[:num_layers]:
+            _, after_attention, before_mlp, after_mlp = layer.norms
+            heads = norm_patch_heads(
+                normed @ layer.qkv.T, layer.query_norm, layer.key_norm, cos, sin, num_heads=num_heads, eps=eps
+            )
+            attended = attend_patches(heads, patches.spans, config.head_dim) @ layer.o.T
+            x, normed = add_normed(x, attended, after_attention, before_mlp, eps)
+            x, normed = add_normed(x, geglu(normed @ layer.gate_up.T) @ layer.down.T, after_mlp, next_norm, eps)
+        return tower.project(x[patches.tokens].float().mean(1).to(x.dtype))
+
+
+class _CapturedTower:
+    """The tower for a fixed number of patches."""
+
+    def __init__(self, tower: FusedTower, patches: Patches, memory: GraphMemory) -> None:
+        self._patches = Patches(*(x.to(memory.device, copy=True) for x in patches))
+        self._replay = Replay(lambda: tower.run(self._patches), memory, lambda: tower.run(self._patches, 1))
+
+    def __call__(self, patches: Patches) -> Tensor:
+        for static, new in zip(self._patches, patches, strict=True):
+            static.copy_(new, non_blocking=True)
+        self._replay.replay()
+        return self._replay.result
+
+
+def _take_layer(layer: VisionLayer) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    dtype = attention.o_proj.weight.dtype
+    return _Layer(
+        qkv=fuse([attention.q_proj, attention.k_proj, attention.v_proj], dtype),
+        o=attention.o_proj.weight.detach(),
+        gate_up=fuse([mlp.gate_proj, mlp.up_proj], dtype),
+        down=mlp.down_proj.weight.detach(),
+        query_norm=attention.q_norm.weight.detach(),
+        key_norm=attention.k_norm.weight.detach(),
+        norms=(
+            layer.input_layernorm.weight.detach(),
+            layer.post_attention_layernorm.weight.detach(),
+            layer.pre_feedforward_layernorm.weight.detach(),
+            layer.post_feedforward_layernorm.weight.detach(),
+        ),
+    )
+
+
+def _groups(num_patches: tuple[int, ...]) -> list[list[int]]:
+    """Divide images into groups of at most _MOST patches, in order.
+
+    Example: `_groups((2520,) * 5)` is [[0, 1, 2, 3], [4]].
+    """
+    groups: list[list[int]] = [[]]
+    for number, size in enumerate(num_patches):
+        if groups[-1] and sum(num_patches[n] for n in groups[-1]) + size > _MOST:
+            groups.append([])
+        groups[-1].append(number)
+    return groups
+
+
+def _pad(images: Images) -> Patches:
+    """Return the patches of images and their places, padded to one of a few sizes, on the host."""
+    side, total = images.pooling, sum(images.num_patches)
+    size = next((size for size in _SIZES if size >= total), -(-total // _SIZES[-1]) * _SIZES[-1])
+    pad = lambda x, length, value=0: torch.nn.functional.pad(x, (0, 0, 0, length - len(x)), value=value)  # noqa: E731
+    spans, tokens, start = [], [], 0
+    for columns, rows in images.grids:
+        numbers = torch.arange(start, start + columns * rows)
+        start += columns * rows
+        spans.append(torch.tensor([[numbers[0], start]], dtype=torch.int32).expand(len(numbers), 2))
+        squares = numbers.view(rows // side, side, columns // side, side).permute(0, 2, 1, 3)
+        tokens.append(squares.reshape(-1, side * side))
+    return Patches(
+        pad(images.patches, size),
+        pad(images.positions, size),
+        pad(torch.cat(spans), size, total),
+        pad(torch.cat(tokens), size // side**2),
+    )
