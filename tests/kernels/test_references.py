@@ -12,6 +12,7 @@ OPS = Path(ops.__file__).parent
 FOLDERS = sorted(path.parent.name for path in OPS.glob("*/__init__.py"))
 # parameters that change speed and rounding only
 TUNING = {
+    "attend_patches": {"tile"},
     "attention": {"kernel", "tile", "num_splits", "part", "position", "rotary_pairs"},
     "dense_mlp": {"config"},
     "expert_gate_up": {"config"},
