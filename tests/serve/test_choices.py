@@ -1,10 +1,13 @@
 """What the openai client can ask for: log-probabilities, choices, lists of prompts, JSON objects and images."""
 
+import asyncio
 import base64
 import copy
 import io
 import json
+from contextlib import nullcontext
 from itertools import pairwise
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -287,3 +290,84 @@ def test_other_urls_and_bad_pictures_are_refused_in_one_sentence(openai, serve, 
         chat(client, messages=[{"role": "user", "content": [{"type": "input_audio"}]}])
     with pytest.raises(openai.BadRequestError, match=f"{place} must be absent: this model has no vision tower."):
         chat(serve(letters()), messages=with_images(good))
+
+
+def test_decisions_read_images(openai, serve, seeing):
+    """The probabilities of the server are those of `decide_many` with the same images."""
+    images, urls = zip(*(picture(color) for color in ("red", "blue")), strict=True)
+    question = {"type": "choice", "instructions": "Colour?", "criteria": {"red": None, "blue": None}}
+    text = "two\n\nColour?\nred\nblue\nAnswer with one of: red, blue.\n"
+    client, laws = serve(seeing), []
+    for shown, data in ((images, urls), (images[::-1], urls[::-1])):
+        read = processor_of(seeing)(shown)
+        parts = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": text}]
+        marked = TOKENIZER.chat([{"role": "user", "content": parts}])
+        first = marked.index(TOKENIZER.token_id("<|image|>"))
+        template = [marked[:first], read, marked[first + 2 :], dgemma.Slot(["red", "blue"])]
+        (expected,) = dgemma.decide_many(seeing, [template], tokenizer=TOKENIZER, progress=False)
+        body = {"model": NAME, "state": "two", "questions": {"q": question}, "images": data}
+        found = client.post("/systemone", body=body, cast_to=object)
+        laws.append(list(found["answers"]["q"]["probabilities"].values()))
+        assert laws[-1] == pytest.approx(expected.answers[0].probabilities.tolist(), abs=1e-6)
+        assert found["usage"]["input_tokens"] == len(TOKENIZER.place_images(marked, read))
+    assert laws[0] != pytest.approx(laws[1], abs=1e-6)
+    with pytest.raises(openai.BadRequestError, match=r"images\.0 must be a data URL"):
+        client.post("/systemone", body={**body, "images": ["http://localhost/a.png"]}, cast_to=object)
+
+
+def test_photos_are_larger_than_other_bodies(openai, serve, seeing):
+    """A photo of a phone fits. Text and many short pictures keep their limit."""
+    from dgemma.serve.gate import Limits
+
+    file = io.BytesIO()
+    Image.frombytes("RGB", (1500, 1000), bytes(range(250)) * 18_000).save(file, "BMP")  # 4.5 MB
+    photo = "data:image/bmp;base64," + base64.b64encode(file.getvalue()).decode()
+    client = serve(seeing, limits=Limits(per_client=1))
+    assert chat(client, messages=with_images(photo), max_tokens=32, extra_body={"steps": 1}).choices
+    text = [{"role": "user", "content": "a" * (1 << 20)}]
+    for messages in (text, with_images(*["data:image/png;base64,"] * 30_000), with_images(*[photo] * 3)):
+        with pytest.raises(
+            openai.APIStatusError, match="1,048,576 bytes without its pictures, and 16,777,216"
+        ) as refused:
+            chat(client, messages=messages)
+        assert refused.value.status_code == 413
+    with pytest.raises(openai.APIStatusError, match="at most 1,048,576 bytes"):
+        chat(serve(letters()), messages=with_images(photo))
+
+
+def test_the_bodies_of_a_client_together_are_bounded(openai):
+    """Two requests of 100 bytes may be at work, of one client, or of another one too."""
+    from dgemma.serve.gate import Gate, Limits
+
+    async def run():
+        release, statuses = asyncio.Event(), []
+
+        async def work(scope, receive, send):
+            await release.wait()
+
+        door, limits = Mock(enter=lambda client: nullcontext()), Limits(body=100, pictures=150, per_client=2)
+        options = {"limits": limits, "api_key": None, "hosts": None, "metrics": MagicMock(), "door": door}
+        gate = Gate(work, **options, takes_images=True)
+
+        async def post(host, num_bytes):
+            headers = [(b"content-type", b"application/json")]
+            scope = {"type": "http", "method": "POST", "path": "/", "headers": headers, "client": (host, 1)}
+
+            async def receive():
+                return {"type": "http.request", "body": b" " * num_bytes}
+
+            async def send(message):
+                statuses.append(message.get("status"))
+
+            await gate(scope, receive, send)
+
+        waiting = [asyncio.create_task(post(host, 100)) for host in "aab"]
+        await asyncio.sleep(0)
+        await post("a", 1)
+        assert statuses[:1] == [429]
+        release.set()
+        await asyncio.gather(*waiting)
+        await post("a", 100)
+        assert 429 not in statuses[1:]
+
+    asyncio.run(run())

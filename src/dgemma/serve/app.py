@@ -70,9 +70,17 @@ def create_app(
     app.state.engine = engine
     _describe_errors(app)
     _add_api(app, services)
-    _add_pages(app, name, replay, policy)
+    _add_pages(app, name, model.takes_images, replay, policy)
     door = Door(engine, most=limits.per_client, seconds=limits.seconds)
-    app.add_middleware(Gate, limits=limits, api_key=api_key, hosts=hosts, metrics=first.metrics, door=door)
+    app.add_middleware(
+        Gate,
+        limits=limits,
+        api_key=api_key,
+        hosts=hosts,
+        metrics=first.metrics,
+        door=door,
+        takes_images=model.takes_images,
+    )
     return app
 
 
@@ -145,12 +153,13 @@ def _add_api(app: FastAPI, services: dict[str, Service]) -> None:
         return Response(first.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _add_pages(app: FastAPI, name: str, replay: str | None, policy: str | None) -> None:
+def _add_pages(app: FastAPI, name: str, takes_images: bool, replay: str | None, policy: str | None) -> None:
     """Add the routes for a browser."""
 
     @app.get("/")
     async def page() -> Response:
-        return HTMLResponse(_read("page.html").replace("{{name}}", html.escape(name)))
+        text = _read("page.html").replace("{{images}}", "" if takes_images else "hidden")
+        return HTMLResponse(text.replace("{{name}}", html.escape(name)))
 
     @app.get("/replay")
     async def recorded() -> Response:

@@ -10,8 +10,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.checkpoint.tokenizer import IMAGE_MARKER, Tokenizer
 from dgemma.model.denoiser import Denoiser
+from dgemma.model.vision.images import Images
 from dgemma.serve.errors import ApiError
 from dgemma.serve.protocol import Question
 from dgemma.tasks.slots import FilledTemplate, Slot, Template, decide_many
@@ -28,19 +29,22 @@ class TypedAnswer(NamedTuple):
 
 
 def answer_questions(
-    model: Denoiser, tokenizer: Tokenizer, state: Any, questions: Mapping[str, Question]
+    model: Denoiser, tokenizer: Tokenizer, state: Any, questions: Mapping[str, Question], images: Images | None = None
 ) -> Iterator[TypedAnswer]:
-    """Check questions about `state`, which is a text or a JSON value; yield their answers. One forward answers several.
+    """Check questions about images and `state`, a text or a JSON value; yield answers. One forward answers several.
 
     Example: `answer_questions(model, tokenizer, "It rains.", {"wet": Question(type="noul", instructions="Wet?")})`.
     """
     options = {name: _options(name, question) for name, question in questions.items()}
-    prompts: dict[str, list[int]] = {}
+    pieces: dict[str, Template] = {}
+    num_tokens: dict[str, int] = {}
     limit = model.config.max_position_embeddings - model.config.canvas_length
     for name, question in questions.items():
-        prompts[name] = _prompt(tokenizer, state, question, options[name])
-        if len(prompts[name]) > limit:
-            message = f"questions.{name} must have at most {limit} tokens with the state, got {len(prompts[name])}."
+        prompt = _prompt(tokenizer, state, question, options[name], 0 if images is None else len(images))
+        num_tokens[name] = len(prompt if images is None else tokenizer.place_images(prompt, images))
+        pieces[name] = [prompt] if images is None else _with_images(tokenizer, prompt, images)
+        if num_tokens[name] > limit:
+            message = f"questions.{name} must have at most {limit} tokens with the state, got {num_tokens[name]}."
             raise ApiError(400, message, param="questions", code="context_length_exceeded")
     written = {name: [tokenizer.encode(one, bos=False, markers=False) for one in options[name]] for name in options}
     for name, texts in written.items():
@@ -48,21 +52,21 @@ def answer_questions(
         if longest > canvas_len:
             message = f"questions.{name} options must fit into a canvas of {canvas_len} tokens, got {longest}."
             raise ApiError(400, message, param="questions", code="invalid_value")
-    templates: list[Template] = [[prompts[name], Slot(written[name])] for name in options]
-    decided = decide_many(model, templates, progress=False)
-    return _read_answers(decided, questions, options, prompts)
+    templates: list[Template] = [[*pieces[name], Slot(written[name])] for name in options]
+    decided = decide_many(model, templates, tokenizer=tokenizer, progress=False)
+    return _read_answers(decided, questions, options, num_tokens)
 
 
 def _read_answers(
     decided: Iterator[FilledTemplate],
     questions: Mapping[str, Question],
     options: Mapping[str, dict[str, Any]],
-    prompts: Mapping[str, list[int]],
+    num_tokens: Mapping[str, int],
 ) -> Iterator[TypedAnswer]:
     try:
         for name, filled in zip(questions, decided, strict=True):
             law = filled.answers[0].probabilities.tolist()
-            yield TypedAnswer(name, _answer(questions[name], options[name], law), len(prompts[name]))
+            yield TypedAnswer(name, _answer(questions[name], options[name], law), num_tokens[name])
     except ValueError as error:
         message = str(error)
         for number, name in enumerate(questions):
@@ -70,11 +74,25 @@ def _read_answers(
         raise ApiError(400, message, param="questions", code="invalid_value") from None
 
 
-def _prompt(tokenizer: Tokenizer, state: Any, question: Question, options: dict[str, Any]) -> list[int]:
+def _prompt(
+    tokenizer: Tokenizer, state: Any, question: Question, options: dict[str, Any], num_images: int
+) -> list[int]:
+    """Return the ids of a question, after a marker for each image."""
     prompt = f"{_as_text(state)}\n\n{_ask(question, options)}\n"
-    return (
-        tokenizer.chat(prompt) if tokenizer.has_chat_template else tokenizer.encode(f"{prompt}Answer: ", markers=False)
-    )
+    if tokenizer.has_chat_template:
+        parts = [*[{"type": "image"}] * num_images, {"type": "text", "text": prompt}]
+        return tokenizer.chat([{"role": "user", "content": parts if num_images else prompt}])
+    marks = tokenizer.encode(IMAGE_MARKER * num_images)
+    return [*marks, *tokenizer.encode(f"{prompt}Answer: ", bos=False, markers=False)]
+
+
+def _with_images(tokenizer: Tokenizer, prompt: list[int], images: Images) -> Template:
+    """Return a prompt as pieces: the images, and the ids between their markers."""
+    marker, pieces, start = tokenizer.token_id(IMAGE_MARKER), list[Any](), 0
+    for number, at in enumerate(at for at, token in enumerate(prompt) if token == marker):
+        pieces += [prompt[start:at], images.select([number])]
+        start = at + 1
+    return [piece for piece in (*pieces, prompt[start:]) if len(piece)]
 
 
 def _options(name: str, question: Question) -> dict[str, Any]:

@@ -29,9 +29,11 @@ _PATHS = (
     *(*_OPEN_PATHS, "/replay", "/metrics", "/v1/chat/completions", "/v1/completions"),
     *("/v1/infill", "/v1/systemone", "/v1/models"),
 )
+# A picture in a body. Short ones count as text: a million of them would take long to parse.
+_PICTURE = re.compile(rb"data:image/[\w.+-]{1,32};base64,[\w+/=\\-]{1024,}", re.ASCII)
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
@@ -41,7 +43,8 @@ _HEADERS = {
 class Limits:
     """Bounds on the requests of clients."""
 
-    body: int = 1 << 20  # bytes
+    body: int = 1 << 20  # bytes, without pictures
+    pictures: int = 1 << 24  # bytes of a body with its pictures, if the model reads pictures
     body_seconds: float = 10.0  # to send a request
     tokens: int = 4096  # of an answer
     queue: int = 256  # requests that wait
@@ -61,15 +64,18 @@ class Gate:
         hosts: tuple[str, ...] | None,
         metrics: Metrics,
         door: Door,
+        takes_images: bool = False,
     ) -> None:
         self._app, self._limits, self._hosts, self._metrics, self._door = app, limits, hosts, metrics, door
+        self._most = max(limits.body, limits.pictures) if takes_images else limits.body
+        self._num_bytes = Counter[str]()  # of the bodies of each client
         self._keys = [_digest(key.encode()) for key in (api_key or "").split("\n") if key]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        start, status = time.monotonic(), None
+        start, status, client, body = time.monotonic(), None, "", bytearray()
 
         async def send_with_headers(message: Message) -> None:
             nonlocal status
@@ -84,14 +90,16 @@ class Gate:
             try:
                 scope["dgemma.client"] = client = self._check(scope)
                 async with self._door.enter(client) if scope["method"] == "POST" else nullcontext():
-                    body = await self._read(receive)
-                    await self._app(scope, _replay(body, receive), send_with_headers)
+                    await self._read(receive, client, body)
+                    await self._app(scope, _replay(bytes(body), receive), send_with_headers)
             except ApiError as error:
                 await _send_error(error, send_with_headers, asks=scope["path"] == "/replay")
         except asyncio.CancelledError:  # the server stops
             if status is None:
                 await _send_error(shut_down(), send_with_headers)
         finally:
+            self._num_bytes[client] -= len(body)
+            self._num_bytes += Counter()  # forgets clients without requests
             path = scope["path"] if scope["path"] in _PATHS else "other"  # a bounded number of labels
             self._metrics.requests.labels(path, str(status or 500)).inc()
             self._metrics.seconds.observe(time.monotonic() - start)
@@ -118,30 +126,39 @@ class Gate:
             if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
                 raise ApiError(415, "The body must be JSON. Send the header Content-Type: application/json.")
             length = headers.get("content-length")
-            if length is not None and (not length.isdecimal() or int(length) > self._limits.body):
+            if length is not None and (not length.isdecimal() or int(length) > self._most):
                 raise self._too_large()
         return client
 
-    async def _read(self, receive: Receive) -> bytes:
-        parts, size = [], 0
+    async def _read(self, receive: Receive, client: str, body: bytearray) -> None:
+        """Read a body. The bodies of a client together have as many bytes as its requests without pictures may have."""
+        most_of_client = max(self._most, self._limits.per_client * self._limits.body)
         try:
             async with asyncio.timeout(self._limits.body_seconds):
-                while True:
+                is_whole = False
+                while not is_whole:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ApiError(400, "The client left before the end of its request.")
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    if size > self._limits.body:
+                    body += (part := message.get("body", b""))
+                    self._num_bytes[client] += len(part)
+                    if len(body) > self._most:
                         raise self._too_large()
-                    if not message.get("more_body", False):
-                        return b"".join(parts)
+                    if self._num_bytes[client] > most_of_client:
+                        sentence = "The requests of this client have too many bytes together. Try again later."
+                        raise ApiError(429, sentence, code="too_many_requests")
+                    is_whole = not message.get("more_body", False)
         except TimeoutError:
             sentence = f"The request took longer than {self._limits.body_seconds:g} seconds to arrive."
             raise ApiError(408, sentence, code="timeout") from None
+        if len(body) > self._limits.body and len(_PICTURE.sub(b"", body)) > self._limits.body:
+            raise self._too_large()
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"The body must have at most {self._limits.body:,} bytes.", code="body_too_large")
+        rule = f"at most {self._limits.body:,} bytes"
+        if self._most > self._limits.body:
+            rule += f" without its pictures, and {self._most:,} with them"
+        return ApiError(413, f"The body must have {rule}.", code="body_too_large")
 
 
 class PatientProtocol(H11Protocol):

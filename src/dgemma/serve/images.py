@@ -1,6 +1,6 @@
-"""Pictures of a chat: only data URLs, bounded before they are decoded. The server opens no file and fetches nothing."""
+"""Pictures of requests: only data URLs, bounded before they are decoded. The server opens no file and no other URL."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dgemma.checkpoint.images import open_image, processor_of
 from dgemma.model.denoiser import Denoiser
@@ -12,23 +12,28 @@ _MOST_IMAGES = 16  # of a request
 _MOST_PIXELS = 1 << 24  # of a picture
 
 
-def read_images(model: Denoiser, messages: Sequence[ChatMessage]) -> Images | None:
-    """Return the pictures of a chat as the model reads them, None without pictures; raise a 400 that names the part.
-
-    Example: `read_images(model, body.messages).num_tokens`.
-    """
-    urls = {
+def chat_urls(messages: Sequence[ChatMessage]) -> dict[str, str]:
+    """Return the URLs of a chat's pictures, by their places in the request."""
+    return {
         f"messages.{number}.content.{at}.image_url.url": part.image_url.url
         for number, message in enumerate(messages)
         for at, part in enumerate(message.parts)
         if isinstance(part, ImagePart)
     }
+
+
+def read_images(model: Denoiser, urls: Mapping[str, str]) -> Images | None:
+    """Return pictures as the model reads them, None without pictures; raise a 400 that names a place.
+
+    Example: `read_images(model, chat_urls(body.messages)).num_tokens`.
+    """
     if not urls:
         return None
     if not model.takes_images:
         raise _refusal(next(iter(urls)), "must be absent: this model has no vision tower.")
     if len(urls) > _MOST_IMAGES:
-        raise _refusal("messages", f"must have at most {_MOST_IMAGES} images, got {len(urls)}.")
+        place = next(iter(urls)).partition(".")[0]
+        raise _refusal(place, f"must have at most {_MOST_IMAGES} images, got {len(urls)}.")
     processor, found = processor_of(model), []
     for place, url in urls.items():
         if not url.startswith("data:"):  # before the library sees it, because it would open a path

@@ -3,8 +3,10 @@
 
 const byId = (id) => document.getElementById(id);
 const model = document.body.dataset.model;
+const longestSide = 1600; // of a picture that is sent; the model sees fewer pixels
 let messages = [];
 let running = null;
+let picture = null; // the next message's, as a data URL
 
 function add(kind, text) {
   const turn = document.createElement("p");
@@ -54,14 +56,47 @@ function settings() {
   return options;
 }
 
+function showPicture(url) {
+  const image = document.createElement("img");
+  image.src = url;
+  image.alt = "attached";
+  return image;
+}
+
+// A photo is sent upright and no larger than needed, because every later turn of the chat sends it again.
+async function attach(file) {
+  const bitmap = await createImageBitmap(file);
+  const scale = Math.min(1, longestSide / Math.max(bitmap.width, bitmap.height));
+  const drawn = document.createElement("canvas");
+  drawn.width = Math.max(1, Math.round(bitmap.width * scale));
+  drawn.height = Math.max(1, Math.round(bitmap.height * scale));
+  drawn.getContext("2d").drawImage(bitmap, 0, 0, drawn.width, drawn.height);
+  picture = drawn.toDataURL(scale < 1 ? "image/jpeg" : "image/png");
+  byId("attached").replaceChildren(showPicture(picture));
+}
+
+function detach() {
+  picture = null;
+  byId("image").value = "";
+  byId("attached").replaceChildren("Image");
+}
+
 async function send(text) {
-  messages.push({ role: "user", content: text });
+  const parts = [{ type: "image_url", image_url: { url: picture } }, { type: "text", text }];
+  messages.push({ role: "user", content: picture ? parts : text });
   add("user", text);
   const turn = add("assistant", "");
+  const answer = document.createElement("span");
   const written = document.createTextNode("");
   const canvas = document.createElement("span");
   canvas.className = "canvas";
-  turn.append(written, canvas);
+  answer.append(written, canvas);
+  if (picture) {
+    turn.classList.add("seen");
+    turn.append(showPicture(picture));
+  }
+  turn.append(answer);
+  detach();
   const headers = { "Content-Type": "application/json" };
   // A header may hold only characters up to 255, so the key's UTF-8 bytes are sent as such characters.
   const key = String.fromCharCode(...new TextEncoder().encode(byId("key").value));
@@ -114,5 +149,9 @@ byId("form").addEventListener("submit", (event) => {
 byId("input").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); byId("form").requestSubmit(); }
 });
+byId("image").addEventListener("change", () => {
+  const [file] = byId("image").files;
+  if (file) attach(file).catch(() => { detach(); add("error", "The browser cannot read this picture."); });
+});
 byId("stop").addEventListener("click", () => running && running.abort());
-byId("clear").addEventListener("click", () => { messages = []; byId("log").replaceChildren(); });
+byId("clear").addEventListener("click", () => { messages = []; detach(); byId("log").replaceChildren(); });

@@ -215,6 +215,7 @@ class DecisionRequest(_Body):
     model: str
     state: Any
     questions: Annotated[dict[str, Question], Field(min_length=1, max_length=64)]
+    images: Many[str] = []  # data URLs; an extension of dgemma. The questions are also about them
 
 
 class InfillRequest(_Body):

@@ -6,7 +6,7 @@ import json
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,11 +26,11 @@ from dgemma.run.knobs import default_sampler
 from dgemma.run.plan import Plan, read_plan
 from dgemma.run.rows import Rows
 from dgemma.serve.answer import Answer, AnswerChoice
-from dgemma.serve.decisions import answer_questions
+from dgemma.serve.decisions import TypedAnswer, answer_questions
 from dgemma.serve.engine import Engine, Job, Written
 from dgemma.serve.errors import ApiError, timed_out
 from dgemma.serve.gate import Limits
-from dgemma.serve.images import read_images
+from dgemma.serve.images import chat_urls, read_images
 from dgemma.serve.log_probs import LogProbs
 from dgemma.serve.metrics import Metrics
 from dgemma.serve.protocol import (
@@ -161,7 +161,7 @@ class Service:
     async def decide(self, body: DecisionRequest, request: Request) -> dict[str, Any]:
         """Answer the questions of a /v1/systemone request, a few at a time between the steps of other requests."""
         end, answers, num_tokens = time.monotonic() + self.limits.seconds, {}, 0
-        found = await run_in_threadpool(answer_questions, self.model, self.tokenizer, body.state, body.questions)
+        found = await run_in_threadpool(self.engine.charged(_client(request))(self._ask), body)
         for _ in body.questions:
             if await request.is_disconnected() or time.monotonic() > end:
                 raise timed_out()
@@ -169,6 +169,10 @@ class Service:
             num_tokens += num_read
         usage = {"input_tokens": num_tokens, "output_tokens": 0}
         return {"model": self.name, "answers": answers, "usage": usage}
+
+    def _ask(self, body: DecisionRequest) -> Iterator[TypedAnswer]:
+        images = read_images(self.model, {f"images.{number}": url for number, url in enumerate(body.images)})
+        return answer_questions(self.model, self.tokenizer, body.state, body.questions, images)
 
     @contextlib.asynccontextmanager
     async def watched(self, jobs: list[Job], request: Request) -> AsyncIterator[None]:
@@ -270,7 +274,7 @@ class Service:
 
     def _read_chat(self, body: ChatRequest) -> tuple[list[int] | str, Images | None]:
         """Return the tokens of a chat, or without a chat template the texts of all turns; and its images."""
-        images = read_images(self.model, body.messages)
+        images = read_images(self.model, chat_urls(body.messages))
         if not self.tokenizer.has_chat_template:
             if body.tools or images is not None:
                 name = "tools" if body.tools else "messages"
