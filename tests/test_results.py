@@ -1,5 +1,6 @@
 """Tables in documents equal the recorded results. Only table cells are compared, not prose."""
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -430,3 +431,15 @@ def test_scores_before_and_after_finetuning_are_the_recorded_ones():
         expected.append("" if how == "before" else f"{run['steps']:,}, {run['seconds']:.0f} s")
         assert how == "before" or f"{run['trained_weights'] / 1e6:.1f}M weights" in row
         assert list(cells.values()) == expected, row
+
+
+def test_the_pictures_show_the_recorded_results(tmp_path):
+    pytest.importorskip("matplotlib")
+    script = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
+    pictures = importlib.util.module_from_spec(script)
+    script.loader.exec_module(pictures)
+    pictures.draw(tmp_path)
+    numbers = re.compile(r"<text[^>]*>([^<]+)</text>|<dc:description>([^<]+)<")  # labels, and the points of lines
+    for name in pictures.PICTURES:
+        new, stored = ((folder / f"{name}.svg").read_text() for folder in (tmp_path, ROOT / "docs" / "pictures"))
+        assert numbers.findall(new) == numbers.findall(stored), f"Draw {name} again: python docs/pictures.py"
