@@ -92,9 +92,9 @@ def main() -> None:
     error = demand_parity("features", tower(images), wide, 1.5 * rounding)
     print(f"features differ from those in float32 by {error:.2e}, the plain tower's by {rounding:.2e}")
     errors = []
-    for options in ({}, {"images": images}):
-        tokens = prompt(config, 1, with_image=bool(options))
-        errors.append(relative_error(fast.causal_logits(tokens, **options), model.causal_logits(tokens, **options)))
+    for shown in (None, images):
+        tokens = prompt(config, 1, with_image=shown is not None)
+        errors.append(relative_error(fast.causal_logits(tokens, images=shown), model.causal_logits(tokens, images=shown)))
     print(f"logits differ from the plain model's by {errors[0]:.2e} for text, {errors[1]:.2e} with an image")
     if not errors[1] <= 2 * errors[0]:
         raise SystemExit("PARITY FAILED, nothing timed: images differ more than text.")

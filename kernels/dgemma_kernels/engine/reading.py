@@ -40,7 +40,8 @@ def plan_chunks(num_tokens: int, batch_size: int, most: int) -> tuple[int, ...]:
 
     Example: `plan_chunks(4400, 1, 8192)` is (4096, 512), and `plan_chunks(5800, 1, 8192)` is (6144,).
     """
-    sizes, whole = read_sizes(most), ()
+    sizes = read_sizes(most)
+    whole: tuple[int, ...] = ()
     if num_tokens > sizes[-1]:
         whole = (sizes[-1],) * ((num_tokens - 1) // sizes[-1])
         num_tokens -= sum(whole)

@@ -91,7 +91,7 @@ def _documents(arguments: argparse.Namespace) -> Iterator[Document]:
     """Return the documents of the files, or of --dataset NAME:CONFIG:SPLIT."""
     if arguments.dataset is None:
         return read_documents(arguments.files, separator=arguments.separator)
-    name, config, split, *_ = [*arguments.dataset.split(":"), "", ""]
+    name, config, split = f"{arguments.dataset}::".split(":")[:3]
     return read_dataset(name, config or None, split=split or "train")
 
 

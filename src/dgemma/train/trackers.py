@@ -24,9 +24,9 @@ def tracking(names: Sequence[str], out: Path, step: int, settings: Mapping[str, 
 
         def send(line: Mapping[str, Any]) -> None:
             values = {name: value for name, value in line.items() if isinstance(value, int | float | str)}
-            at = values.pop("step")
+            del values["step"]
             for tracker in trackers:
-                tracker(values, at)
+                tracker(values, line["step"])
 
         yield send
 
