@@ -94,7 +94,8 @@ def main() -> None:
     errors = []
     for shown in (None, images):
         tokens = prompt(config, 1, with_image=shown is not None)
-        errors.append(relative_error(fast.causal_logits(tokens, images=shown), model.causal_logits(tokens, images=shown)))
+        got, want = (network.causal_logits(tokens, images=shown) for network in (fast, model))
+        errors.append(relative_error(got, want))
     print(f"logits differ from the plain model's by {errors[0]:.2e} for text, {errors[1]:.2e} with an image")
     if not errors[1] <= 2 * errors[0]:
         raise SystemExit("PARITY FAILED, nothing timed: images differ more than text.")
