@@ -251,5 +251,12 @@ def test_the_page_chats_and_shows_the_canvas(server):
         text = browser.run("document.querySelector('.assistant').textContent")
         assert text == ask(server.client, "hi", 3).choices[0].message.content
         assert browser.run("window.seen") > 0, "the canvas was never shown"
+        browser.run(
+            "document.getElementById('schema').value = 'name, age'; document.getElementById('tokens').value = 192"
+        )
+        browser.run("document.getElementById('input').value = 'ho'; document.getElementById('form').requestSubmit()")
+        browser.wait("document.querySelectorAll('.counts').length === 2")
+        answer = json.loads(browser.run("document.querySelectorAll('.assistant')[1].textContent"))
+        assert list(answer) == ["name", "age"]
         assert all(url.startswith(f"http://127.0.0.1:{server.port}/") for url in browser.requests)
         assert browser.complaints == []

@@ -53,7 +53,17 @@ function settings() {
   for (const name of ["steps", "temperature", "seed"]) {
     if (byId(name).value !== "") options[name] = Number(byId(name).value);
   }
+  const form = byId("schema").value.trim();
+  if (form) options.response_format = { type: "json_schema", json_schema: { name: "answer", schema: readSchema(form) } };
   return options;
+}
+
+// A JSON schema, or the names of fields that are texts.
+function readSchema(form) {
+  if (form.startsWith("{")) return JSON.parse(form);
+  const names = form.split(",").map((name) => name.trim()).filter(Boolean);
+  const properties = Object.fromEntries(names.map((name) => [name, { type: "string", maxLength: 60 }]));
+  return { type: "object", properties, required: names, additionalProperties: false };
 }
 
 function showPicture(url) {

@@ -182,6 +182,7 @@
     } else if (row.step[at] < 0) {
       place = inBlock + (inBlock ? "noise" : "Noise");
       facts = [`${canvasLen} positions, nothing predicted yet`];
+      if (frame === 0 && !content.board) facts.push("at the end, a click removes a word");
     }
     place = place[0].toUpperCase() + place.slice(1);
     byId("place").textContent = place;
