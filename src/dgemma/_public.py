@@ -21,6 +21,7 @@ from dgemma.run.generate import generate, stream
 from dgemma.run.knobs import Knobs, default_sampler, learnt_noise
 from dgemma.run.many import generate_many
 from dgemma.run.plan import read_plan
+from dgemma.run.prefixes import SharedPrefixes
 from dgemma.run.records import StepRecord
 from dgemma.run.step import settle, start_state, step
 from dgemma.run.trajectory import Generation, Trajectory
@@ -66,6 +67,7 @@ __all__ = [
     "ModelConfig",
     "Regex",
     "Sampler",
+    "SharedPrefixes",
     "Slot",
     "Threshold",
     "Tokenizer",

@@ -16,7 +16,7 @@ from dgemma_kernels.engine.products import ROWS, in_slices
 from dgemma_kernels.formats.float8 import multiply, multiply_unscaled, quantize
 from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.vocabulary import kernel as vocabulary
-from kernel_inputs import make_model
+from kernel_inputs import draw_tokens, make_model
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -95,6 +95,19 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch_however_its_prompt_is_read
     texts = Texts(accelerate(make_model(DEVICE, sliding_window=8), batch_invariant=True), [19, 2])
     monkeypatch.setattr(Arena, "prefill_len", lambda arena, batch_size: 10)  # the last chunk has one token
     texts.check([1, 0], [[1, 1], [11, 8]])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_small_pieces")
+def test_prompts_with_a_shared_prefix_have_the_bits_of_prompts_read_as_a_whole():
+    fast = accelerate(make_model(DEVICE, sliding_window=8), batch_invariant=True)
+    prefix, prefixes = draw_tokens(9), dgemma.SharedPrefixes()
+    prompts = [torch.cat((prefix, draw_tokens(2, seed=1))), draw_tokens(3, seed=2), torch.cat((prefix, prefix))]
+    canvas = draw_tokens(3, fast.config.canvas_length, seed=3)
+    logits = fast.denoise(canvas, prefixes.read(fast, prompts, [None] * 3)).logits
+    assert prefixes.num_reused == len(prefix)
+    for row, prompt in enumerate(prompts):
+        assert torch.equal(logits[row], fast.denoise(canvas[row : row + 1], fast.encode(prompt[None])).logits[0])
 
 
 @needs_gpu

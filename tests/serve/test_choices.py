@@ -214,7 +214,7 @@ def test_errors_name_the_fields_of_the_request(openai, serve):
         ({"max_completion_tokens": 320}, "messages", "messages and max_completion_tokens must stay within"),
         ({"response_format": long, "max_tokens": 16}, "response_format", "response_format must fit into max_tokens"),
         ({"top_logprobs": 2}, "top_logprobs", "top_logprobs needs logprobs"),
-        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "top_logprobs: "),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "top_logprobs must be"),
         ({"top_p": 1e-40}, "top_p", "top_p must be"),
         ({"messages": [{"role": "tool", "content": ""}]}, "messages", "messages role must be"),
     ):

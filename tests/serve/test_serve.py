@@ -107,6 +107,7 @@ def test_max_tokens_and_stop_strings_cut_the_text(client, model):
 
 
 IMAGE = {"role": "user", "content": [{"type": "image_url"}]}
+PROMPT_RULE = "prompt must be a text, a list of token ids, or a list of several of these"
 OPEN_CHOICE = {"type": "choice", "instructions": "?"}
 
 
@@ -115,27 +116,31 @@ OPEN_CHOICE = {"type": "choice", "instructions": "?"}
     [
         ("chat/completions", {"messages": MESSAGES}, 400, "model is required."),
         ("chat/completions", {"model": "toy"}, 400, "messages is required."),
-        ("chat/completions", {"model": "toy", "messages": []}, 400, "messages: "),
-        ("chat/completions", {"model": "toy", "messages": [{"role": "king"}]}, 400, "messages.0.role: "),
+        ("chat/completions", {"model": "toy", "messages": []}, 400, "messages must have at least 1 item, got []."),
+        ("chat/completions", {"model": "toy", "messages": [{"role": "king"}]}, 400, "messages.0.role must be 'sys"),
         ("chat/completions", {"model": "toy", "messages": [IMAGE]}, 400, "messages.0.content.0.image_url is required."),
         ("chat/completions", {"model": "gpt", "messages": MESSAGES}, 404, "The model 'gpt' does not exist."),
-        ("completions", [], 400, "body: "),
-        ("systemone", {"model": "toy", "state": "", "questions": {}}, 400, "questions: "),
+        ("completions", [], 400, "body must be an object, got []."),
+        ("systemone", {"model": "toy", "state": "", "questions": {}}, 400, "questions must have at least 1 item"),
         ("systemone", {"model": "toy", "state": "", "questions": {"q": OPEN_CHOICE}}, 400, "q.criteria must map 2 to"),
         ("nothing", {}, 404, "Not Found: /v1/nothing"),
         ("models", {}, 405, "Method Not Allowed"),
         *(
             ("completions", {"model": "toy", "prompt": "a", **fields}, 400, message)
             for fields, message in (
-                ({"prompt": {}}, "prompt: input should be a valid string, or input should be a valid list."),
-                ({"prompt": ["a", 1]}, "prompt.0: input should be a valid integer, or input should be a valid list."),
+                *(({"prompt": prompt}, f"{PROMPT_RULE}, got {prompt}.") for prompt in ({}, ["a", 1], [[1], ["a"]])),
+                ({"logit_bias": {"3": 1}}, "logit_bias must be empty, got {'3': 1}."),
                 ({"prompt": []}, "at least one token"),
                 ({"prompt": [-1]}, "ids below 384"),
                 ({"prompt": "a" * 300}, "max_position_embeddings 320"),
                 ({"stop": ["b"] * 17}, "at most 16 items"),
-                ({"n": 128, "prompt": ["a"] * 3}, "at most 256 choices of all prompts, got 384"),
+                ({"stop": ["b", ""]}, "stop.1 must have at least 1 character, got ''."),
+                ({"n": 128, "prompt": ["a"] * 3}, "at most 64 choices of all prompts, got 384"),
+                ({"seed": "1"}, "seed must be a valid integer, got '1'."),
                 ({"max_tokens": 9999}, "must be at most 4096"),
                 ({"stepz": 1}, "stepz is not a field"),
+                ({f"f{number}": 1 for number in range(60_000)}, "f0 is not a field"),
+                ({"response_format": {"type": "text", "x": 1}}, "response_format.x is not a field"),
             )
         ),
         *(
@@ -283,6 +288,32 @@ def test_without_the_extra_one_sentence_says_what_to_install(monkeypatch, packag
         ImportError, match=rf'dgemma.serve needs {package}. Install it with: pip install -e "\.\[serve\]"'
     ):
         importlib.import_module("dgemma.serve")
+
+
+def test_requests_share_prefixes_without_changing_answers_and_metrics_count_them():
+    torch.manual_seed(0)
+    model = dgemma.DiffusionGemma(CONFIG).double()  # so that no rounding decides
+    model.generation = dgemma.GenerationDefaults(max_new_tokens=16, max_denoising_steps=2)
+    state, answers = "word " * 20, []
+    wet, cold = ({"type": "noul", "instructions": f"Is it {name}?"} for name in ("wet", "cold"))
+    for prefix_bytes in (1 << 20, 0):
+        app = create_app(model, TOKENIZER, name="toy", limits=Limits(prefix_bytes=prefix_bytes))
+        with TestClient(app, base_url="http://localhost") as client:
+            prompts = {"model": "toy", "prompt": [f"{state}{word}" for word in ("a", "bcd", "e")], "seed": 1}
+            found = [client.post("/v1/completions", json=prompts).json()["choices"] for _ in range(2)]
+            questions = {"model": "toy", "state": state, "questions": {"wet": wet, "cold": cold}}
+            decided = client.post("/v1/systemone", json=questions).json()["answers"]
+            answers.append([*found, *(answer["noul"] for answer in decided.values())])
+            metrics = dict(re.findall(r"^(dgemma_pr\w*) ([\d.e+]+)$", client.get("/metrics").text, re.MULTILINE))
+            if prefix_bytes:
+                assert float(metrics["dgemma_prompt_tokens_read"]) < 0.4 * float(metrics["dgemma_prompt_tokens"])
+                assert 0 < float(metrics["dgemma_prefix_bytes"]) <= prefix_bytes
+                assert (metrics["dgemma_prefixes"], metrics["dgemma_prefixes_evicted"]) != ("0.0", "0.0")
+            else:
+                assert metrics["dgemma_prompt_tokens_read"] == metrics["dgemma_prompt_tokens"]
+                assert metrics["dgemma_prefixes"] == "0.0"
+    assert answers[0][:2] == answers[1][:2]
+    assert answers[0][2:] == pytest.approx(answers[1][2:], rel=1e-9)
 
 
 def test_models_health_metrics_and_the_page_answer(client):
@@ -625,9 +656,10 @@ def test_constraints_of_a_client_are_built_one_after_another_and_not_for_those_w
     asyncio.run(scenario())
 
 
-def post_raw(app, client, read, headers=()):
+def post_raw(app, client, read, headers=(), **changes):
     """Post to the application from an address; return the task and what it sends. `read` counts bodies by client."""
-    sent, bodies = [], [json.dumps({"model": "toy", "prompt": "a", "max_tokens": 64, "steps": 400}).encode()]
+    body = {"model": "toy", "prompt": "a", "max_tokens": 64, "steps": 400, **changes}
+    sent, bodies = [], [json.dumps(body).encode()]
 
     async def receive():
         if not bodies:
@@ -667,6 +699,22 @@ def test_a_client_with_too_many_requests_gets_a_429_before_they_are_read():
         assert not tasks[-1].done()
         app.state.engine.stop()
         await asyncio.gather(*tasks)
+
+    asyncio.run(scenario())
+
+
+def test_choices_and_prompts_count_as_requests_of_a_client():
+    async def scenario():
+        app = create_app(Slow(CONFIG), TOKENIZER, name="toy", limits=Limits(per_client=3))
+        running, _ = post_raw(app, "a", Counter(), prompt=["a", "b"])
+        while app.state.engine.num_running < 2:
+            await asyncio.sleep(0.01)
+        for fields, code in (({"n": 2}, "too_many_requests"), ({"n": 4}, "invalid_value")):
+            refused, sent = post_raw(app, "a", Counter(), **fields)
+            await refused
+            assert json.loads(sent[1]["body"])["error"]["code"] == code
+        app.state.engine.stop()
+        await running
 
     asyncio.run(scenario())
 

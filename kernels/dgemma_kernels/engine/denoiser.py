@@ -139,7 +139,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
 
     config: ModelConfig
     generation: GenerationDefaults  # the model's at first; later changes of either do not affect the other
-    has_causal_mode = True
+    has_causal_mode = shares_prefixes = True
 
     @torch.no_grad()
     def __init__(

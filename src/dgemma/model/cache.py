@@ -57,7 +57,7 @@ class Cache(Protocol):
         """The cache of some rows: rows (R,) int64 → batch size R."""
 
     def splice(self, rows: Tensor, donor: Any) -> None:
-        """Replace `rows` (R,) in place by the rows of a donor of batch size R. Marks are forgotten."""
+        """Replace `rows` (R,) in place by the rows of a donor of batch size R or 1. Marks are forgotten."""
 
     @classmethod
     def join(cls, parts: Sequence[tuple[Tensor, Any]]) -> Self:
@@ -244,17 +244,18 @@ class PrefixCache:
         return self._rebuild(lambda tensor: tensor.index_select(0, rows))
 
     def splice(self, rows: Tensor, donor: Self) -> None:
-        """Replace `rows` (R,) in place by the rows of a donor of batch size R. Marks are forgotten.
+        """Replace `rows` (R,) in place by the rows of a donor, or all by its only row. Marks are forgotten.
 
         Example: `cache.splice(torch.tensor([1]), model.encode(prompt))` gives row 1 another prefix.
         """
         self._check_rows(rows)
-        fits = isinstance(donor, PrefixCache) and (donor.batch_size, len(donor.layers)) == (len(rows), len(self.layers))
+        fits = isinstance(donor, PrefixCache) and len(donor.layers) == len(self.layers)
+        fits = fits and donor.batch_size in (1, len(rows))
         require(fits, "PrefixCache.splice donor", f"be a cache of {len(rows)} rows of the same model", donor)
         for layer, theirs in zip(self.layers, donor.layers, strict=True):
             layer.keys = _splice(layer.keys, rows, theirs.keys, theirs.num_filled(donor.num_slots))
             layer.values = _splice(layer.values, rows, theirs.values, theirs.num_filled(donor.num_slots))
-        self.lengths = self.lengths.index_copy(0, rows, donor.lengths)
+        self.lengths = self.lengths.index_copy(0, rows, donor.lengths.expand(len(rows)))
         self.num_slots, self.num_seen = int(self.lengths.max()), max(self.num_seen, donor.num_seen)
         self.ragged, self._marks = True, []
 

@@ -45,6 +45,7 @@ class Denoiser(Generic[CacheT]):
     takes_images: bool = False  # if True, `encode` also takes `images`
     num_forwards: int = 1  # calls of the network in one `denoise`
     has_causal_mode: bool = False  # if True, `new_cache` and `causal_logits` are defined
+    shares_prefixes: bool = False  # if True, `new_cache` is defined, and caches are `PrefixCache`s
     source: Path | None = None  # the checkpoint folder that it was loaded from
     # An engine's own step(state, *, cache, knobs), with the results of `dgemma.step`. If None, a run calls the latter.
     step: Callable[..., tuple[Any, Any]] | None = None

@@ -72,7 +72,7 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
 
     config: ModelConfig
     generation: GenerationDefaults
-    has_causal_mode = True
+    has_causal_mode = shares_prefixes = True
     files: ClassVar[ModelFiles] = ModelFiles(_no_files, _no_files, _no_files)
 
     def __init__(

@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dgemma.model.cache import Cache
 from dgemma.model.denoiser import Denoiser
-from dgemma.model.vision.places import join_images
 from dgemma.run.denoising import Denoising
+from dgemma.run.prefixes import SharedPrefixes, read_texts
 from dgemma.run.records import StepRecord
 from dgemma.run.rows import Rows
 from dgemma.run.scores import Scores
@@ -57,8 +56,9 @@ class Batch:
     Example: `batch = Batch(model); batch.add(Rows(plan)); finished = batch.step()`.
     """
 
-    def __init__(self, model: Denoiser) -> None:
+    def __init__(self, model: Denoiser, prefixes: SharedPrefixes | None = None) -> None:
         self._model = model
+        self._prefixes = SharedPrefixes() if prefixes is None else prefixes
         self._waiting: list[Rows] = []  # not yet read
         self._between: list[tuple[list[Rows], Cache]] = []  # rows between two blocks; their cache lacks the last block
         self._running: _Group | None = None
@@ -114,11 +114,12 @@ class Batch:
     def _start(self, rows: Sequence[Rows], cache: Cache | None) -> _Group:
         """Encode what the rows have not read, and start their next canvases."""
         model = self._model
-        tokens, mask = pad_left([row.unread[0] for row in rows])
-        if cache is None or tokens.shape[1]:  # the next canvas of an infilling may begin at the same place
-            mask = None if mask is None else mask.to(model.device)
-            images = join_images([image for row in rows for image in row.unread_images or ()])
-            cache = model.encode_with(images, tokens.to(model.device), cache, mask)
+        texts = [row.unread[0] for row in rows]
+        if cache is None:
+            images = [None if row.unread_images is None else row.unread_images[0] for row in rows]
+            cache = self._prefixes.read(model, texts, images)
+        else:
+            cache = read_texts(model, cache, texts)
         states = [row.start(model, row.plan.knobs) for row in rows]
         first = torch.zeros(1, dtype=torch.int64, device=model.device)
         state = states[0].select(first.expand(len(rows)))
@@ -200,13 +201,3 @@ def _parts(items: list[_Element]) -> Iterator[list[_Element]]:
         size = 1 << (len(items).bit_length() - 1)
         yield items[:size]
         items = items[size:]
-
-
-def pad_left(texts: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Texts of different lengths as tokens (B, P), and a mask of the real ones, None if all lengths are equal."""
-    longest = max(map(len, texts))
-    tokens = torch.stack([F.pad(text, (longest - len(text), 0)) for text in texts])
-    if all(len(text) == longest for text in texts):
-        return tokens, None
-    lengths = torch.tensor([len(text) for text in texts], device=tokens.device)
-    return tokens, torch.arange(longest, device=tokens.device) >= longest - lengths[:, None]

@@ -26,6 +26,7 @@ from dgemma.printing import progress_bar
 from dgemma.run.batch import Batch
 from dgemma.run.options import Default, TextOptions, fill_in, select, takes_options
 from dgemma.run.plan import Plan, read_plan
+from dgemma.run.prefixes import SharedPrefixes
 from dgemma.run.rows import Rows
 from dgemma.run.run_file import RunFile
 from dgemma.values import identify
@@ -62,7 +63,9 @@ class ManyOptions(TextOptions, total=False):
 
 
 @takes_options(ManyOptions)
-def generate_many(model: Denoiser, prompts: Iterable[Any], **options: Unpack[ManyOptions]) -> Iterator[Completion]:
+def generate_many(
+    model: Denoiser, prompts: Iterable[Any], *, prefixes: SharedPrefixes | None = None, **options: Unpack[ManyOptions]
+) -> Iterator[Completion]:
     """Generate from many prompts, `batch_size` at a time, and yield a `Completion` for each.
 
     When a row finishes, the next prompt takes its place; the other rows do not wait. In float32 on a CPU the tokens are
@@ -76,6 +79,8 @@ def generate_many(model: Denoiser, prompts: Iterable[Any], **options: Unpack[Man
     - `out`: a file of JSON lines. Each result is appended when it is finished. A second call with the same arguments
       continues after a kill, and also yields the results that are already in the file.
     - `tokenizer`: for texts and chats. The default is that of the checkpoint that the model was loaded from.
+    - `prefixes`: prompts that begin with the same tokens read them once. Pass a `SharedPrefixes` to share them with
+      other calls, or to bound their memory.
     - `in_order`: False yields results as they finish.
     - `progress` shows a progress bar, with the time left if `prompts` has a length, or a line now and then in a pipe.
     - All other options are those of `generate`, and apply to every prompt.
@@ -84,7 +89,7 @@ def generate_many(model: Denoiser, prompts: Iterable[Any], **options: Unpack[Man
     """
     check_denoiser("generate_many", model)
     many = read_many("generate_many", prompts, options)
-    worker = Worker(model, many["tokenizer"], many["batch_size"], select(options, TextOptions))
+    worker = Worker(model, many["tokenizer"], many["batch_size"], select(options, TextOptions), prefixes)
     return run_prompts(worker, prompts, many)
 
 
@@ -166,7 +171,12 @@ class Worker:
     """
 
     def __init__(
-        self, model: Denoiser, tokenizer: Tokenizer | None, batch_size: int, options: Mapping[str, Any]
+        self,
+        model: Denoiser,
+        tokenizer: Tokenizer | None,
+        batch_size: int,
+        options: Mapping[str, Any],
+        prefixes: SharedPrefixes | None = None,
     ) -> None:
         seed = as_int(options.get("seed", 0))
         require(seed is not None, "generate_many seed", "be an integer", options.get("seed"), "Prompt i has seed + i.")
@@ -175,7 +185,7 @@ class Worker:
         if tokenizer is None and model.source is not None:
             with suppress(FileNotFoundError):  # token ids need no tokenizer
                 self._tokenizer = Tokenizer.from_pretrained(model.source)
-        self._batch = Batch(model)
+        self._batch = Batch(model, prefixes)
         self._running: dict[int, Any] = {}  # prompts by index
         self._plan({"tokens": [0]}, self._seed)  # reports bad options now
 

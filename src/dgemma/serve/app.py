@@ -55,7 +55,7 @@ def create_app(
     require(batch_size >= 1, "create_app batch_size", "be >= 1", batch_size)
     limits = limits or Limits()
     policy = None if replay is None else f"{read_policy(replay)}; frame-ancestors {frames}"
-    engine = Engine(model, batch_size=batch_size, max_queue=limits.queue)
+    engine = Engine(model, batch_size=batch_size, max_queue=limits.queue, prefix_bytes=limits.prefix_bytes)
     first = Service(model, tokenizer, name, engine, limits, Metrics(engine), Builders(engine))
     others = {other: replace(first, name=other, model=adapted) for other, adapted in (adapters or {}).items()}
     services = {name: first, **others}

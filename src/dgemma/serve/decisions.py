@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from dgemma.checkpoint.tokenizer import IMAGE_MARKER, Tokenizer
 from dgemma.model.denoiser import Denoiser
 from dgemma.model.vision.images import Images
+from dgemma.run.prefixes import SharedPrefixes
 from dgemma.serve.errors import ApiError
 from dgemma.serve.protocol import Question
 from dgemma.tasks.slots import FilledTemplate, Slot, Template, decide_many
@@ -29,7 +30,12 @@ class TypedAnswer(NamedTuple):
 
 
 def answer_questions(
-    model: Denoiser, tokenizer: Tokenizer, state: Any, questions: Mapping[str, Question], images: Images | None = None
+    model: Denoiser,
+    tokenizer: Tokenizer,
+    state: Any,
+    questions: Mapping[str, Question],
+    images: Images | None = None,
+    prefixes: SharedPrefixes | None = None,
 ) -> Iterator[TypedAnswer]:
     """Check questions about images and `state`, a text or a JSON value; yield answers. One forward answers several.
 
@@ -53,7 +59,7 @@ def answer_questions(
             message = f"questions.{name} options must fit into a canvas of {canvas_len} tokens, got {longest}."
             raise ApiError(400, message, param="questions", code="invalid_value")
     templates: list[Template] = [[*pieces[name], Slot(written[name])] for name in options]
-    decided = decide_many(model, templates, tokenizer=tokenizer, progress=False)
+    decided = decide_many(model, templates, tokenizer=tokenizer, prefixes=prefixes, progress=False)
     return _read_answers(decided, questions, options, num_tokens)
 
 

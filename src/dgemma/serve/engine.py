@@ -15,6 +15,7 @@ import torch
 
 from dgemma.model.denoiser import Denoiser
 from dgemma.run.batch import Batch
+from dgemma.run.prefixes import PREFIX_BYTES, SharedPrefixes
 from dgemma.run.rows import Rows
 from dgemma.run.scores import Scores
 from dgemma.serve.errors import ApiError, shut_down, timed_out
@@ -106,8 +107,9 @@ class Engine:
     others go on.
     """
 
-    def __init__(self, model: Denoiser, *, batch_size: int, max_queue: int) -> None:
+    def __init__(self, model: Denoiser, *, batch_size: int, max_queue: int, prefix_bytes: int = PREFIX_BYTES) -> None:
         self.model, self.batch_size, self.max_queue = model, batch_size, max_queue
+        self.prefixes = SharedPrefixes(prefix_bytes)  # of all requests
         self.num_steps = 0  # of all batches
         self._queue: deque[Job] = deque()
         self._calls: deque[Call] = deque()
@@ -130,6 +132,12 @@ class Engine:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    def num_rows(self, client: str) -> int:
+        """The rows of a client that wait or run."""
+        with self._changed:
+            jobs = (*self._queue, *self._running.values())
+            return sum(job.client == client and not job.cancelled for job in jobs)
 
     @property
     def is_alive(self) -> bool:
@@ -281,7 +289,7 @@ class Engine:
                 break
             self._queue.remove(job)
             self._running[job.row] = job
-            self._batches.setdefault(_key(job), Batch(job.model)).add(job.row)
+            self._batches.setdefault(_key(job), Batch(job.model, self.prefixes)).add(job.row)
 
     def _step(self, key: Any, batch: Batch) -> None:
         try:

@@ -15,8 +15,8 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """Return the JSON object of the response."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        param = None if self.param is None else _encodable(self.param)
-        return {"error": {"message": _encodable(self.message), "type": kind, "param": param, "code": self.code}}
+        param = None if self.param is None else encodable(self.param)
+        return {"error": {"message": encodable(self.message), "type": kind, "param": param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
         """Return the headers of the response."""
@@ -27,10 +27,15 @@ def timed_out() -> ApiError:
     return ApiError(504, "The request took longer than the server allows.", code="timeout")
 
 
+def too_many(most: int) -> ApiError:
+    message = f"This client has {most} requests or choices at work already. Try again later."
+    return ApiError(429, message, code="too_many_requests")
+
+
 def shut_down() -> ApiError:
     return ApiError(503, "The server is shutting down. Try again later.")
 
 
-def _encodable(text: str) -> str:
+def encodable(text: str) -> str:
     """Replace lone surrogates, which JSON can express and UTF-8 cannot."""
     return text.encode(errors="replace").decode()

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dgemma.constraints.build import stop_builds
+from dgemma.run.prefixes import PREFIX_BYTES
 from dgemma.serve.errors import ApiError, shut_down
 from dgemma.serve.metrics import Metrics
 from dgemma.serve.turns import Door
@@ -48,7 +49,8 @@ class Limits:
     body_seconds: float = 10.0  # to send a request
     tokens: int = 4096  # of an answer
     queue: int = 256  # requests that wait
-    per_client: int = 64  # requests of one client, running or waiting
+    per_client: int = 64  # answers of one client, running or waiting
+    prefix_bytes: int = PREFIX_BYTES  # of prefixes that requests share
     seconds: float = 300.0  # for one answer, including its wait
 
 

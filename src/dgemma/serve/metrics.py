@@ -12,6 +12,7 @@ class Metrics:
 
     def __init__(self, engine: Engine) -> None:
         self._registry = registry = CollectorRegistry()
+        prefixes = engine.prefixes
         self.requests = Counter("dgemma_requests", "Requests by path and status", ["path", "status"], registry=registry)
         self.seconds = Histogram("dgemma_request_seconds", "Duration of requests", buckets=_SECONDS, registry=registry)
         self.first_block = Histogram(
@@ -24,6 +25,11 @@ class Metrics:
             ("dgemma_waiting", "Requests in the queue", lambda: engine.num_waiting),
             ("dgemma_running", "Requests that are being denoised", lambda: engine.num_running),
             ("dgemma_batch_steps", "Steps of all batches", lambda: engine.num_steps),
+            ("dgemma_prompt_tokens", "Tokens of all prompts", lambda: prefixes.num_tokens),
+            ("dgemma_prompt_tokens_read", "Prompt tokens that the model read", lambda: prefixes.num_read),
+            ("dgemma_prefixes", "Shared prefixes that are kept", lambda: prefixes.num_kept),
+            ("dgemma_prefix_bytes", "Memory of the kept prefixes", lambda: prefixes.num_bytes),
+            ("dgemma_prefixes_evicted", "Prefixes that left to make room", lambda: prefixes.num_evicted),
         ):
             Gauge(name, text, registry=registry).set_function(read)
 

@@ -1,13 +1,20 @@
 """Requests in OpenAI's form: their fields, limits and meaning. Unknown fields are refused."""
 
+import re
+import reprlib
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictBool, StrictInt, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictBool, StrictInt, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
-from dgemma.serve.errors import ApiError
+from dgemma.serve.errors import ApiError, encodable
 
 _ALTERNATIVES = ("body", "str", "constrained-str", "int", "ToolChoice", "TextPart", "ImagePart")
 _PART_NAMES = {"text": "TextPart", "image_url": "ImagePart"}
+_RULES = {  # of fields that pydantic describes badly
+    "prompt": "be a text, a list of token ids, or a list of several of these",
+    "logit_bias": "be empty",
+}
 
 Element = TypeVar("Element")
 Many = Annotated[list[Element], Field(fail_fast=True)]  # a body can have a million mistakes, and one is reported
@@ -17,6 +24,16 @@ StopText = Annotated[str, Field(min_length=1, max_length=256)]
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, body: Any) -> Any:
+        """Refuse the first unknown field. pydantic would report all of them, and a body can have 60,000."""
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        for name in body if isinstance(body, dict) else ():
+            if name not in known:
+                raise PydanticCustomError("extra_forbidden", "This field is unknown", {"name": encodable(name)})
+        return body
 
 
 class TextPart(_Body):
@@ -234,17 +251,22 @@ def describe_mistake(errors: list[Any]) -> ApiError:
     """
     if errors[0]["type"] == "json_invalid":
         return ApiError(400, "The body must be valid JSON.", code="invalid_json")
+    for error in errors:
+        if error["type"] == "extra_forbidden":
+            error["loc"] = (*error["loc"], error["ctx"]["name"])
     field = _place(errors[0])
     of_field = [error for error in errors if _place(error)[: len(field)] == field]
-    first = max(of_field, key=lambda error: len(error["loc"]))
+    first = errors[0] if field and field[0] in _RULES else max(of_field, key=lambda error: len(error["loc"]))
     name = ".".join(_place(first)) or "body"
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{name} is not a field that this server knows.", param=name, code="unknown_parameter")
     if first["type"] == "missing":
         return ApiError(400, f"{name} is required.", param=name, code="missing_required_parameter")
     same = [error for error in of_field if _place(error) == _place(first) and len(error["loc"]) == len(first["loc"])]
-    message = ", or ".join(dict.fromkeys(error["msg"][:1].lower() + error["msg"][1:200] for error in same))
-    return ApiError(400, f"{name}: {message}.", param=name, code="invalid_value")
+    rule = _RULES.get(name) or ", or ".join(dict.fromkeys(map(_rule, same)))
+    # Of a long or deep value, the message shows the beginning.
+    message = f"{name} must {rule}, got {reprlib.repr(first['input'])}."
+    return ApiError(400, message, param=name, code="invalid_value")
 
 
 def describe_refusal(message: str, body: ChatRequest | CompletionRequest) -> ApiError:
@@ -269,6 +291,12 @@ def describe_refusal(message: str, body: ChatRequest | CompletionRequest) -> Api
     param = message.partition(" ")[0].partition(".")[0]
     code = "context_length_exceeded" if "max_position_embeddings" in message else "invalid_value"
     return ApiError(400, message, param=param if param in type(body).model_fields else None, code=code)
+
+
+def _rule(error: Any) -> str:
+    """Return the rule in a message of pydantic, which is "Input should be ..." or "List should have ..."."""
+    rule = re.sub(r"^\w+ should | after validation.*", "", error["msg"][:200])
+    return "be an object" if rule.startswith("be a valid dictionary") else rule
 
 
 def _place(error: Any) -> list[str]:

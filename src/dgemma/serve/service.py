@@ -28,7 +28,7 @@ from dgemma.run.rows import Rows
 from dgemma.serve.answer import Answer, AnswerChoice
 from dgemma.serve.decisions import TypedAnswer, answer_questions
 from dgemma.serve.engine import Engine, Job, Written
-from dgemma.serve.errors import ApiError, timed_out
+from dgemma.serve.errors import ApiError, timed_out, too_many
 from dgemma.serve.gate import Limits
 from dgemma.serve.images import chat_urls, read_images
 from dgemma.serve.log_probs import LogProbs
@@ -172,7 +172,8 @@ class Service:
 
     def _ask(self, body: DecisionRequest) -> Iterator[TypedAnswer]:
         images = read_images(self.model, {f"images.{number}": url for number, url in enumerate(body.images)})
-        return answer_questions(self.model, self.tokenizer, body.state, body.questions, images)
+        prefixes = self.engine.prefixes
+        return answer_questions(self.model, self.tokenizer, body.state, body.questions, images, prefixes)
 
     @contextlib.asynccontextmanager
     async def watched(self, jobs: list[Job], request: Request) -> AsyncIterator[None]:
@@ -195,9 +196,11 @@ class Service:
     def _submit(self, rows: list[Rows], request: Request, *, drafts: bool = False) -> list[Job]:
         """Queue the rows of a request: all of them, or none."""
         jobs: list[Job] = []
+        client, seconds = _client(request), self.limits.seconds
+        if self.engine.num_rows(client) + len(rows) > self.limits.per_client:
+            raise too_many(self.limits.per_client)
         try:
             for row in rows:
-                seconds, client = self.limits.seconds, _client(request)
                 jobs.append(self.engine.submit(row, seconds=seconds, client=client, drafts=drafts, model=self.model))
         except ApiError:
             for job in jobs:
@@ -228,8 +231,9 @@ class Service:
         if is_chat and body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs", code="invalid_value")
         num_rows = num_choices * (1 if is_chat else len(body.prompts))
-        if num_rows > self.limits.queue:
-            message = f"n must ask for at most {self.limits.queue} choices of all prompts, got {num_rows}."
+        most = min(self.limits.queue, self.limits.per_client)
+        if num_rows > most:
+            message = f"n must ask for at most {most} choices of all prompts, got {num_rows}."
             raise ApiError(400, message, param="n", code="invalid_value")
         options = self._options(body) | {"max_new_tokens": max_tokens}
         options["seed"] = [secrets.randbits(62) if body.seed is None else body.seed]

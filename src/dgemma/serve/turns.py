@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 from fastapi import Request
 
 from dgemma.serve.engine import Call, Engine, Result
-from dgemma.serve.errors import ApiError, timed_out
+from dgemma.serve.errors import ApiError, timed_out, too_many
 
 _COST = 0.01  # seconds that a request is charged in advance, to read it and to write its answer
 _PAUSE = 0.05  # seconds between two looks at the engine
@@ -43,8 +43,7 @@ class Door:
     async def enter(self, client: str) -> AsyncIterator[None]:
         """Count a request until its answer has ended. Raise a 429 if its client has too many."""
         if self._inside[client] >= self._most:
-            message = f"This client has {self._most} requests at work already. Try again later."
-            raise ApiError(429, message, code="too_many_requests")
+            raise too_many(self._most)
         self._inside[client] += 1
         try:
             try:

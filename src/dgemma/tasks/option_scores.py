@@ -19,6 +19,7 @@ from dgemma.diffusion.noise import Noise
 from dgemma.model.cache import Cache
 from dgemma.model.denoiser import Denoiser
 from dgemma.model.vision.images import Images
+from dgemma.run.prefixes import SharedPrefixes, read_texts
 
 _OPEN = -1  # in a canvas: a position whose token is not shown
 
@@ -104,22 +105,19 @@ def layouts_of(pieces: Sequence[Piece], places: Sequence[int], canvas_len: int, 
 class Reader:
     """Reads prefixes, and predicts canvases with open positions. Equal canvases of a row are predicted once."""
 
-    def __init__(self, model: Denoiser, noise: Noise, num_draws: int, batch_size: int) -> None:
+    def __init__(
+        self, model: Denoiser, noise: Noise, num_draws: int, batch_size: int, prefixes: SharedPrefixes | None = None
+    ) -> None:
         self.model, self.noise, self.batch_size = model, noise, batch_size
+        self._prefixes = SharedPrefixes() if prefixes is None else prefixes
         self.num_draws = num_draws if noise.mask_token is None else 1  # masks are not random
 
-    def read(self, texts: Sequence[Sequence[int]], cache: Cache | None, images: Images | None = None) -> Cache:
-        """Extend the cache of B rows by their texts, which may differ in length, and by the images in them."""
-        longest = max(map(len, texts))
-        if cache is not None and longest == 0:
-            return cache
-        padded = [[*text, *[0] * (longest - len(text))] for text in texts]
-        tokens = torch.tensor(padded, dtype=torch.int64, device=self.model.device)
-        if all(len(text) == longest for text in texts):
-            return self.model.encode_with(images, tokens, cache)
-        lengths = torch.tensor([len(text) for text in texts], device=tokens.device)
-        is_real = torch.arange(longest, device=tokens.device) < lengths[:, None]
-        return self.model.encode_with(images, tokens, cache, is_real)
+    def read(self, texts: Sequence[Sequence[int]], cache: Cache | None, images: Sequence[Images | None]) -> Cache:
+        """Extend the cache of B rows by their texts. The first ones may have images, and share prefixes."""
+        tokens = [torch.tensor(text, dtype=torch.int64) for text in texts]
+        return (
+            self._prefixes.read(self.model, tokens, images) if cache is None else read_texts(self.model, cache, tokens)
+        )
 
     def score(
         self, cache: Cache, layouts: Sequence[Sequence[Layout]], seeds: Sequence[int], block: int

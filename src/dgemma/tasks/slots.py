@@ -28,6 +28,7 @@ from dgemma.printing import progress_bar
 from dgemma.run.arguments import check_vocabulary
 from dgemma.run.knobs import learnt_noise
 from dgemma.run.options import Default, fill_in, takes_options
+from dgemma.run.prefixes import SharedPrefixes
 from dgemma.tasks.infill import check_tail
 from dgemma.tasks.option_scores import Blank, Layout, Piece, Reader, layouts_of
 
@@ -122,20 +123,27 @@ class SlotOptions(TypedDict, total=False):
 
 
 @takes_options(SlotOptions)
-def slots(model: Denoiser, template: Template, **options: Unpack[SlotOptions]) -> FilledTemplate:
+def slots(
+    model: Denoiser, template: Template, *, prefixes: SharedPrefixes | None = None, **options: Unpack[SlotOptions]
+) -> FilledTemplate:
     """Fill the slots of one template; `decide_many` describes the options.
 
     Example:
         filled = slots(model, ["Is 7 prime? ", Slot(["yes", "no"], name="prime"), "."], tokenizer=tokenizer)
         filled["prime"].probabilities
     """
-    filler = _Filler("slots", model, options)
+    filler = _Filler("slots", model, options, prefixes)
     return filler.fill([filler.read("slots template", template, 0)])[0]
 
 
 @takes_options(SlotOptions)
 def decide_many(
-    model: Denoiser, templates: Iterable[Template], *, progress: bool = True, **options: Unpack[SlotOptions]
+    model: Denoiser,
+    templates: Iterable[Template],
+    *,
+    prefixes: SharedPrefixes | None = None,
+    progress: bool = True,
+    **options: Unpack[SlotOptions],
 ) -> Iterator[FilledTemplate]:
     """Fill the slots of any number of templates, and yield a `FilledTemplate` for each, in order.
 
@@ -157,10 +165,12 @@ def decide_many(
     - `num_draws`: without a mask token, open positions are drawn this many times, and probabilities are averaged.
     - `tail_token_id` fills the canvas after the template; None leaves it open.
     - `batch_size` canvases are predicted at once.
+    - `prefixes`: texts before the first slot that begin with the same tokens are read once. Pass a `SharedPrefixes` to
+      share them with other calls, or to bound their memory.
 
     Example: `for filled in decide_many(model, templates, threshold=0.9): print(filled["mood"].option)`.
     """
-    filler = _Filler("decide_many", model, options)
+    filler = _Filler("decide_many", model, options, prefixes)
     num_templates = len(templates) if isinstance(templates, Sized) else None
     return _decide(filler, templates, progress_bar(desc="deciding", unit="row", show=progress, total=num_templates))
 
@@ -260,7 +270,9 @@ class _TemplateRow:
 class _Filler:
     """Fills batches of templates; `decide_many` describes its options."""
 
-    def __init__(self, owner: str, model: Denoiser, options: SlotOptions) -> None:
+    def __init__(
+        self, owner: str, model: Denoiser, options: SlotOptions, prefixes: SharedPrefixes | None = None
+    ) -> None:
         check_denoiser(owner, model)
         settings: Any = fill_in(options, SlotOptions)
         noise = learnt_noise(model) if settings["noise"] is None else settings["noise"]
@@ -278,7 +290,7 @@ class _Filler:
         self.model, self.noise, self.settings = model, noise, settings
         self.tokenizer, self.mode, self.bias = settings["tokenizer"], settings["mode"], settings["bias"] or {}
         self.tail = [] if tail is None else [tail] * model.config.canvas_length
-        self.reader = Reader(model, noise, settings["num_draws"], settings["batch_size"])
+        self.reader = Reader(model, noise, settings["num_draws"], settings["batch_size"], prefixes)
 
     def read(self, owner: str, template: Template, number: int) -> _TemplateRow:
         """Tokenize a template and check it."""
@@ -335,8 +347,8 @@ class _Filler:
             if cache is not None and len(kept) < len(active):
                 cache = cache.select(torch.tensor(kept, device=self.model.device))
             active = [active[at] for at in kept]
-            images = join_images([row.images for row in active]) if number == 0 else None
-            cache = self.reader.read([row.read_up_to(row.rounds[number][0][0]) for row in active], cache, images)
+            texts = [row.read_up_to(row.rounds[number][0][0]) for row in active]
+            cache = self.reader.read(texts, cache, [row.images for row in active])
             layouts = [self._layouts(row, row.rounds[number]) for row in active]
             joined = [list(itertools.chain(*groups)) for groups in layouts]
             scores = self.reader.score(cache, joined, [row.seed for row in active], block=number)
