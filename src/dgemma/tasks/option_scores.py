@@ -115,9 +115,9 @@ class Reader:
     def read(self, texts: Sequence[Sequence[int]], cache: Cache | None, images: Sequence[Images | None]) -> Cache:
         """Extend the cache of B rows by their texts. The first ones may have images, and share prefixes."""
         tokens = [torch.tensor(text, dtype=torch.int64) for text in texts]
-        return (
-            self._prefixes.read(self.model, tokens, images) if cache is None else read_texts(self.model, cache, tokens)
-        )
+        if cache is None:
+            return self._prefixes.read(self.model, tokens, images)
+        return read_texts(self.model, cache, tokens)
 
     def score(
         self, cache: Cache, layouts: Sequence[Sequence[Layout]], seeds: Sequence[int], block: int
