@@ -32,15 +32,26 @@ class Decision:
         require(fits, "Decision", "hold int64 tokens and boolean write and renoise of one shape (B, C)", self)
 
 
-def transition(x0: Tensor, state: DenoiseState) -> Decision:
+def transition(x0: Tensor, state: DenoiseState, *, kappa: float = 1.0) -> Decision:
     """Draw from the exact kernel q(z_s | z_t, x0) for sampled x0 (B, C): write x0, keep z_t, or return to noise.
 
     If x0 is drawn from p(x0 | z_t), this is the exact reverse step of each position. One uniform chooses between
-    writing, keeping and noise. `settle` draws the noise tokens with a second uniform.
+    writing, keeping and noise. `settle` draws the noise tokens with a second uniform. kappa: as in `routes`.
 
     Example: `transition(prediction.sample(state.uniform("token")), state)`.
     """
-    levels = state.noise_level, state.next_noise_level
-    clean, stay = state.noise.routes(x0, state.canvas, *levels, allowed=state.allowed)
+    clean, stay = routes(x0, state, kappa)
     u = state.uniform("event")
     return Decision(tokens=x0, write=u < clean, renoise=u >= clean + stay)
+
+
+def routes(x0: Tensor, state: DenoiseState, kappa: float) -> tuple[Tensor, Tensor]:
+    """The probabilities (B, C) that a step from this state writes x0 (B, C), and that it keeps the token.
+
+    kappa: the share of the exact reverse kernel. The rest noises x0 afresh to the next level.
+    """
+    next_level = state.next_noise_level
+    clean, stay = state.noise.routes(x0, state.canvas, state.noise_level, next_level, allowed=state.allowed)
+    if kappa == 1:
+        return clean, stay
+    return kappa * clean + (1 - kappa) * state.noise.clean_share(next_level)[:, None], kappa * stay

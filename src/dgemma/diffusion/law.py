@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dgemma.diffusion.decision import Decision
+from dgemma.diffusion.decision import Decision, routes
 from dgemma.diffusion.prediction import Prediction, Transform
 from dgemma.diffusion.reductions import log_sum, safe_log
 from dgemma.diffusion.state import DenoiseState
@@ -96,17 +96,17 @@ def log_means(prediction: Prediction, weigh: Transform) -> Tensor:
     return weighed.double() - prediction.statistics.log_normalizer
 
 
-def log_transition(prediction: Prediction, state: DenoiseState, decision: Decision) -> Tensor:
+def log_transition(prediction: Prediction, state: DenoiseState, decision: Decision, *, kappa: float = 1.0) -> Tensor:
     """The log-probability of a decision of `transition`, for x0 drawn from the prediction; (B,) float64.
 
     At each position it is the probability of what was recorded (write a token, stay, renoise), summed over the x0 that
     can lead to it.
     """
-    canvas, levels = state.canvas, (state.noise_level, state.next_noise_level)
+    canvas = state.canvas
 
     def event(x0: Tensor) -> Tensor:
         """The log-probability of the recorded event, given x0 (B, C)."""
-        clean, stay = state.noise.routes(x0, canvas, *levels, allowed=state.allowed)
+        clean, stay = routes(x0, state, kappa)
         noise = (1 - clean - stay).clamp(min=0.0)
         return safe_log(torch.where(decision.write, clean, torch.where(decision.renoise, noise, stay)))
 

@@ -12,6 +12,7 @@ from dgemma.sampling.fork import Fork
 from dgemma.sampling.gibbs import LeaveOneOutGibbs
 from dgemma.sampling.klass import KLASS
 from dgemma.sampling.p2 import P2
+from dgemma.sampling.psi import Psi
 from dgemma.sampling.refinement import BlockRefinement
 from dgemma.sampling.remdm import ReMDM
 from dgemma.sampling.soft_bound import SoftEntropyBound
@@ -37,6 +38,7 @@ __all__ = [
     "Law",
     "LeaveOneOutGibbs",
     "LinearTemperature",
+    "Psi",
     "ReMDM",
     "Sampler",
     "SoftEntropyBound",

@@ -28,7 +28,7 @@ class OwnSteps(Checked):
     Only for prompts with one right answer. The model's tokens say nothing about the text of the data, so a prompt with
     several answers teaches their mean on every canvas.
 
-    Example: `train(model, RowMean(OwnSteps(noise=noise, canvas_len=81, steps=4, knobs=knobs)), source, config, out=…)`.
+    Example: `objective = RowMean(OwnSteps(noise=noise, canvas_len=81, steps=4, knobs=knobs))`.
     """
 
     noise: Noise
