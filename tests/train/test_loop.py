@@ -73,11 +73,11 @@ def test_a_model_learns_to_count(tmp_path):
 
 
 def test_weights_that_no_gradient_reaches_are_named(tmp_path, caplog):
-    run(tmp_path / "all", steps=2)
+    run(tmp_path / "all", steps=9)
     assert "No gradient" not in caplog.text
     model = next_token.model()
     model.layers[0].experts.register_forward_hook(lambda module, inputs, out: out * 0)
-    run(tmp_path / "some", model=model, steps=2)
+    run(tmp_path / "some", model=model, steps=9)
     assert "No gradient reaches 7 weights, such as layers.0.router.scale" in caplog.text
 
 

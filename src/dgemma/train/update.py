@@ -35,6 +35,8 @@ from dgemma.train.parallel import Parallel
 
 _logger = getLogger("dgemma")
 
+_WATCHED = 8  # updates; in a small batch, self-conditioning is off in some of them
+
 
 class Measured(NamedTuple):
     """The results of a forward and a backward pass: the loss, and the terms' sums and counts per row (B,)."""
@@ -70,6 +72,7 @@ class Updater:
             _check_optimizer(self.optimizer, self.parameters)
         self.peaks = [group["lr"] for group in self.optimizer.param_groups]
         self.average = None if config.ema_decay is None else WeightAverage(self.parameters, config.ema_decay)
+        self.learning: dict[str, Tensor | bool] = {}  # by weight, whether a gradient has reached it
         if isinstance(objective, Stateful):
             objective.begin(0, self.parameters)
 
@@ -83,8 +86,8 @@ class Updater:
         totals = self._totals(parts, step)
         measured = [self.measure(part, totals) for part in parts]
         grad_norm = self.parallel.clip_grad_norm(self.parameters.values(), self.config.clip)
-        if step == 1 and self.parallel.world_size == 1:  # in the first update, B = 0 of adapters hides A
-            self._warn_of_untrained()
+        if 0 < step <= _WATCHED and self.parallel.world_size == 1:  # in the first update, B = 0 of adapters hides A
+            self._watch_gradients(is_last=step == _WATCHED)
         factor = learning_rate_factor(step, steps=steps, warmup=warmup, floor=self.config.final_lr)
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
             group["lr"] = peak * factor
@@ -102,10 +105,12 @@ class Updater:
             parts=parts,
         )
 
-    def _warn_of_untrained(self) -> None:
-        """Name weights whose gradient is exactly zero: they would not learn, and the loss alone does not tell."""
-        learning = {name: p.grad.any() for name, p in self.parameters.items() if p.grad is not None}
-        if untrained := [name for name, any_gradient in learning.items() if not any_gradient]:
+    def _watch_gradients(self, is_last: bool) -> None:
+        """Name weights whose gradient is always exactly zero. They would not learn, and the loss does not show it."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                self.learning[name] = self.learning.get(name, False) | parameter.grad.any()
+        if is_last and (untrained := [name for name, any_gradient in self.learning.items() if not any_gradient]):
             _logger.warning("No gradient reaches %d weights, such as %s.", len(untrained), ", ".join(untrained[:3]))
 
     @replaceable
