@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgemma.checks import require
+from dgemma.checks import require, typed
 from dgemma.model.cache import Cache, PrefixCache
 from dgemma.model.denoiser import Denoiser, require_vision
 from dgemma.model.vision.images import Images
@@ -66,6 +66,7 @@ class SharedPrefixes:
     Example: `prefixes = SharedPrefixes(); slots(model, template, prefixes=prefixes); prefixes.num_reused`.
     """
 
+    @typed
     def __init__(self, num_bytes: int = PREFIX_BYTES) -> None:
         require(num_bytes >= 0, "SharedPrefixes num_bytes", "be >= 0", num_bytes)
         self._most_bytes = num_bytes
