@@ -17,6 +17,7 @@ from dgemma.cli import loading, output
 from dgemma.cli.loading import Writer
 from dgemma.data import sudoku
 from dgemma.model.vision.images import Images
+from dgemma.printing import progress_bar
 from dgemma.run.generate import generate
 from dgemma.run.knobs import warn_of_noise
 from dgemma.run.many import PromptFile, generate_many
@@ -176,8 +177,13 @@ def run_infill(arguments: argparse.Namespace) -> None:
         """Return ids and holes, with this length for holes of any length."""
         return _tokenise(text, _HOLE.pattern, writer.tokenizer, lambda hole: [pad] * (hole.count("_") or length))
 
-    lengths = _LENGTHS if any("[" in hole for hole in _HOLE.findall(text)) else [0]
-    ids, is_hole = cut(max(lengths, key=lambda length: _score(writer, *cut(length)) if length else 0.0))
+    lengths = _LENGTHS if any("[" in hole for hole in _HOLE.findall(text)) else ()
+    scores = {}
+    with progress_bar(desc="trying lengths", unit="length", total=len(lengths), show=not arguments.quiet) as bar:
+        for length in lengths:
+            scores[length] = _score(writer, *cut(length))
+            bar.update()
+    ids, is_hole = cut(max(scores, key=scores.__getitem__, default=0))
     _fill(arguments, text, writer, infill, ids, holes=writer.tokens(is_hole))
 
 
