@@ -204,7 +204,7 @@ def test_images_that_do_not_fit_the_prompt_are_named(model):
     with pytest.raises(ValueError, match="have one entry per row, 1, got 2"):
         dgemma.generate(model, tokens, images=[images, None])
     text = DiffusionGemma(presets.tiny())
-    with pytest.raises(ValueError, match="images must be None for this DiffusionGemma"):
+    with pytest.raises(ValueError, match="images must be None for a DiffusionGemma without a vision tower"):
         dgemma.generate(text, tokens, images=images)
     with pytest.raises(ValueError, match="without a vision tower"):
         text.encode(tokens, images=images)

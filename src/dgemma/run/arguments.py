@@ -17,7 +17,7 @@ from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.schedule import LEAST_NOISE
 from dgemma.model.cache import Cache
 from dgemma.model.config import DenoiserConfig, ModelConfig
-from dgemma.model.denoiser import Denoiser
+from dgemma.model.denoiser import Denoiser, require_vision
 from dgemma.model.vision.images import Images
 from dgemma.model.vision.places import split_images
 from dgemma.sampling.base import Sampler
@@ -203,10 +203,11 @@ def check_prompt(
 
 def read_images(model: Denoiser, tokens: Tensor, images: Any) -> tuple[Images | None, ...] | None:
     """Return the images of each row, from one value for all rows or a list with one per row."""
-    if not isinstance(model.config, ModelConfig) or not model.takes_images:
-        fix = "Load a model with a vision tower."
-        require(images is None, "generate images", f"be None for this {type(model).__name__}", images, fix)
+    if images is not None:
+        require_vision(model)
+    if not model.takes_images:
         return None
+    assert isinstance(model.config, ModelConfig)  # which names the image token
     image_token = model.config.image_token_id
     if images is None:
         has_places = bool((tokens == image_token).any())
