@@ -139,11 +139,11 @@ def main() -> None:
     for size in sizes:
         pixels, positions = their_inputs(random_images(size, plain.config.patch_dim))
         text, seen = (prompt(config, size, with_image=flag) for flag in (False, True))
-        given = {"input_ids": seen, "mm_token_type_ids": (seen == config.image_token_id).long()}
+        inputs = {"input_ids": seen, "mm_token_type_ids": (seen == config.image_token_id).long()}
         of_tower = milliseconds(partial(encoder.vision_tower, pixels, positions), 5)
         print(f"transformers, batch {size}: the tower {of_tower:.2f} ms", flush=True)
         of_text = milliseconds(partial(encoder, input_ids=text), 5)
-        of_image = milliseconds(partial(encoder, **given, pixel_values=pixels, image_position_ids=positions), 5)
+        of_image = milliseconds(partial(encoder, **inputs, pixel_values=pixels, image_position_ids=positions), 5)
         print(f"  text {of_text:.2f} ms, with images {of_image:.2f} ms, {1000 * size / of_image:.1f} images per second")
 
 

@@ -30,7 +30,7 @@ class Patches(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Layer:
+class _TowerLayer:
     qkv: Tensor
     o: Tensor
     gate_up: Tensor
@@ -95,10 +95,10 @@ class _CapturedTower:
         return self._replay.result
 
 
-def _take_layer(layer: VisionLayer) -> _Layer:
+def _take_layer(layer: VisionLayer) -> _TowerLayer:
     attention, mlp = layer.self_attn, layer.mlp
     dtype = attention.o_proj.weight.dtype
-    return _Layer(
+    return _TowerLayer(
         qkv=fuse([attention.q_proj, attention.k_proj, attention.v_proj], dtype),
         o=attention.o_proj.weight.detach(),
         gate_up=fuse([mlp.gate_proj, mlp.up_proj], dtype),

@@ -18,7 +18,7 @@ from dgemma_kernels.formats.float8 import quantize
 from dgemma_kernels.ops.vocabulary.kernel import SoftProbabilities
 
 
-class Place(NamedTuple):
+class CanvasPlace(NamedTuple):
     """The static tensors of canvases of one shape. Those of all shapes share memory, because logits are large."""
 
     canvas: Tensor  # (B, C)
@@ -48,7 +48,7 @@ class Workspace:
     def softcap(self) -> SoftCap:
         return SoftCap(self.config.final_logit_softcapping)
 
-    def place(self, shape: torch.Size) -> Place:
+    def place(self, shape: torch.Size) -> CanvasPlace:
         """Return the static tensors of canvases (B, C). If they are too small, all graphs are dropped."""
         num_positions = shape.numel()
         if num_positions > len(self._statics[0]):
@@ -58,7 +58,7 @@ class Workspace:
             self._statics = [old[:0].clone() for old in self._statics]  # frees the old memory first
             self._statics = [empty.new_zeros(num_positions, *empty.shape[1:]) for empty in self._statics]
         canvas, signal, logits = (x[:num_positions].unflatten(0, shape) for x in self._statics)
-        return Place(canvas, signal, Logits(logits, self.turn))
+        return CanvasPlace(canvas, signal, Logits(logits, self.turn))
 
     def renew(self, shape: torch.Size) -> Logits:
         """Return the logits that the next forward over a canvas (B, C) writes. They overwrite the current ones."""
