@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import dgemma
+from dgemma.checkpoint.images import processor_of
 from dgemma_kernels.ops.vocabulary import kernel as vocabulary
 
 pytestmark = pytest.mark.slow
@@ -258,3 +260,16 @@ def test_learning_from_runs_reports_both_stages(run):
 def test_distillation_to_fewer_steps_reports_both_models(run):
     printed = run("25", "--examples", "2", "--distil", "2", "--texts", "64")
     assert len(re.findall(r"^(before|after) distillation:( +\d+\.\d%){6}$", printed, flags=re.MULTILINE)) == 2
+
+
+def test_answers_about_drawings_are_counted_with_right_and_wrong_drawings(run, tmp_path):
+    printed = run("26", "--steps", "2", "--tests", "8", "--out", "drawings")
+    shares = re.findall(r"^(with its|with another|most frequent) \w+ +([\d.]+)% right", printed, flags=re.MULTILINE)
+    assert len(shares) == 3
+    tokenizer = dgemma.Tokenizer.from_pretrained(tmp_path / "drawings" / "model")
+    model = dgemma.DiffusionGemma.from_pretrained(tmp_path / "drawings" / "model")
+    images = processor_of(model)([tmp_path / "drawings" / "drawing.png"])
+    assert images.num_tokens == (64,)
+    turn = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Where is red?"}]}]
+    words = tokenizer.decode(tokenizer.chat(turn, images=images), skip_special=False).split()
+    assert (words[:2], words[-4:]) == (["<bos>", "<|image>"], ["where", "is", "red", "?"])
