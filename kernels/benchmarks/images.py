@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from generate import calm
 from timing import demand_parity, describe_run, relative_error
 from transformers_step import build
 
@@ -81,7 +82,7 @@ def main() -> None:
     if arguments.layers is not None:
         kinds = config.layer_types[-arguments.layers :]
         config = config.replace(num_hidden_layers=len(kinds), layer_types=kinds)
-    model = dgemma.DiffusionGemma(config, device="cuda", dtype=torch.bfloat16)
+    model = calm(dgemma.DiffusionGemma(config, device="cuda", dtype=torch.bfloat16))
     fast, plain = accelerate(model), model.vision
     assert plain is not None
     tower = FusedTower(plain, GraphMemory(model.device))

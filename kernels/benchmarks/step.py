@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from generate import add_precision, build, draw_tokens
+from generate import add_precision, build, calm, draw_tokens
 from timing import demand_parity, describe_run, measure_read_bandwidth, results_folder
 from torch import Tensor
 
@@ -251,11 +251,7 @@ def build_two_layers() -> tuple[dgemma.DiffusionGemma, dgemma.DiffusionGemma]:
     config = dgemma.presets.diffusiongemma_26b_a4b().replace(
         num_hidden_layers=2, layer_types=dgemma.model.config.default_layer_types(2)
     )
-    model = dgemma.DiffusionGemma(config, device=GPU, dtype=torch.bfloat16).requires_grad_(False)
-    layers: list[Any] = list(model.layers)
-    for layer in layers:  # unit norms at scale 1 make every softmax a hard maximum, which amplifies rounding
-        layer.self_attn.q_norm.weight.fill_(0.25)
-        layer.self_attn.k_norm.weight.fill_(0.25)
+    model = calm(dgemma.DiffusionGemma(config, device=GPU, dtype=torch.bfloat16)).requires_grad_(False)
     wide = dgemma.DiffusionGemma(config, device=GPU, dtype=torch.float32).requires_grad_(False)
     wide.load_state_dict(model.state_dict())
     return model, wide

@@ -246,9 +246,9 @@ class FusedDenoiser(Denoiser[FusedCache]):
     def warm_up(self, batch_size: int = 16, num_tokens: int = 16_384, *, progress: bool = True) -> None:
         """Compile and capture all forwards of up to `batch_size` rows, each with up to `num_tokens` tokens.
 
-        Afterwards no call of `encode`, `denoise`, `step` or `generate` compiles or captures a forward. A new sampler
-        or setting is still captured at its first use, which takes milliseconds. Memory for such calls is allocated now:
-        0.8 GB per row for the published model.
+        Afterwards no call of `encode`, `denoise`, `step` or `generate` compiles or captures a forward. The first step
+        with a new sampler or setting runs what follows the forward once more, to capture it. Memory for such calls is
+        allocated now: 0.8 GB per row for the published model.
 
         Example: `fast = accelerate(model); fast.warm_up()`.
         """
@@ -273,6 +273,8 @@ class FusedDenoiser(Denoiser[FusedCache]):
                 self._arena.capture_trim(rows).wait_for_inputs()
                 generate(self, canvas[:, :1], max_new_tokens=canvas_len, steps=1, progress=False)
                 bar.update(4)
+        # Torch loads its own kernels at their first use, which takes longer than a step.
+        self._use_prediction(self._zeros(1, canvas_len), top_k=2, top_p=0.5)
 
     def _launch_all(self, reads: list[tuple[int, int]], most_rows: range) -> None:
         """Launch the kernels of all forwards and of a step's other graphs."""
@@ -283,12 +285,15 @@ class FusedDenoiser(Denoiser[FusedCache]):
             signal = self._workspace.soft_embedding(None, canvas)
             self._forward.read_and_canvas(canvas, canvas, signal, buffers)
             hidden = self._forward.canvas(canvas, signal, buffers)
-            place = self._workspace.place(canvas.shape)
-            self._forward.head(hidden, out=place.logits.read().flatten(0, 1))
-            raw = FusedPrediction(place.logits, (self._workspace.softcap,))
-            prediction = raw.shaped(temperature=torch.ones(rows, device=self.device))
-            prediction.sample(torch.zeros(canvas.shape, dtype=torch.float64, device=self.device))
-            self._workspace.soft_embedding(prediction, canvas)
+            self._forward.head(hidden, out=self._workspace.place(canvas.shape).logits.read().flatten(0, 1))
+            self._use_prediction(canvas)
+
+    def _use_prediction(self, canvas: Tensor, **cuts: Any) -> None:
+        """Sample a canvas (B, C) from the last logits, and compute their soft embedding."""
+        raw = FusedPrediction(self._workspace.place(canvas.shape).logits, (self._workspace.softcap,))
+        prediction = raw.shaped(temperature=torch.ones(len(canvas), device=self.device), **cuts)
+        prediction.sample(torch.zeros(canvas.shape, dtype=torch.float64, device=self.device))
+        self._workspace.soft_embedding(prediction, canvas)
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=self.device)

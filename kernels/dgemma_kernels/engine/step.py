@@ -149,10 +149,7 @@ class CapturedStep:
         changes = step.find_changes(outcome)
         self._can_hold = changes is not None
         self._held: tuple[Callable[[], Any], Callable[[], bool]] | None = None
-        self.soft_graph = Replay(lambda: step.soften(changes or []), workspace.memory)
-        # Without a GPU, the first replay does nothing, because the constructor has run the function. So it is used up
-        # here.
-        self.soft_graph.replay()
+        self.soft_graph = Replay(lambda: step.soften(changes or []), workspace.memory).wait_for_inputs()
         # A result may also be an input, or not a tensor.
         self._results, self._form = tree_flatten((outcome.after, outcome.record, outcome.statistics))
         self._input_at = {id(x): at for at, x in enumerate(self._inputs) if isinstance(x, Tensor)}
