@@ -10,6 +10,7 @@ the text around the image alone. Weights are random. The goal is 15 ms for an im
 
 import argparse
 import copy
+import gc
 from collections.abc import Callable
 from functools import partial
 from statistics import median
@@ -23,12 +24,14 @@ from transformers_step import build
 import dgemma
 from dgemma.model.layers import rms_norm
 from dgemma.model.vision.images import Images
+from dgemma.model.vision.tower import VisionTower
 from dgemma_kernels import accelerate
 from dgemma_kernels.engine.graphs import GraphMemory
 from dgemma_kernels.engine.vision import FusedTower
 
 GRID = (60, 42)  # columns and rows of patches: 280 tokens, the budget
 GOAL = 15.0  # ms
+SIZES = (1, 8)  # images of a batch
 TEXT = 64  # tokens of text after an image
 
 
@@ -70,18 +73,8 @@ def their_inputs(images: Images) -> tuple[torch.Tensor, torch.Tensor]:
     return pixels, images.positions.view(len(images), -1, 2).cuda()
 
 
-@torch.no_grad()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, help="use only the last layers of the text model")
-    parser.add_argument("--transformers", action="store_true")
-    parser.add_argument("--profile", action="store_true")
-    arguments = parser.parse_args()
-    print(describe_run())
-    config = dgemma.presets.diffusiongemma_26b_a4b()
-    if arguments.layers is not None:
-        kinds = config.layer_types[-arguments.layers :]
-        config = config.replace(num_hidden_layers=len(kinds), layer_types=kinds)
+def time_ours(config: dgemma.ModelConfig, *, profiled: bool) -> tuple[VisionTower, FusedTower]:
+    """Compare and time the model. Return the plain and the fused tower; the rest of the model is freed."""
     model = calm(dgemma.DiffusionGemma(config, device="cuda", dtype=torch.bfloat16))
     fast, plain = accelerate(model), model.vision
     assert plain is not None
@@ -98,11 +91,10 @@ def main() -> None:
         got, want = (network.causal_logits(tokens, images=shown) for network in (fast, model))
         errors.append(relative_error(got, want))
     print(f"logits differ from the plain model's by {errors[0]:.2e} for text, {errors[1]:.2e} with an image")
-    if not errors[1] <= 2 * errors[0]:
+    if not errors[1] <= min(2 * errors[0], 0.5):  # unrelated logits differ by 1.4
         raise SystemExit("PARITY FAILED, nothing timed: images differ more than text.")
 
-    sizes = (1, 8)
-    for size in sizes:
+    for size in SIZES:
         images = random_images(size, plain.config.patch_dim)
         text, seen = (prompt(config, size, with_image=flag) for flag in (False, True))
         of_text, of_rest = (milliseconds(partial(fast.encode, tokens)) for tokens in (text, text[:, -TEXT - 2 :]))
@@ -114,30 +106,31 @@ def main() -> None:
         print(f"  {1000 * size / of_image:.1f} images per second")
         if size == 1:
             print(f"  the goal of {GOAL} ms is {'met' if of_image - of_text <= GOAL else 'missed'}", flush=True)
-    if arguments.profile:
+    if profiled:
         images, seen = random_images(1, plain.config.patch_dim), prompt(config, 1, with_image=True)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             fast.encode(seen, images=images)
             torch.cuda.synchronize()
         print(profile.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=60))
-    if not arguments.transformers:
-        return
+    return plain, tower
+
+
+def time_theirs(config: dgemma.ModelConfig, plain: VisionTower, tower: FusedTower) -> None:
+    """Compare transformers' tower with ours, and time it and the encoder."""
     theirs: Any = build(config, "cuda")
     encoder = theirs.model.encoder
-    names = {
-        f"encoder.{name}" if name.startswith("layers.") else name: weight for name, weight in plain.state_dict().items()
+    weights = {
+        f"encoder.{name.replace('_proj.weight', '_proj.linear.weight')}" if name.startswith("layers.") else name: weight
+        for name, weight in plain.state_dict().items()
+        if not name.startswith("embedding_projection.")
     }
-    names = {
-        name.replace("_proj.weight", "_proj.linear.weight") if name.startswith("encoder.") else name: weight
-        for name, weight in names.items()
-    }
-    encoder.vision_tower.load_state_dict(names, strict=False)
+    encoder.vision_tower.load_state_dict(weights, strict=False)
     pixels, positions = their_inputs(random_images(1, plain.config.patch_dim))
     features = rms_norm(encoder.vision_tower(pixels, positions).last_hidden_state, None, plain.config.rms_norm_eps)
     got = tower(random_images(1, plain.config.patch_dim))
     error = demand_parity("features", got, plain.embedding_projection(features), 3e-2)
     print(f"features differ from transformers' by {error:.2e}", flush=True)
-    for size in sizes:
+    for size in SIZES:
         pixels, positions = their_inputs(random_images(size, plain.config.patch_dim))
         text, seen = (prompt(config, size, with_image=flag) for flag in (False, True))
         inputs = {"input_ids": seen, "mm_token_type_ids": (seen == config.image_token_id).long()}
@@ -146,6 +139,25 @@ def main() -> None:
         of_text = milliseconds(partial(encoder, input_ids=text), 5)
         of_image = milliseconds(partial(encoder, **inputs, pixel_values=pixels, image_position_ids=positions), 5)
         print(f"  text {of_text:.2f} ms, with images {of_image:.2f} ms, {1000 * size / of_image:.1f} images per second")
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, help="use only the last layers of the text model")
+    parser.add_argument("--transformers", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    arguments = parser.parse_args()
+    print(describe_run())
+    config = dgemma.presets.diffusiongemma_26b_a4b()
+    if arguments.layers is not None:
+        kinds = config.layer_types[-arguments.layers :]
+        config = config.replace(num_hidden_layers=len(kinds), layer_types=kinds)
+    towers = time_ours(config, profiled=arguments.profile)
+    if arguments.transformers:
+        gc.collect()
+        torch.cuda.empty_cache()
+        time_theirs(config, *towers)
 
 
 if __name__ == "__main__":

@@ -246,25 +246,30 @@ class FusedDenoiser(Denoiser[FusedCache]):
     def warm_up(self, batch_size: int = 16, num_tokens: int = 16_384, *, progress: bool = True) -> None:
         """Compile and capture all forwards of up to `batch_size` rows, each with up to `num_tokens` tokens.
 
-        Afterwards no call of `encode`, `denoise`, `step` or `generate` compiles or captures a forward. The first step
-        with a new sampler or setting runs what follows the forward once more, to capture it. Memory for such calls is
-        allocated now: 0.8 GB per row for the published model.
+        Afterwards no call of `encode`, `denoise`, `step` or `generate` compiles or captures a forward, except for a
+        batch of prompts with images. The first step with a new sampler or setting runs what follows the forward once
+        more, to capture it. Memory for such calls is allocated now: 0.8 GB per row for the published model.
 
         Example: `fast = accelerate(model); fast.warm_up()`.
         """
         canvas_len, most_rows, workspace = self.config.canvas_length, range(1, batch_size + 1), self._workspace
-        reads = [(rows, size) for rows in most_rows for size in read_sizes(self._arena.prefill_len(rows))]
         self._stepper.finish()
         workspace.place(torch.Size((batch_size, canvas_len)))
         self._arena.make_room(batch_size, num_tokens + _ANSWER * canvas_len, canvas_len)
         if (seated := self._arena.seated()) is not None:
             seated.leave()
+        sizes = {rows: read_sizes(self._arena.prefill_len(rows)) for rows in most_rows}
+        inputs = [[self._zeros(rows, size)] for rows in most_rows for size in sizes[rows]]
+        if workspace.vision is not None and not self._forward.batch_invariant:
+            workspace.vision.warm_up()
+            alone = [self._zeros(1, size) for size in sizes[1]]
+            inputs += [[tokens, self._forward.embed_prompt(tokens)] for tokens in alone]
         if self.device.type == "cuda":
-            compile_together(self._forward.rehearsal(lambda: self._launch_all(reads, most_rows)))
+            compile_together(self._forward.rehearsal(lambda: self._launch_all(inputs, most_rows)))
         workspace.memory.is_compiled = True
-        with progress_bar(desc="warming up", unit="graph", show=progress, total=len(reads) + 4 * batch_size) as bar:
-            for shape in reads:
-                self._reader.capture([self._zeros(*shape)], self._empty_buffers(shape[0])).graph.wait_for_inputs()
+        with progress_bar(desc="warming up", unit="graph", show=progress, total=len(inputs) + 4 * batch_size) as bar:
+            for read in inputs:
+                self._reader.capture(read, self._empty_buffers(len(read[0]))).graph.wait_for_inputs()
                 bar.update()
             for rows in most_rows:
                 canvas, buffers = self._zeros(rows, canvas_len), self._empty_buffers(rows)
@@ -276,10 +281,11 @@ class FusedDenoiser(Denoiser[FusedCache]):
         # Torch loads its own kernels at their first use, which takes longer than a step.
         self._use_prediction(self._zeros(1, canvas_len), top_k=2, top_p=0.5)
 
-    def _launch_all(self, reads: list[tuple[int, int]], most_rows: range) -> None:
+    def _launch_all(self, reads: list[list[Tensor]], most_rows: range) -> None:
         """Launch the kernels of all forwards and of a step's other graphs."""
-        for rows, size in reads:
-            self._forward.read(self._zeros(rows, size), self._empty_buffers(rows), last=False)
+        for tokens, *embedded in reads:
+            buffers = self._empty_buffers(len(tokens))
+            self._forward.read(tokens, buffers, last=False, embedded=embedded[0] if embedded else None)
         for rows in most_rows:
             canvas, buffers = self._zeros(rows, self.config.canvas_length), self._empty_buffers(rows)
             signal = self._workspace.soft_embedding(None, canvas)

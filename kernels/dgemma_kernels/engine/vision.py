@@ -1,12 +1,15 @@
 """The vision tower over kernels, captured once per number of patches. The reference is `VisionTower`."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dgemma.model.config import VisionConfig
 from dgemma.model.vision.images import Images
 from dgemma.model.vision.tower import VisionLayer, VisionTower, rotary_table_2d
 from dgemma_kernels.engine.graphs import GraphMemory, Replay, remembered
@@ -15,9 +18,9 @@ from dgemma_kernels.ops.mlp.kernel import geglu
 from dgemma_kernels.ops.norms.kernel import rms_norm
 from dgemma_kernels.ops.vision.kernel import add_normed, attend_patches, norm_patch_heads
 
-# Patches of a captured forward. The last three are images of 70, 140 and 280 tokens; larger ones multiples of 2,520.
-_SIZES = (36, 72, 144, 288, 630, 1260, 2520)
-_MOST = 10_080  # patches of one forward, unless an image has more: one image of 1,120 tokens, or four of 280
+# Patches of a captured forward. From 630 on, they are images of 70, 140, 280 and so on tokens.
+_SIZES = (36, 72, 144, 288, 630, 1260, 2520, 5040, 7560, 10_080)
+_MOST = _SIZES[-1]  # patches of one forward, unless an image has more
 
 
 class Patches(NamedTuple):
@@ -53,11 +56,19 @@ class FusedTower:
         self._tower.check(images)
         return torch.cat([self._embed(images.select(group)) for group in _groups(images.num_patches)])
 
+    def warm_up(self) -> None:
+        """Compile and capture the forwards of all sizes."""
+        for size in _SIZES:
+            self._captured(size)
+
     def _embed(self, images: Images) -> Tensor:
         patches = _pad(images)
-        make = lambda: _CapturedTower(self, patches, self._memory)  # noqa: E731
-        captured = remembered(self._graphs, len(patches.pixels), make)
-        return captured(patches)[: sum(images.num_tokens)].clone()
+        return self._captured(len(patches.pixels))(patches)[: sum(images.num_tokens)].clone()
+
+    def _captured(self, num_patches: int) -> "_CapturedTower":
+        make = partial(_CapturedTower, self.run, self._tower.config, num_patches, self._memory)
+        captured: _CapturedTower = remembered(self._graphs, num_patches, make)
+        return captured
 
     def run(self, patches: Patches, num_layers: int | None = None) -> Tensor:
         """Return the embeddings of all tokens (L / 9, D), with only the first layers if asked.
@@ -84,9 +95,16 @@ class FusedTower:
 class _CapturedTower:
     """The tower for a fixed number of patches."""
 
-    def __init__(self, tower: FusedTower, patches: Patches, memory: GraphMemory) -> None:
-        self._patches = Patches(*(x.to(memory.device, copy=True) for x in patches))
-        self._replay = Replay(lambda: tower.run(self._patches), memory, lambda: tower.run(self._patches, 1))
+    def __init__(self, run: Callable[..., Tensor], config: VisionConfig, num_patches: int, memory: GraphMemory) -> None:
+        per_token = config.pooling_kernel_size**2
+        zeros = partial(torch.zeros, device=memory.device)
+        patches = self._patches = Patches(  # of no image
+            zeros(num_patches, config.patch_dim, dtype=torch.uint8),
+            zeros(num_patches, 2, dtype=torch.int64),
+            zeros(num_patches, 2, dtype=torch.int32),
+            zeros(num_patches // per_token, per_token, dtype=torch.int64),
+        )
+        self._replay = Replay(partial(run, patches), memory, partial(run, patches, 1)).wait_for_inputs()
 
     def __call__(self, patches: Patches) -> Tensor:
         for static, new in zip(self._patches, patches, strict=True):
@@ -130,7 +148,7 @@ def _groups(num_patches: tuple[int, ...]) -> list[list[int]]:
 def _pad(images: Images) -> Patches:
     """Return the patches of images and their places, padded to one of a few sizes, on the host."""
     side, total = images.pooling, sum(images.num_patches)
-    size = next((size for size in _SIZES if size >= total), -(-total // _SIZES[-1]) * _SIZES[-1])
+    size = next((size for size in _SIZES if size >= total), total)
     pad = lambda x, length, value=0: torch.nn.functional.pad(x, (0, 0, 0, length - len(x)), value=value)  # noqa: E731
     spans, tokens, start = [], [], 0
     for columns, rows in images.grids:

@@ -21,9 +21,9 @@ from dgemma_kernels.ops.norms.kernel import add_attention, inverse_rms
 class PatchTile(NamedTuple):
     """The shape of a program of `attend_patches`: `rows` queries by `keys` keys."""
 
-    rows: int = 128
+    rows: int = 64
     keys: int = 64
-    num_warps: int = 8
+    num_warps: int = 4
     num_stages: int = 3
 
 
