@@ -124,7 +124,7 @@ def time_theirs(config: dgemma.ModelConfig, plain: VisionTower, tower: FusedTowe
         for name, weight in plain.state_dict().items()
         if not name.startswith("embedding_projection.")
     }
-    encoder.vision_tower.load_state_dict(weights, strict=False)
+    encoder.vision_tower.load_state_dict(weights)
     pixels, positions = their_inputs(random_images(1, plain.config.patch_dim))
     features = rms_norm(encoder.vision_tower(pixels, positions).last_hidden_state, None, plain.config.rms_norm_eps)
     got = tower(random_images(1, plain.config.patch_dim))
