@@ -113,7 +113,7 @@ def open_image(source: "ImageSource", *, most_pixels: int = _MOST_PIXELS) -> "Im
     Example: `open_image("photo.jpg").size`.
     """
     try:
-        from PIL import Image, ImageOps
+        from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError as error:
         raise ImportError('Images need Pillow. Install it: pip install -e ".[images]".') from error
     if isinstance(source, np.ndarray):
@@ -125,7 +125,10 @@ def open_image(source: "ImageSource", *, most_pixels: int = _MOST_PIXELS) -> "Im
     if not isinstance(source, Image.Image):
         data = io.BytesIO(_read(source))
         with explained(problem, fix):
-            source = Image.open(data, formats=_FORMATS)
+            try:
+                source = Image.open(data, formats=_FORMATS)
+            except UnidentifiedImageError:
+                raise ValueError("its format is unknown") from None  # Pillow's message shows an address
     # The header has the size and the mode, so nothing is decoded before these checks.
     width, height = source.size
     fits = 0 < width * height <= most_pixels
