@@ -5,7 +5,7 @@ import torch
 
 from dgemma.diffusion.prediction import Prediction
 from dgemma.sampling import Ancestral, Psi
-from toy import Denoiser, fresh_state, propagate, total_variation, uniform_noise
+from toy import exact_network, fresh_state, propagate, total_variation, uniform_noise
 
 NOISE = uniform_noise()
 SIZE = 3
@@ -43,7 +43,7 @@ def test_a_step_leads_from_one_marginal_to_the_next(kappa):
 
 def test_the_law_becomes_exact_as_steps_grow_and_kappa_one_is_ancestral():
     def law(sampler, kappa, steps):
-        options = {"denoiser": Denoiser(NOISE, "mean"), "cells": cells(kappa), "independent": True}
+        options = {"denoiser": exact_network(NOISE), "cells": cells(kappa), "independent": True}
         return propagate(sampler, NOISE, steps=steps, check=steps <= 4, **options).law
 
     coarse, fine = (total_variation(law(Psi(kappa=0.5), 0.5, steps)) for steps in (4, 16))

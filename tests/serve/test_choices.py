@@ -3,8 +3,11 @@
 import asyncio
 import base64
 import copy
+import http.server
 import io
 import json
+import socket
+import threading
 from contextlib import nullcontext
 from itertools import pairwise
 from unittest.mock import MagicMock, Mock
@@ -313,6 +316,68 @@ def test_decisions_read_images(openai, serve, seeing):
     assert laws[0] != pytest.approx(laws[1], abs=1e-6)
     with pytest.raises(openai.BadRequestError, match=r"images\.0 must be a data URL"):
         client.post("/systemone", body={**body, "images": ["http://localhost/a.png"]}, cast_to=object)
+
+
+@pytest.fixture
+def website(monkeypatch):
+    """A website on this machine that the server takes for a public one: its name, and no other, resolves to it."""
+    content = {"/red.png": (200, base64.b64decode(picture("red")[1].partition(",")[2]))}
+    content |= {"/large": (200, bytes((16 << 20) + 1)), "/moved": (302, b""), "/page": (200, b"<html>")}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            status, data = content.get(self.path, (404, b""))
+            self.send_response(status)
+            self.send_header("Location", "/red.png")
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *words):
+            pass
+
+    site = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=site.serve_forever, daemon=True).start()
+    look_up, connect = socket.getaddrinfo, socket.create_connection
+    public = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("93.184.216.34", 80))]
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *a, **k: public if host == "site.test" else look_up(host, *a, **k)
+    )
+    monkeypatch.setattr(
+        socket,
+        "create_connection",
+        lambda place, **k: connect(site.server_address if place[0] == "93.184.216.34" else place, **k),
+    )
+    yield "http://site.test"
+    site.shutdown()
+
+
+def test_a_server_that_may_fetch_reads_pictures_of_public_addresses_only(openai, serve, seeing, website):
+    from dgemma.serve.gate import Limits
+
+    client = serve(seeing, limits=Limits(fetch_images=True))
+    options = {"seed": 2, "max_tokens": 32, "extra_body": {"steps": 3}}
+    texts = [
+        chat(client, messages=with_images(url), **options).choices[0].message.content
+        for url in (f"{website}/red.png", picture("red")[1])
+    ]
+    assert texts[0] == texts[1]
+    for url, sentence in (
+        (f"{website}/large", "more than 16 MiB"),
+        (f"{website}/moved", "its server answered 302"),
+        (f"{website}/page", "its format is unknown"),
+        ("http://127.0.0.1/a.png", "its address is not public"),
+        ("http://localhost/a.png", "its address is not public"),
+        ("http://[::1]/a.png", "its address is not public"),
+        ("http://[::ffff:10.0.0.1]/a.png", "its address is not public"),
+        ("http://169.254.169.254/latest", "its address is not public"),
+        ("http://2130706433/a.png", "its address is not public"),
+        ("ftp://site.test/a.png", "neither http nor https"),
+        ("/etc/passwd", "neither http nor https"),
+        ("http://site.test:99999/a.png", "Port out of range"),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            chat(client, messages=with_images(url), **options)
+        assert sentence in refused.value.body["message"]
 
 
 def test_photos_are_larger_than_other_bodies(openai, serve, seeing):

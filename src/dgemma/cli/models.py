@@ -210,6 +210,7 @@ def run_serve(arguments: argparse.Namespace) -> None:
         per_client=arguments.max_per_client,
         seconds=arguments.max_seconds,
         prefix_bytes=arguments.max_prefix_mb * 1_000_000,
+        fetch_images=arguments.fetch_images,
     )
     listening = _bind(arguments.host, arguments.port)  # now, because loading the model may take minutes
     is_local = arguments.host in _LOCAL

@@ -52,6 +52,7 @@ class Limits:
     per_client: int = 64  # answers of one client, running or waiting
     prefix_bytes: int = PREFIX_BYTES  # of prefixes that requests share
     seconds: float = 300.0  # for one answer, including its wait
+    fetch_images: bool = False  # whether to fetch pictures from the web
 
 
 class Gate:

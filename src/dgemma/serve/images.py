@@ -1,4 +1,4 @@
-"""Pictures of requests: only data URLs, bounded before they are decoded. The server opens no file and no other URL."""
+"""Pictures of requests: data URLs, and others if the server may fetch them; bounded before they are decoded."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,6 +6,7 @@ from dgemma.checkpoint.images import open_image, processor_of
 from dgemma.model.denoiser import Denoiser
 from dgemma.model.vision.images import Images
 from dgemma.serve.errors import ApiError
+from dgemma.serve.fetch import fetch
 from dgemma.serve.protocol import ChatMessage, ImagePart
 
 _MOST_IMAGES = 16  # of a request
@@ -22,10 +23,10 @@ def chat_urls(messages: Sequence[ChatMessage]) -> dict[str, str]:
     }
 
 
-def read_images(model: Denoiser, urls: Mapping[str, str]) -> Images | None:
+def read_images(model: Denoiser, urls: Mapping[str, str], *, may_fetch: bool) -> Images | None:
     """Return pictures as the model reads them, None without pictures; raise a 400 that names a place.
 
-    Example: `read_images(model, chat_urls(body.messages)).num_tokens`.
+    Example: `read_images(model, chat_urls(body.messages), may_fetch=False).num_tokens`.
     """
     if not urls:
         return None
@@ -36,10 +37,11 @@ def read_images(model: Denoiser, urls: Mapping[str, str]) -> Images | None:
         raise _refusal(place, f"must have at most {_MOST_IMAGES} images, got {len(urls)}.")
     processor, found = processor_of(model), []
     for place, url in urls.items():
-        if not url.startswith("data:"):  # before the library sees it, because it would open a path
+        is_data = url.startswith("data:")
+        if not (is_data or may_fetch):
             raise _refusal(place, "must be a data URL (data:image/png;base64,…): this server fetches no other URLs.")
-        try:
-            found.append(processor([open_image(url, most_pixels=_MOST_PIXELS)]))
+        try:  # the library would open a path, so it gets data only
+            found.append(processor([open_image(url if is_data else fetch(url), most_pixels=_MOST_PIXELS)]))
         except ValueError as error:
             raise _refusal(place, f"must be a picture: {error}") from None
     return Images.join(found)

@@ -171,7 +171,8 @@ class Service:
         return {"model": self.name, "answers": answers, "usage": usage}
 
     def _ask(self, body: DecisionRequest) -> Iterator[TypedAnswer]:
-        images = read_images(self.model, {f"images.{number}": url for number, url in enumerate(body.images)})
+        urls = {f"images.{number}": url for number, url in enumerate(body.images)}
+        images = read_images(self.model, urls, may_fetch=self.limits.fetch_images)
         prefixes = self.engine.prefixes
         return answer_questions(self.model, self.tokenizer, body.state, body.questions, images, prefixes)
 
@@ -278,7 +279,7 @@ class Service:
 
     def _read_chat(self, body: ChatRequest) -> tuple[list[int] | str, Images | None]:
         """Return the tokens of a chat, or without a chat template the texts of all turns; and its images."""
-        images = read_images(self.model, chat_urls(body.messages))
+        images = read_images(self.model, chat_urls(body.messages), may_fetch=self.limits.fetch_images)
         if not self.tokenizer.has_chat_template:
             if body.tools or images is not None:
                 name = "tools" if body.tools else "messages"

@@ -1,0 +1,63 @@
+"""Pictures from the web, for `dgemma serve --fetch-images`: from public addresses only, bounded in bytes and seconds.
+
+A client could otherwise read what only this machine reaches. So a name is looked up once, all of its addresses must be
+public, and the connection goes to one of these. A redirect would need the same checks, and is not followed.
+"""
+
+import http.client
+import ipaddress
+import socket
+import ssl
+import time
+from urllib.parse import urlsplit
+
+_MOST_BYTES = 16 << 20
+_SECONDS = 10.0
+_CHUNK = 1 << 16
+
+
+def fetch(url: str) -> bytes:
+    """Return the content of an http or https URL; raise ValueError if it is not public, too large or too slow.
+
+    Example: `open_image(fetch("https://example.org/photo.jpg"))`.
+    """
+    end = time.monotonic() + _SECONDS
+    try:
+        parts = urlsplit(url)
+        port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+        address = _public_address(parts.hostname or "", port)
+        host = parts.hostname or ""
+        connection = http.client.HTTPConnection(host, port)
+        connection.sock = socket.create_connection((address, port), timeout=_SECONDS)
+        try:
+            if parts.scheme == "https":
+                context = ssl.create_default_context()
+                connection.sock = context.wrap_socket(connection.sock, server_hostname=host)
+            target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+            connection.request("GET", target, headers={"Accept": "image/*"})
+            return _read(connection.getresponse(), end)
+        finally:
+            connection.close()
+    except KeyError:
+        raise ValueError("its scheme is neither http nor https") from None
+    except (OSError, http.client.HTTPException, UnicodeError) as error:
+        raise ValueError(f"it could not be fetched ({type(error).__name__})") from None
+
+
+def _public_address(host: str, port: int) -> str:
+    """Look a name up, and return its first address if all are public."""
+    found = [str(place[4][0]) for place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    if not all(ipaddress.ip_address(address.partition("%")[0]).is_global for address in found):
+        raise ValueError("its address is not public")
+    return found[0]
+
+
+def _read(response: http.client.HTTPResponse, end: float) -> bytes:
+    if response.status != 200:
+        raise ValueError(f"its server answered {response.status}")
+    data = bytearray()
+    while chunk := response.read1(_CHUNK):
+        data += chunk
+        if len(data) > _MOST_BYTES or time.monotonic() > end:
+            raise ValueError(f"it has more than {_MOST_BYTES >> 20} MiB, or took more than {_SECONDS:.0f} s")
+    return bytes(data)
