@@ -12,6 +12,7 @@ from torch import Tensor
 from dgemma.checks import in_range, require, require_field, require_tensor
 from dgemma.diffusion import draws
 from dgemma.model.vision.images import Images
+from dgemma.model.vision.places import join_images
 
 _DEPTH = 2  # steps that the feed prepares ahead
 
@@ -67,6 +68,11 @@ class TrainBatch:
     @property
     def batch_size(self) -> int:
         return self.tokens.shape[0]
+
+    @property
+    def all_images(self) -> Images | None:
+        """The images of all rows, one row after the other."""
+        return join_images(self.images)
 
     def to(self, device: torch.device | str) -> "TrainBatch":
         """Return the batch on another device."""

@@ -18,7 +18,6 @@ from dgemma.diffusion import draws
 from dgemma.diffusion.noise import MaskNoise, Noise
 from dgemma.doors import replaceable
 from dgemma.model.vision.images import Images
-from dgemma.model.vision.places import join_images
 from dgemma.train.batch import TrainBatch
 
 _CANVAS, _TIME, _EVENT, _TOKEN, _SELF_COND, _MASKED, _HOLES = (
@@ -130,7 +129,7 @@ def cut_canvases(
         fill=of_canvases(text.fill),
         causal_scored=causal_scored,
         documents=None if text.documents is None else (text.documents, of_canvases(text.documents)),
-        images=join_images(batch.images),
+        images=batch.all_images,
         prefix_len=sizes.prefix_len,
         causal_len=causal_scored.shape[1],
         aligned=sizes.aligned,
