@@ -884,13 +884,9 @@ def test_a_spliced_cache_has_the_rows_of_the_donor(models):
     torch.testing.assert_close(*predictions, **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "sampler",
-    [
-        dgemma.EntropyBound(bound=1.0),
-        *(pytest.param(sampler, marks=pytest.mark.slow) for sampler in (dgemma.Ancestral(), SoftThreshold(tau=0.3))),
-    ],
-    ids=repr,
+    "sampler", [dgemma.EntropyBound(bound=1.0), dgemma.Ancestral(), SoftThreshold(tau=0.3)], ids=repr
 )
 def test_a_run_of_the_engine_has_the_log_prob_that_its_steps_had(models, sampler):
     """The steps replay graphs, and `log_prob` predicts without them: the ratio of both is 1."""

@@ -73,6 +73,7 @@ def test_only_the_most_recently_used_graphs_are_kept():
     assert 1 not in graphs
 
 
+@pytest.mark.slow
 def test_batches_share_the_memory_of_the_largest_and_keep_their_graphs(device):
     fast = accelerate(make_model(device))
     prompt = torch.zeros(4, 5, dtype=torch.int64, device=device)

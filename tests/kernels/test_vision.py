@@ -62,6 +62,7 @@ def test_the_residual_stream_and_the_next_norm(dtype, device):
         assert error(got, want) < LIMITS[dtype]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_tower_equals_the_plain_one_over_several_forwards(device, monkeypatch):
     """Images of 9, 54, 90 and 63 patches in groups of at most 90, twice, so that a captured forward runs again."""

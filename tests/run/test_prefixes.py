@@ -43,7 +43,9 @@ def assert_same(results, model, prompts):
         assert torch.equal(result.new_tokens, alone.new_tokens[0])
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 11])
+@pytest.mark.parametrize(
+    "batch_size", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(11, marks=pytest.mark.slow)]
+)
 def test_prompts_with_common_prefixes_write_the_tokens_of_generate(model, batch_size):
     """In float64, where no rounding decides. Prefixes are nested, repeated, too short to share, or nobody else's."""
     prefixes = SharedPrefixes()

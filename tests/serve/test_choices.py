@@ -380,6 +380,7 @@ def test_a_server_that_may_fetch_reads_pictures_of_public_addresses_only(openai,
         assert sentence in refused.value.body["message"]
 
 
+@pytest.mark.slow
 def test_photos_are_larger_than_other_bodies(openai, serve, seeing):
     """A photo of a phone fits. Text and many short pictures keep their limit."""
     from dgemma.serve.gate import Limits

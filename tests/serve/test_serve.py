@@ -607,6 +607,7 @@ def test_a_client_that_does_not_read_is_dropped(monkeypatch):
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_constraints_are_kept_by_size_and_errors_are_kept_too():
     pytest.importorskip("outlines_core")
     kept, size = KeptConstraints(30_000), 0
