@@ -8,7 +8,8 @@ import io
 import json
 import socket
 import threading
-from contextlib import nullcontext
+import time
+from contextlib import nullcontext, suppress
 from itertools import pairwise
 from unittest.mock import MagicMock, Mock
 
@@ -326,11 +327,15 @@ def website(monkeypatch):
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            status, data = content.get(self.path, (404, b""))
-            self.send_response(status)
-            self.send_header("Location", "/red.png")
-            self.end_headers()
-            self.wfile.write(data)
+            with suppress(OSError):  # the other side may leave
+                while self.path == "/slow":
+                    self.wfile.write(b"H")
+                    time.sleep(0.05)
+                status, data = content.get(self.path, (404, b""))
+                self.send_response(status)
+                self.send_header("Location", "/red.png")
+                self.end_headers()
+                self.wfile.write(data)
 
         def log_message(self, *words):
             pass
@@ -351,9 +356,11 @@ def website(monkeypatch):
     site.shutdown()
 
 
-def test_a_server_that_may_fetch_reads_pictures_of_public_addresses_only(openai, serve, seeing, website):
+def test_a_server_that_may_fetch_reads_pictures_of_public_addresses_only(openai, serve, seeing, website, monkeypatch):
+    from dgemma.serve import fetch
     from dgemma.serve.gate import Limits
 
+    monkeypatch.setattr(fetch, "_SECONDS", 2.0)
     client = serve(seeing, limits=Limits(fetch_images=True))
     options = {"seed": 2, "max_tokens": 32, "extra_body": {"steps": 3}}
     texts = [
@@ -374,6 +381,7 @@ def test_a_server_that_may_fetch_reads_pictures_of_public_addresses_only(openai,
         ("ftp://site.test/a.png", "neither http nor https"),
         ("/etc/passwd", "neither http nor https"),
         ("http://site.test:99999/a.png", "Port out of range"),
+        (f"{website}/slow", "could not be fetched"),
     ):
         with pytest.raises(openai.BadRequestError) as refused:
             chat(client, messages=with_images(url), **options)

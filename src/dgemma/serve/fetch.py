@@ -8,6 +8,7 @@ import http.client
 import ipaddress
 import socket
 import ssl
+import threading
 import time
 from urllib.parse import urlsplit
 
@@ -25,10 +26,13 @@ def fetch(url: str) -> bytes:
     try:
         parts = urlsplit(url)
         port = parts.port or {"http": 80, "https": 443}[parts.scheme]
-        address = _public_address(parts.hostname or "", port)
         host = parts.hostname or ""
         connection = http.client.HTTPConnection(host, port)
-        connection.sock = socket.create_connection((address, port), timeout=_SECONDS)
+        connection.sock = socket.create_connection((_public_address(host, port), port), timeout=_SECONDS)
+        # The timeout is that of one packet, and a server may send its answer byte by byte. TLS takes the socket over.
+        line = connection.sock.dup()
+        alarm = threading.Timer(max(0.0, end - time.monotonic()), line.shutdown, [socket.SHUT_RDWR])
+        alarm.start()
         try:
             if parts.scheme == "https":
                 context = ssl.create_default_context()
@@ -37,7 +41,9 @@ def fetch(url: str) -> bytes:
             connection.request("GET", target, headers={"Accept": "image/*"})
             return _read(connection.getresponse(), end)
         finally:
+            alarm.cancel()
             connection.close()
+            line.close()
     except KeyError:
         raise ValueError("its scheme is neither http nor https") from None
     except (OSError, http.client.HTTPException, UnicodeError) as error:
@@ -58,6 +64,8 @@ def _read(response: http.client.HTTPResponse, end: float) -> bytes:
     data = bytearray()
     while chunk := response.read1(_CHUNK):
         data += chunk
-        if len(data) > _MOST_BYTES or time.monotonic() > end:
-            raise ValueError(f"it has more than {_MOST_BYTES >> 20} MiB, or took more than {_SECONDS:.0f} s")
+        if len(data) > _MOST_BYTES:
+            raise ValueError(f"it has more than {_MOST_BYTES >> 20} MiB")
+    if time.monotonic() > end:
+        raise ValueError(f"it took more than {_SECONDS:.0f} s")
     return bytes(data)
