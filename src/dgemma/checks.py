@@ -220,7 +220,8 @@ def read_device(owner: str, device: Any) -> torch.device:
         read = torch.device(device)
         torch.empty(0, device=read)
     except (RuntimeError, TypeError, AssertionError, ValueError):
-        require(False, f"{owner} device", "name a device that torch can use here", device, "Use 'cpu' or 'cuda'.")
+        fix = "Use 'cpu' or 'cuda'." if torch.cuda.is_available() else "Use 'cpu': torch sees no GPU."
+        require(False, f"{owner} device", "name a device that torch can use here", device, fix)
     return read
 
 

@@ -422,3 +422,5 @@ def test_a_dataset_gives_the_documents_of_its_rows(tmp_path, kind):
     rows.to_json(path) if kind == "jsonl" else rows.to_parquet(path)
     found = read_dataset(str(tmp_path / "sums"), split="train[1:]")
     assert list(found) == [Document("6", "3 + 3?")]
+    with pytest.raises(ValueError, match=r"sums cannot be read \(Unknown split .*\)\. Name a dataset of the hub"):
+        list(read_dataset(str(tmp_path / "sums"), split="test"))

@@ -329,6 +329,7 @@ def test_models_health_metrics_and_the_page_answer(client):
     for file in re.findall(r'(?:href|src)="([^"]*)"', page.text):
         assert client.get(f"/{file}").status_code == 200
     assert "http" not in page.text.replace("http-equiv", "")
+    assert "{{" not in page.text
 
 
 def test_the_server_is_not_ready_before_its_model_is_warm(model, monkeypatch):

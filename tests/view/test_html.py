@@ -274,6 +274,8 @@ def test_a_click_removes_a_word_and_without_a_model_the_page_says_how_to_reach_o
     out, tokenizer, word = sentence
     to_html(out.trajectory, tmp_path / "run.html", tokenizer=tokenizer)
     asked, complaints = len(browser.requests), len(browser.complaints)
+    browser.open(tmp_path / "run.html")
+    assert "a click removes a word" in browser.run("document.getElementById('facts').innerText")
     browser.open(tmp_path / "run.html", "#step=99")
     holes = "[...document.querySelectorAll('#canvas .hole')].map(e => Number(e.dataset.i))"
     browser.click(f'[data-i="{word[2]}"]')
@@ -292,7 +294,7 @@ def test_a_click_removes_a_word_and_without_a_model_the_page_says_how_to_reach_o
     assert browser.run(holes) == [0]
     browser.press("Home")
     assert browser.run(holes) == [], "the noise has no words"
-    assert len(browser.requests) == asked + 1, "a page of a file asks for nothing"
+    assert len(browser.requests) == asked + 2, "a page of a file asks for nothing"
     assert browser.complaints[complaints:] == []
 
 

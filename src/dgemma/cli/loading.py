@@ -151,7 +151,7 @@ def join_words(words: Sequence[str]) -> str:
     else:
         text = read_input()
     if not text.strip():
-        raise ValueError("the text must not be empty.")
+        raise ValueError("the text must not be empty. Write it in quotes, or pipe it in.")
     try:
         text.encode()
     except UnicodeEncodeError:  # bytes that are not UTF-8 arrive as lone surrogates

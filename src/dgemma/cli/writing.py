@@ -44,6 +44,8 @@ def run_generate(arguments: argparse.Namespace) -> None:
     _note_length(arguments, writer)
     if text.endswith(" ") and "constraint" not in writer.settings:
         output.print_note("The prompt ends with a space. Words bring their own, so leave it out.")
+    if arguments.chat and not tokenizer.has_chat_template:
+        raise ValueError(f"--chat needs a model with a chat template, {arguments.model} has none. Remove --chat.")
     images = _read_images(arguments, writer)
     tokens = (
         tokenizer.chat(_turn(text, images), images=images) if arguments.chat else encode_text(tokenizer, text, images)
@@ -98,7 +100,10 @@ def run_chat(arguments: argparse.Namespace) -> None:
     _note_length(arguments, writer)
     converses = tokenizer.has_chat_template
     if not converses:
-        output.print_note(f"{arguments.model} has no chat template, so it continues your text.")
+        is_shipped = arguments.model.startswith("dgemma/text")
+        what = "writes stories and is no assistant" if is_shipped else "has no chat template and continues your text"
+        opening, other = "Once upon a time there was", "google/diffusiongemma-26B-A4B-it"
+        output.print_note(f'{arguments.model} {what}. Type "{opening}". For answers: dgemma chat -m {other}')
     first_seed = writer.settings.pop("seed")
     images = _read_images(arguments, writer)
     messages: list[dict[str, Any]] = []

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dgemma.checkpoint.images import take_images
+from dgemma.checkpoint.tokenizer import explained
 from dgemma.checks import require, typed
 from dgemma.files import open_file
 from dgemma.printing import install_command
@@ -77,7 +78,10 @@ def read_dataset(name: str, config: str | None = None, *, split: str = "train") 
         from datasets import load_dataset
     except ImportError:
         raise ImportError(f"read_dataset needs datasets. Install it with: {install_command('data')}") from None
-    for number, row in enumerate(load_dataset(name, config, split=split), start=1):
+    fix = "Name a dataset of the hub, such as openai/gsm8k:main:train, or a folder of .jsonl or .parquet files."
+    with explained(f"the dataset {name} cannot be read", fix):
+        rows = load_dataset(name, config, split=split)
+    for number, row in enumerate(rows, start=1):
         yield from _read_item({_SYNONYMS.get(key, key): value for key, value in row.items()}, f"{name} row {number}")
 
 

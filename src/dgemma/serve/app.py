@@ -70,7 +70,7 @@ def create_app(
     app.state.engine = engine
     _describe_errors(app)
     _add_api(app, services)
-    _add_pages(app, name, model.takes_images, replay, policy)
+    _add_pages(app, first, replay, policy)
     door = Door(engine, most=limits.per_client, seconds=limits.seconds)
     app.add_middleware(
         Gate,
@@ -153,13 +153,15 @@ def _add_api(app: FastAPI, services: dict[str, Service]) -> None:
         return Response(first.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _add_pages(app: FastAPI, name: str, takes_images: bool, replay: str | None, policy: str | None) -> None:
+def _add_pages(app: FastAPI, service: Service, replay: str | None, policy: str | None) -> None:
     """Add the routes for a browser."""
 
     @app.get("/")
     async def page() -> Response:
-        text = _read("page.html").replace("{{images}}", "" if takes_images else "hidden")
-        return HTMLResponse(text.replace("{{name}}", html.escape(name)))
+        converses = service.tokenizer.has_chat_template
+        task = "Write something" if converses else "This model continues texts: write the beginning of one"
+        text = _read("page.html").replace("{{images}}", "" if service.model.takes_images else "hidden")
+        return HTMLResponse(text.replace("{{task}}", task).replace("{{name}}", html.escape(service.name)))
 
     @app.get("/replay")
     async def recorded() -> Response:

@@ -318,7 +318,7 @@
 
   async function heal() {
     const missing = "No model is connected, so the hole stays open; click it to put the word back. To let a model fill " +
-      "holes, run `dgemma serve --replay FILE` with this file, or use `dgemma.serve.replay.Replay` in a notebook.";
+      "holes, run `dgemma serve --replay FILE` with this file, or use `dgemma.serve.replay.ReplayPage` in a notebook.";
     if (!location.protocol.startsWith("http")) throw new Error(missing);
     const from = row;
     const positions = row.final.map((_, i) => i).filter(isKept);
