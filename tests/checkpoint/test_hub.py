@@ -82,6 +82,14 @@ def test_a_pushed_model_has_a_card_and_opens_again(hub, tmp_path):
     assert 'from_pretrained("me/small")' in card.text
 
 
+def test_a_name_without_an_owner_is_that_of_the_user(hub):
+    dgemma.DiffusionGemma(dgemma.presets.tiny()).push_to_hub("small", token="hf_secret")
+    paths = [path for path, _ in hub.requests if path.startswith("/api/models/")]
+    assert paths
+    assert all(path.startswith("/api/models/me/small/") for path in paths)
+    assert b'from_pretrained("me/small")' in hub.files["README.md"]
+
+
 def test_a_card_that_is_there_stays(hub):
     hub.files["README.md"] = b"my own words"
     dgemma.DiffusionGemma(dgemma.presets.tiny()).push_to_hub("me/small", token="hf_secret")

@@ -88,6 +88,14 @@ def test_the_camera_s_orientation_is_applied_and_transparency_becomes_white():
     assert (np.asarray(open_image(clear)) == 255).all()
 
 
+def test_of_a_photo_with_depth_the_photo_is_read():
+    """Phones store depth or brightness as a second frame, in the format that Pillow calls MPO."""
+    photo, depth = Image.new("RGB", (30, 20), "red"), Image.new("RGB", (15, 10), "blue")
+    stored = saved(photo, "MPO", save_all=True, append_images=[depth])
+    assert Image.open(io.BytesIO(stored)).n_frames == 2
+    assert open_image(stored).size == (30, 20)
+
+
 def bomb():
     """A PNG of 100,000 × 100,000 pixels in a hundred bytes."""
 

@@ -197,6 +197,8 @@ def test_images_that_do_not_fit_the_prompt_are_named(model):
     tokens, _, images = prompts(ROWS[:1])
     with pytest.raises(ValueError, match="images must be given for a prompt with image tokens"):
         dgemma.generate(model, tokens)
+    with pytest.raises(ValueError, match="images must be given for a prompt with image tokens"):
+        dgemma.generate(model, tokens, images=[None])
     with pytest.raises(ValueError, match="be as many as the runs of image tokens in the prompt, 1, got 2"):
         dgemma.generate(model, tokens, images=random_images([(6, 9), (6, 9)]))
     with pytest.raises(ValueError, match=r"have the sizes of the prompt's runs of image tokens, \(6,\), got \(1,\)"):

@@ -59,6 +59,17 @@ def test_prompts_with_common_prefixes_write_the_tokens_of_generate(model, batch_
     assert prefixes.num_read - before < 4 * len(PROMPTS)  # a prompt that comes again reads less than a canvas
 
 
+def test_a_long_prefix_of_one_row_takes_no_room_from_another():
+    """A row with 26 tokens of a prefix and a row that reads 24 are together longer than either may be."""
+    torch.manual_seed(0)
+    config = make_model(torch.device("cpu")).config.replace(max_position_embeddings=40)
+    model, prefix = dgemma.DiffusionGemma(config).double(), draw(26)
+    prompts = [[*prefix, 7], [*prefix, 8], [*prefix, 9], draw(24, seed=1)]
+    prefixes = SharedPrefixes()
+    assert_same(write(model, prompts, prefixes, batch_size=4), model, prompts)
+    assert prefixes.num_reused == 2 * len(prefix)
+
+
 def test_prompts_with_a_common_prefix_write_the_tokens_of_transformers(monkeypatch):
     ours, theirs = pair(seed=3)
     prompts = torch.cat((torch.tensor(draw(40)).expand(3, -1), torch.randint(5, 512, (3, 11))), dim=1)

@@ -388,6 +388,19 @@ def test_a_server_that_may_fetch_reads_pictures_of_public_addresses_only(openai,
         assert sentence in refused.value.body["message"]
 
 
+def test_a_picture_is_not_text_if_its_slashes_are_escaped(serve, seeing):
+    """As PHP writes JSON."""
+    from dgemma.serve.gate import Limits
+
+    _, url = picture("red", (40, 40), "BMP")
+    body = json.dumps({"model": NAME, "messages": with_images(url), "max_tokens": 32, "steps": 1})
+    assert len(url) > 6000
+    for written in (body, body.replace("/", r"\/")):
+        client = serve(seeing, limits=Limits(body=1000))._client
+        headers = {"Content-Type": "application/json"}
+        assert client.post("/v1/chat/completions", content=written, headers=headers).status_code == 200
+
+
 @pytest.mark.slow
 def test_photos_are_larger_than_other_bodies(openai, serve, seeing):
     """A photo of a phone fits. Text and many short pictures keep their limit."""

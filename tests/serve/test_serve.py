@@ -343,6 +343,22 @@ def test_the_server_is_not_ready_before_its_model_is_warm(model, monkeypatch):
         assert client.get("/health").json()["status"] == "ok"
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_if_the_model_cannot_be_prepared_nobody_waits_for_it(model, monkeypatch):
+    may_end = threading.Event()
+
+    def fail(batch_size):
+        may_end.wait(20)
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(model, "warm_up", fail)
+    with TestClient(create_app(model, TOKENIZER, name="toy")) as client:
+        threading.Timer(0.2, may_end.set).start()
+        assert chat(client).status_code == 503
+        assert client.get("/health").json()["status"] == "failed"
+        assert chat(client).status_code == 503
+
+
 def test_a_key_is_needed_for_all_but_the_page_and_health(model):
     with TestClient(create_app(model, TOKENIZER, name="toy", api_key="secret")) as client:
         for key in (None, "wrong", "secret "):

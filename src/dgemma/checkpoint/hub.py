@@ -60,6 +60,7 @@ def push_to_hub(model: DiffusionGemma, repo_id: str, *, private: bool | None, to
 
     api = HfApi(token=token)
     address = api.create_repo(repo_id, private=private, exist_ok=True)
+    repo_id = address.repo_id  # with its owner, whom `repo_id` may omit
     with tempfile.TemporaryDirectory() as folder:
         save_pretrained(model, folder)
         if not api.file_exists(repo_id, "README.md"):

@@ -134,7 +134,8 @@ def open_image(source: "ImageSource", *, most_pixels: int = _MOST_PIXELS) -> "Im
     fits = 0 < width * height <= most_pixels
     require(fits, name, f"have 1 to {most_pixels:,} pixels", f"{width} × {height}", "Resize it.")
     with explained(problem, fix):
-        is_animated = getattr(source, "is_animated", False)
+        # A phone stores depth or brightness as further frames of a photo, which Pillow calls MPO.
+        is_animated = getattr(source, "is_animated", False) and source.format != "MPO"
     require(not is_animated, name, "be a still picture", "several frames", "Pass one frame.")
     is_wide = source.mode in ("I", "F") or ";" in source.mode
     require(not is_wide, name, "have 8 bits per channel", f"mode {source.mode}", "Convert it to RGB.")

@@ -17,15 +17,21 @@ def check_ids(tokens: Tensor, name: str) -> None:
     require_tensor(tokens, f"DiffusionGemma {name}", rule, shape=(None, None), dtypes=(torch.int64, torch.int32))
 
 
-def check_tokens(model: Denoiser[Any], tokens: Tensor, cache: Cache, name: str) -> None:
-    """Check tokens (B, T), the prefix's or a canvas's, against the cache they are read with."""
+def check_tokens(
+    model: Denoiser[Any], tokens: Tensor, cache: Cache, name: str, *, real: Tensor | None = None
+) -> None:
+    """Check tokens (B, T), the prefix's or a canvas's, against the cache they are read with.
+
+    real: (B, T), False for padding, which has no position; None: all real.
+    """
     check_ids(tokens, name)
     owner, config, (batch_size, num_new) = f"DiffusionGemma {name}", model.config, tokens.shape
     require(tokens.device == model.device, owner, f"be on the model's device {model.device}", tokens.device, "Move it.")
     require(batch_size > 0 and (name != "canvas" or num_new > 0), owner, "not be empty", tokens)
     fix = "Encode the prefix for each row, or cache.select(rows)."
     require(batch_size == cache.batch_size, owner, f"have the cache's batch size {cache.batch_size}", batch_size, fix)
-    end, most = cache.num_slots + num_new, config.max_position_embeddings
+    most = config.max_position_embeddings
+    end = cache.num_slots + num_new if real is None else int((cache.lengths + real.sum(1)).max())
     require(end <= most, owner, f"end within max_position_embeddings {most}", end, "Shorten the prompt.")
     # On a GPU, a wrong id raises a device-side assertion.
     if not in_range(tokens, config.vocab_size):
@@ -35,9 +41,12 @@ def check_tokens(model: Denoiser[Any], tokens: Tensor, cache: Cache, name: str) 
 
 def check_prefix(model: Denoiser[Any], tokens: Tensor, cache: Cache, attention_mask: Tensor | None) -> Tensor | None:
     """Check the arguments of `encode`; return which of tokens (B, T) are real, None if all are."""
-    check_tokens(model, tokens, cache, "tokens")
-    if attention_mask is None:
-        return None
+    real = None if attention_mask is None else _read_mask(model, tokens, cache, attention_mask)
+    check_tokens(model, tokens, cache, "tokens", real=None if torch.compiler.is_compiling() else real)
+    return real
+
+
+def _read_mask(model: Denoiser[Any], tokens: Tensor, cache: Cache, attention_mask: Tensor) -> Tensor | None:
     owner, (batch_size, num_new) = "DiffusionGemma.encode attention_mask", tokens.shape
     whole, new = (batch_size, cache.num_seen + num_new), (batch_size, num_new)
     rule = f"be a tensor (batch, cached + new) = {whole} or (batch, new) = {new}, 1 for real tokens and 0 for padding"

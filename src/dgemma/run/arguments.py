@@ -209,13 +209,15 @@ def read_images(model: Denoiser, tokens: Tensor, images: Any) -> tuple[Images | 
         return None
     assert isinstance(model.config, ModelConfig)  # which names the image token
     image_token = model.config.image_token_id
-    if images is None:
-        has_places = bool((tokens == image_token).any())
-        require(not has_places, "generate images", "be given for a prompt with image tokens", None)
-        return None
     if isinstance(images, Images):
         return split_images(images, tokens, image_token)
-    require(len(images) == len(tokens), "generate images", f"have one entry per row, {len(tokens)}", len(images))
+    listed = [None] * len(tokens) if images is None else images
+    require(len(listed) == len(tokens), "generate images", f"have one entry per row, {len(tokens)}", len(listed))
+    without = torch.tensor([row is None for row in listed], device=tokens.device)
+    is_missing = bool((without & (tokens == image_token).any(1)).any())
+    require(not is_missing, "generate images", "be given for a prompt with image tokens", None)
+    if images is None:
+        return None
     rows = zip(images, tokens.split(1), strict=True)
     return tuple(None if row is None else split_images(row, text, image_token)[0] for row, text in rows)
 

@@ -202,10 +202,7 @@ class Engine:
             self._stopping = True
             self._changed.notify()
         self._thread.join(timeout=_PATIENCE)
-        for job in (*self._queue, *self._running.values()):
-            job.send(shut_down())
-        for call in self._calls:
-            call.future.set_exception(shut_down())
+        self._refuse_all()
 
     def _append(self, item: Any, queue: deque[Any]) -> None:
         with self._changed:
@@ -227,9 +224,25 @@ class Engine:
         self._queue.remove(last)
         last.send(full)
 
+    def _refuse_all(self) -> None:
+        """Send a 503 to whoever waits, now and from now on."""
+        with self._changed:
+            self._stopping = True
+            for job in (*self._queue, *self._running.values()):
+                job.send(shut_down())
+            for call in self._calls:
+                if not call.future.done():
+                    call.future.set_exception(shut_down())
+
     def _work(self) -> None:
-        self.model.warm_up(self.batch_size)
-        self._ready.set()
+        try:
+            self.model.warm_up(self.batch_size)
+            self._ready.set()
+            self._run()
+        finally:  # also if the model cannot be prepared
+            self._refuse_all()
+
+    def _run(self) -> None:
         while True:
             with self._changed:
                 while not (self._queue or self._calls or self._running or self._stopping):

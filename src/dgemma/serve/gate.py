@@ -30,8 +30,8 @@ _PATHS = (
     *(*_OPEN_PATHS, "/replay", "/metrics", "/v1/chat/completions", "/v1/completions"),
     *("/v1/infill", "/v1/systemone", "/v1/models"),
 )
-# A picture in a body. Short ones count as text: a million of them would take long to parse.
-_PICTURE = re.compile(rb"data:image/[\w.+-]{1,32};base64,[\w+/=\\-]{1024,}", re.ASCII)
+# A picture in a body, whose slashes JSON may escape. Short ones count as text: a million would take long to parse.
+_PICTURE = re.compile(rb"data:image\\?/[\w.+-]{1,32};base64,[\w+/=\\-]{1024,}", re.ASCII)
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
