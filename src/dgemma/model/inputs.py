@@ -17,9 +17,7 @@ def check_ids(tokens: Tensor, name: str) -> None:
     require_tensor(tokens, f"DiffusionGemma {name}", rule, shape=(None, None), dtypes=(torch.int64, torch.int32))
 
 
-def check_tokens(
-    model: Denoiser[Any], tokens: Tensor, cache: Cache, name: str, *, real: Tensor | None = None
-) -> None:
+def check_tokens(model: Denoiser[Any], tokens: Tensor, cache: Cache, name: str, *, real: Tensor | None = None) -> None:
     """Check tokens (B, T), the prefix's or a canvas's, against the cache they are read with.
 
     real: (B, T), False for padding, which has no position; None: all real.
