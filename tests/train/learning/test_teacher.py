@@ -9,40 +9,41 @@ import torch
 from torch import Tensor
 
 import dgemma
-from dgemma.sampling import Ancestral, EntropyBound
+from dgemma.sampling import Ancestral, EntropyBound, FirstHitting
 from dgemma.train.learning import Teacher
 from dgemma.train.learning.teacher import merge_steps
 from learning_toy import OPTIONS, learn, small_model
 from rowwise import RowwiseDenoiser
 
 MASK = 2
-JOINT = torch.tensor([[0.5, 0.1], [0.15, 0.25]], dtype=torch.float64)  # of two tokens with two values each
+PAIR = torch.tensor([[0.4, 0.1], [0.1, 0.4]], dtype=torch.float64)
+# Of three tokens with two values each: the third tells, with errors, whether the first two are equal.
+JOINT = PAIR[..., None] * torch.tensor([[[0.1, 0.9], [0.8, 0.2]], [[0.8, 0.2], [0.1, 0.9]]], dtype=torch.float64)
 NOISE = dgemma.MaskNoise(3, mask_token_id=MASK)
 
 
 @dataclass
 class ExactNetwork(RowwiseDenoiser):
-    """The posterior of each token, given the canvas; `bias` (3, 3, 2, 3) is added to the logits of each canvas."""
+    """The posterior of each token, given the canvas; `bias` (3, 3, 3, 3, 3) is added to the logits of each canvas."""
 
-    config: Any = field(default_factory=lambda: dgemma.presets.tiny().replace(vocab_size=3, canvas_length=2))
-    bias: Tensor = field(default_factory=lambda: torch.zeros(3, 3, 2, 3, dtype=torch.float64, requires_grad=True))
+    config: Any = field(default_factory=lambda: dgemma.presets.tiny().replace(vocab_size=3, canvas_length=3))
+    bias: Tensor = field(default_factory=lambda: torch.zeros((3,) * 5, dtype=torch.float64, requires_grad=True))
 
     def denoise(self, canvas, cache, self_cond=None):
         logits = []
         for row in canvas.tolist():
-            fits = torch.ones_like(JOINT)
+            law = JOINT
             for position, token in enumerate(row):
                 if token != MASK:
-                    fits = fits * (torch.arange(2) == token).double().unsqueeze(1 - position)
-            law = JOINT * fits
-            probs = torch.stack([law.sum(1), law.sum(0)]) / law.sum()
+                    law = law * (torch.arange(2) == token).view([2 if i == position else 1 for i in range(3)])
+            probs = torch.stack([law.sum((1, 2)), law.sum((0, 2)), law.sum((0, 1))]) / law.sum()
             logits.append(torch.nn.functional.pad(probs.log().clamp(min=-1e3), (0, 1), value=-1e3))
-        return dgemma.Prediction(torch.stack(logits) + self.bias[canvas[:, 0], canvas[:, 1]])
+        return dgemma.Prediction(torch.stack(logits) + self.bias[tuple(canvas.T)])
 
 
 def recorded(model, seeds, steps, **more):
     prompt = torch.zeros(len(seeds), 1, dtype=torch.int64)
-    options: Any = {"max_new_tokens": 2, "noise": NOISE, "sampler": Ancestral(), "temperature": 1.0, "stop": None}
+    options: Any = {"max_new_tokens": 3, "noise": NOISE, "temperature": 1.0, "stop": None}
     options |= {
         "eos_token_ids": [],
         "seed": seeds,
@@ -55,23 +56,36 @@ def recorded(model, seeds, steps, **more):
     return dgemma.generate(model, prompt, **options).trajectory
 
 
-@pytest.mark.parametrize(("steps", "every"), [(2, 2), (3, 2)])
-def test_the_exact_posterior_is_the_fixed_point_of_merged_runs(steps, every):
-    """All runs of the exact network, found by seeds: their probabilities add up to one."""
+def loss_of_merged_runs(sampler, steps, every):
+    """Return the expected loss of all runs of the exact network, found by seeds, and its gradient."""
     model = ExactNetwork()
-    many = recorded(model, list(range(3000)), steps)
+    many = recorded(model, list(range(3000)), steps, sampler=sampler)
     events = [many.array(name).int() for name in ("next_canvas", "accepted", "renoised")]
     taken = torch.cat(events).permute(1, 0, 2).flatten(1)
     first = {tuple(run): seed for seed, run in reversed(list(enumerate(taken.tolist())))}
-    runs = recorded(model, list(first.values()), steps)
+    runs = recorded(model, list(first.values()), steps, sampler=sampler)
     prob = runs.log_prob(model).detach().exp()
     assert float(prob.sum()) == pytest.approx(1.0, abs=1e-12)
     loss = -(prob * merge_steps(runs, every).log_prob(model, strict=False)).sum()
-    (gradient,) = torch.autograd.grad(loss, [model.bias])
+    return float(loss.detach()), torch.autograd.grad(loss, [model.bias])[0]
+
+
+@pytest.mark.parametrize("every", [3, 2])
+def test_the_exact_posterior_is_the_fixed_point_of_runs_of_one_token_per_step(every):
+    loss, gradient = loss_of_merged_runs(FirstHitting(), 3, every)
     assert float(gradient.abs().max()) < 1e-12
-    one_step = -(JOINT * (JOINT.sum(1, keepdim=True) * JOINT.sum(0)).log()).sum()  # both tokens from their marginals
-    if steps == every:
-        assert float(loss.detach()) == pytest.approx(float(one_step), rel=1e-9)
+    marginals = JOINT.sum((1, 2))[:, None, None] * JOINT.sum((0, 2))[:, None] * JOINT.sum((0, 1))
+    if every == 3:  # all tokens from their marginals, in one step
+        assert loss == pytest.approx(float(-(JOINT * marginals.log()).sum()), rel=1e-9)
+
+
+def test_runs_that_write_several_tokens_per_step_move_the_fixed_point():
+    """Tokens of one step are independent, so the third token often tells that the first two differ."""
+    _, gradient = loss_of_merged_runs(Ancestral(), 2, 2)
+    pull = gradient[MASK, MASK, MASK]  # (3, 3), on the empty canvas
+    assert float(pull[:2].abs().max()) < 1e-12
+    # The first two are written before the third in one run of eight. Then P(equal) is 0.5 instead of 0.8.
+    assert float(pull[2, 1]) == pytest.approx((0.8 - 0.5) * (0.9 - 0.2) / 8, rel=1e-9)
 
 
 def test_merged_steps_write_what_their_steps_wrote_and_kept():
