@@ -6,6 +6,7 @@ import random
 import re
 import resource
 import time
+from decimal import Decimal
 
 import pytest
 import torch
@@ -297,6 +298,29 @@ def test_anchors_are_refused():
 def test_malformed_and_exploding_schemas_are_refused(schema, message):
     with pytest.raises(ValueError, match=message):
         dgemma.JsonSchema(schema, TOKENIZER)
+
+
+@pytest.mark.parametrize("other", [1.0, {"b": 2, "a": 1}], ids=["number", "object"])
+def test_options_of_one_of_are_compared_as_json(other):
+    one_of = {"oneOf": [{"enum": [1, {"a": 1, "b": 2}]}, {"const": other}]}
+    with pytest.raises(ValueError, match="options that exclude each other"):
+        dgemma.JsonSchema(one_of, TOKENIZER)
+    assert re.fullmatch(dgemma.JsonSchema({"oneOf": [{"const": True}, {"const": 1}]}, TOKENIZER).pattern, "true")
+
+
+@pytest.mark.parametrize("bound", [7, -7, 10**5, -(10**5), 10**13])
+def test_no_number_within_exclusive_bounds_is_rounded_to_a_bound(bound):
+    for keyword, sign in (("exclusiveMinimum", 1), ("exclusiveMaximum", -1)):
+        pattern = dgemma.JsonSchema({"type": "number", keyword: bound}, TOKENIZER).pattern
+        nearest = [f"{bound + Decimal(sign).scaleb(-places):f}" for places in range(1, 20)]
+        matched = [text for text in nearest if re.fullmatch(pattern, text)]
+        assert matched
+        assert all((float(text) - bound) * sign > 0 for text in matched)
+
+
+def test_a_string_without_a_possible_length_is_no_value():
+    empty = {"type": "string", "minLength": 2, "maxLength": 1}
+    assert dgemma.JsonSchema({"anyOf": [empty, {"type": "null"}]}, TOKENIZER).pattern == "null"
 
 
 # Quotes, escapes, control characters, line breaks, and characters that are in a class in only some of the standards.

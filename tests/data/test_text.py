@@ -424,3 +424,11 @@ def test_a_dataset_gives_the_documents_of_its_rows(tmp_path, kind):
     assert list(found) == [Document("6", "3 + 3?")]
     with pytest.raises(ValueError, match=r"sums cannot be read \(Unknown split .*\)\. Name a dataset of the hub"):
         list(read_dataset(str(tmp_path / "sums"), split="test"))
+
+
+def test_columns_that_a_row_of_a_dataset_lacks_do_not_count(tmp_path):
+    pytest.importorskip("datasets")
+    lines = [{"text": "a"}, {"prompt": "b", "answer": "c", "images": ["d.png"]}, {"prompt": "e", "answer": "f"}]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    expected = [Document("a"), Document("c", "b", images=("d.png",)), Document("f", "e")]
+    assert list(read_dataset(str(tmp_path))) == expected  # the library gives each row all columns, as None

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import dgemma
 from dgemma.study.observe import observe
+from dgemma.train.one_pass import read_clean
 
 B, C, P = 2, 32, 40  # longer than the sliding window of 24, so that sliding and full layers differ
 
@@ -127,6 +128,15 @@ def test_the_prefix_is_recorded_on_request(model, prompt):
     assert seen.steps == []
     assert bool((weights.triu(1) == 0).all())
     assert bool((weights.tril(-24) == 0).all())  # outside the window of 24
+
+
+def test_the_attention_of_a_training_pass_is_that_of_the_encoder(model, prompt):
+    texts = prompt[:, :20]  # within the window, so that training needs no mask
+    with torch.no_grad(), observe(model, attention=True, prefix=True) as seen:
+        model.encode(texts)
+        read_clean(model, texts)
+    for index in range(len(model.layers)):
+        torch.testing.assert_close(seen.passes[1].attention[index], seen.passes[0].attention[index])
 
 
 def test_observing_changes_no_result_and_removes_its_hooks(model, canvas, cache):

@@ -109,8 +109,9 @@ def assert_is_what_a_plain_model_sees(model, guided_cache, canvas, with_prompt, 
 
 
 @torch.no_grad()
-def test_one_prefix_lacks_the_prompt_and_both_have_the_committed_blocks(model, tokens):
-    guided = Guided(model, strength=1.0, unconditional=4)
+@pytest.mark.parametrize("token", [4, torch.tensor(4)], ids=["int", "tensor"])
+def test_one_prefix_lacks_the_prompt_and_both_have_the_committed_blocks(model, tokens, token):
+    guided = Guided(model, strength=1.0, unconditional=token)
     prompt, block, canvas = tokens["prompt"], tokens["block"], tokens["canvas"]
     cache = guided.encode(prompt)
     hidden = torch.full_like(prompt, 4)

@@ -213,6 +213,8 @@ def test_a_bias_divides_by_the_probabilities_without_content(mode):
     torch.testing.assert_close(neutral, torch.full_like(neutral, 1 / 3))
     with pytest.raises(ValueError, match="bias of slot 'first' must be 3 finite numbers"):
         fill([[BOS], options], bias={"first": [0.0]})
+    with pytest.raises(ValueError, match="calibrate slots must have names"):
+        calibrate([fill([[BOS], Slot([[0], [1]])])])
 
 
 def test_combinations_are_drawn_from_the_joint_law():

@@ -38,6 +38,10 @@ def test_spans_follow_the_lengths_and_are_not_read_from_the_device():
     shorter = replace(batch, length=torch.tensor([1, 2, 3]))
     assert shorter.spans == ((1, 1), (2, 2), (3, 3))
     assert batch.select(torch.tensor([2, 0])).spans == ((3, 7), (1, 9))
+    with_text = replace(batch, images=(None, None, None), text=torch.arange(3)).select(
+        torch.tensor([False, True, True])
+    )
+    assert (with_text.spans, with_text.text.tolist(), len(with_text.images)) == (((2, 8), (3, 7)), [1, 2], 2)
     assert batch.to("meta").spans == batch.spans  # meta tensors have no values to read
 
 

@@ -153,6 +153,8 @@ def test_the_same_seed_gives_the_same_number_for_every_batch_size(model, tokens)
     first, again = (evaluate(model, tokens, NOISES["uniform"], batch_size=n, seed=5) for n in (6, 4))
     torch.testing.assert_close(first.rows.nats, again.rows.nats, atol=1e-4, rtol=1e-5)
     other = evaluate(model, tokens, NOISES["uniform"], seed=6)
+    with pytest.raises(ValueError, match=r"evaluate seed must be an integer, or one per row, int64 \(6,\)"):
+        evaluate(model, tokens, NOISES["uniform"], seed=torch.arange(7))
     assert (first.rows.nats - other.rows.nats).abs().max() > 1e-2
 
 
@@ -335,6 +337,9 @@ def test_a_source_gives_the_requested_rows_and_the_table_is_readable(model):
     ):
         assert words in table
     assert json.loads(json.dumps(likelihood.summary()))["nelbo"] == likelihood.nelbo.value
+    single = evaluate(model, source, NOISES["mask"], num_rows=1, num_samples=1).summary()
+    assert single["nelbo_error"] is None  # JSON has no infinity
+    assert json.dumps(single, allow_nan=False)
 
 
 def test_the_causal_mode_cannot_score_the_first_token_without_a_prompt(model):

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import signal
+import threading
 import time
 from dataclasses import dataclass, replace
 
@@ -86,6 +87,12 @@ def test_the_final_checkpoint_stores_the_noise_of_its_training(tmp_path):
     model, result = run(tmp_path, objective=objective, steps=1)
     assert dgemma.learnt_noise(model) == MASK
     assert dgemma.learnt_noise(DiffusionGemma.from_pretrained(result.final)) == MASK
+
+
+def test_an_error_ends_the_thread_that_prepares_batches(tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path, on_step=lambda record: 1 / 0)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("dgemma-feed")]
 
 
 def test_evaluate_samples_under_the_noise_of_the_training(tmp_path):

@@ -243,6 +243,8 @@ def test_wrong_calls_raise_errors_that_name_the_fix(tmp_path):
         merge_lora(model)
     with pytest.raises(ValueError, match=r"LoRA\.rank must be at most the model's hidden size \d+, got 1000000000000"):
         add_lora(model, LoRA(rank=10**12))
+    with pytest.raises(ValueError, match=r"LoRA\.targets must name linear layers or experts of the model"):
+        add_lora(model, LoRA(targets=("layers.0.self_attn",)))
     assert all(weight.requires_grad for weight in model.parameters())
     add_lora(model, LoRA(rank=2, targets=("attention",)))
     with pytest.raises(ValueError, match="model must have no adapters"):

@@ -50,7 +50,7 @@ _CLASSES = {r"\d": "0-9", r"\w": "0-9A-Za-z_", r"\s": " "}
 _NEGATED = {r"\d": r"\d", r"\w": r"0-9A-Za-z_\x80-\U0010ffff", r"\s": r"\s\x1c-\x1f\ufeff"}
 _CONTROLS = {"\\t": 9, "\\n": 10, "\\v": 11, "\\f": 12, "\\r": 13}
 _BREAKS = ((10, 10), (13, 13), (0x2028, 0x2029))
-_FRACTION = r"\.[0-9]{1,12}"  # few digits, so that rounding to float64 moves no number across a bound
+_MOST_DIGITS, _MOST_DECIMALS = 15, 12  # float64 tells numbers of 15 digits apart, so rounding moves none to a bound
 
 
 def _escape_json(text: str) -> str:
@@ -218,8 +218,8 @@ class _Compiler:
         if not isinstance(left, Mapping) or not isinstance(right, Mapping):
             return left is False or right is False
         listed = [_values_of(one) for one in (left, right)]
-        if listed[0] is not None and listed[1] is not None:
-            return not {json.dumps(v) for v in listed[0]} & {json.dumps(v) for v in listed[1]}
+        if listed[0] is not None and listed[1] is not None:  # in Python, unlike in JSON, True is 1
+            return not any(a == b and _kind_of(a) & _kind_of(b) for a in listed[0] for b in listed[1])
         kinds = [_all_kinds(one) for one in (left, right)]
         if not kinds[0] & kinds[1]:
             return True
@@ -244,7 +244,7 @@ class _Compiler:
             target = target.get(part) if isinstance(target, Mapping) else None
         return target
 
-    def _string(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
+    def _string(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
         quote, char = self.notation.quote, self.notation.char
         least, most = schema.get("minLength", 0), schema.get("maxLength")
         if "pattern" in schema:
@@ -255,6 +255,8 @@ class _Compiler:
             if schema["format"] not in _FORMATS:
                 _refuse(f"have a format among {', '.join(_FORMATS)}", schema["format"], where, "Use pattern.")
             return f"{quote}(?:{_FORMATS[schema['format']]}){quote}"
+        if most is not None and most < least:
+            return None
         if least == 0 and most is None and self.notation.text is not None:
             return f"{quote}{self.notation.text}{quote}"
         return f"{quote}{char}{{{least},{'' if most is None else most}}}{quote}"
@@ -548,9 +550,11 @@ def _decimals(low: int, high: int | None, above: bool, below: bool) -> str | Non
     if high is not None and high < low:
         return None
     inside = _naturals(low + above, None if high is None else high - 1)
-    parts = [None if inside is None else f"(?:{inside})(?:{_FRACTION})?"]
-    if above and (high is None or high > low):
-        parts.append(rf"{low}\.[0-9]{{0,11}}[1-9]")
+    decimals = min(_MOST_DECIMALS, _MOST_DIGITS - len(str(high or low)))
+    fraction = rf"(?:\.[0-9]{{1,{decimals}}})?" if decimals > 0 else ""
+    parts = [None if inside is None else f"(?:{inside}){fraction}"]
+    if above and (high is None or high > low) and decimals > 0:
+        parts.append(rf"{low}\.[0-9]{{0,{decimals - 1}}}[1-9]")
     if high is not None and not below and not (above and high == low):
         parts.append(rf"{high}(?:\.0)?")
     return either(parts)

@@ -69,8 +69,8 @@ def read_documents(paths: str | Path | Sequence[str | Path], *, separator: str |
 def read_dataset(name: str, config: str | None = None, *, split: str = "train") -> Iterator[Document]:
     """Yield the documents of a dataset of the `datasets` library: a name of the hub, or a folder of its files.
 
-    A row is like a line of a .jsonl file. Prompts may also be called "question", and answers "completion" or
-    "response".
+    A row is like a line of a .jsonl file; columns without a value do not count. Prompts may also be called "question",
+    and answers "completion" or "response".
 
     Example: `TokenFile.write(read_dataset("openai/gsm8k", "main", split="train[:100]"), tokenizer, "tokens")`.
     """
@@ -82,7 +82,8 @@ def read_dataset(name: str, config: str | None = None, *, split: str = "train") 
     with explained(f"the dataset {name} cannot be read", fix):
         rows = load_dataset(name, config, split=split)
     for number, row in enumerate(rows, start=1):
-        yield from _read_item({_SYNONYMS.get(key, key): value for key, value in row.items()}, f"{name} row {number}")
+        filled = {_SYNONYMS.get(key, key): value for key, value in row.items() if value is not None}
+        yield from _read_item(filled, f"{name} row {number}")
 
 
 def _check_unicode(path: Path, document: Document) -> None:

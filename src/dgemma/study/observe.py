@@ -16,7 +16,7 @@ from einops import rearrange
 from torch import Tensor
 
 from dgemma.checks import read_device, require, short_repr, typed
-from dgemma.model.attention import Attention
+from dgemma.model.attention import Attention, Mask
 from dgemma.model.backbone import Layer
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import Router, Routing
@@ -144,7 +144,7 @@ def attention_weights(
     x: Tensor,
     rope: tuple[Tensor, Tensor],
     past: tuple[Tensor, Tensor] | None,
-    mask: Tensor | None,
+    mask: Mask | None,
 ) -> Tensor:
     """Return the attention weights softmax(q·k) of `module(x, rope, past, mask)`: (B, N, T, S) float32.
 
@@ -154,7 +154,10 @@ def attention_weights(
     keys = keys if past is None else torch.cat((past[0], keys), dim=2)
     grouped = rearrange(queries, "b t (k g) h -> b k g t h", k=keys.shape[1])
     scores = torch.einsum("bkgth,bksh->bkgts", grouped.float(), keys.float()).flatten(1, 2)
-    return (scores if mask is None else scores.masked_fill(~mask, -torch.inf)).softmax(-1)
+    if mask is None:
+        return scores.softmax(-1)
+    visible = mask if isinstance(mask, Tensor) else torch.ones_like(scores, dtype=torch.bool).tril()  # "causal"
+    return scores.masked_fill(~visible, -torch.inf).softmax(-1)
 
 
 def _read_layers(name: str, layers: Layers, num_layers: int) -> frozenset[int]:

@@ -171,6 +171,7 @@ class Guided(Denoiser[GuidedCache]):
 
     def _stand_in(self, tokens: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The tokens that replace the prompt in the unconditional prefix, and which of them are real."""
-        if not isinstance(self.unconditional, Tensor):
-            return torch.full_like(tokens, int(self.unconditional)), attention_mask
-        return torch.atleast_2d(self.unconditional.to(tokens)).expand(tokens.shape[0], -1), None
+        prompt = torch.as_tensor(self.unconditional).to(tokens)
+        if not prompt.dim():
+            return prompt.expand_as(tokens), attention_mask
+        return torch.atleast_2d(prompt).expand(tokens.shape[0], -1), None

@@ -203,6 +203,7 @@ def calibrate(
         laws_by_name: dict[str, list[Tensor]] = {}
         for filled in results:
             for answer in filled.answers:
+                require(bool(answer.slot.name), "calibrate slots", "have names, which the bias is by", answer.slot)
                 laws_by_name.setdefault(answer.slot.name, []).append(answer.probabilities)
         return {name: (-torch.stack(laws).mean(0).log()).tolist() for name, laws in laws_by_name.items()}
     laws, rights = [], []

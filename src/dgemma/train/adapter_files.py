@@ -24,10 +24,10 @@ from dgemma.model.identity import fingerprint
 from dgemma.train.lora import (
     TARGETS,
     LoRA,
+    adaptable_modules,
     adapter_weights,
     adapters_of,
     add_lora,
-    is_target,
     pair_shapes,
     refuse_adapters,
     require_adapters,
@@ -170,7 +170,7 @@ def _name_targets(model: nn.Module, names: Mapping[str, Any]) -> tuple[str, ...]
     """Return the targets that these adapters have: whole groups, and names of single modules."""
     modules, groups = {name.rpartition(".")[0] for name in names}, []
     for group in TARGETS:
-        members = {name for name, _ in model.named_modules() if is_target(name, (group,))}
+        members = adaptable_modules(model, (group,)).keys()
         if members and members <= modules:
             groups.append(group)
             modules -= members
@@ -219,10 +219,9 @@ def _identify_base(model: nn.Module) -> str:
 def _adapter_shapes(model: nn.Module, lora: LoRA) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all adapters that `add_lora` would make."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, module in model.named_modules():
-        if is_target(name, lora.targets):
-            for prefix in ("gate_up_", "down_") if isinstance(module, Experts) else ("",):
-                weight = getattr(module, f"{prefix}proj" if prefix else "weight")
-                of_a, of_b = pair_shapes(weight, lora.rank)
-                shapes |= {f"{name}.{prefix}lora_a": of_a, f"{name}.{prefix}lora_b": of_b}
+    for name, module in adaptable_modules(model, lora.targets).items():
+        for prefix in ("gate_up_", "down_") if isinstance(module, Experts) else ("",):
+            weight = getattr(module, f"{prefix}proj" if prefix else "weight")
+            of_a, of_b = pair_shapes(weight, lora.rank)
+            shapes |= {f"{name}.{prefix}lora_a": of_a, f"{name}.{prefix}lora_b": of_b}
     return shapes

@@ -83,7 +83,7 @@ class TrainBatch:
 
         Example: `batch.select(slice(0, 8))`.
         """
-        numbers = range(self.batch_size)[rows] if isinstance(rows, slice) else rows.tolist()
+        numbers = torch.arange(self.batch_size)[rows if isinstance(rows, slice) else rows.cpu()].tolist()
         listed = {"spans": self.spans, "images": self.images}
         picked: dict[str, Any] = {name: tuple(v[row] for row in numbers) for name, v in listed.items() if v is not None}
         return replace(self, **self._map_tensors(lambda tensor: tensor[rows]), **picked)

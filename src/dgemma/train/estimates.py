@@ -167,18 +167,20 @@ class Likelihood:
         return Estimate(nats.value * scale, nats.error * scale)
 
     def summary(self) -> dict[str, Any]:
-        """Return the numbers as plain Python, for JSON."""
-        bits, causal_bits, sampled = self.bits_per_byte, self.causal_bits_per_byte, self.by_sampler
-        return {
+        """Return the numbers as plain Python, for JSON; None for a number that is unknown or infinite."""
+        none = Estimate(math.nan, math.nan)
+        bits, causal_bits = self.bits_per_byte or none, self.causal_bits_per_byte or none
+        sampled = self.by_sampler or none
+        numbers = {
             "nelbo": self.nelbo.value,
             "nelbo_error": self.nelbo.error,
             "causal": self.causal.value,
             "causal_error": self.causal.error,
-            "by_sampler": None if sampled is None else sampled.value,
-            "by_sampler_error": None if sampled is None else sampled.error,
+            "by_sampler": sampled.value,
+            "by_sampler_error": sampled.error,
             "reconstruction": self.reconstruction,
-            "bits_per_byte": None if bits is None else bits.value,
-            "causal_bits_per_byte": None if causal_bits is None else causal_bits.value,
+            "bits_per_byte": bits.value,
+            "causal_bits_per_byte": causal_bits.value,
             "num_rows": len(self.rows.tokens),
             "num_texts": self.num_texts,
             "num_tokens": self.num_tokens,
@@ -190,6 +192,7 @@ class Likelihood:
             "by_position": self.by_position.nats.tolist(),
             "causal_by_position": self.causal_by_position.nats.tolist(),
         }
+        return {name: _finite(value) for name, value in numbers.items()}
 
     def __str__(self) -> str:
         share, num_rows = f"{self.confidence:.0%} interval", len(self.rows.tokens)
@@ -221,6 +224,13 @@ class Likelihood:
             bar = "█" * round(24 * max(0.0, part) / largest)
             lines.append(f"  {f'{low:.2f} … {high:.2f}':20}{value}   {bar}".rstrip())
         return "\n".join(lines)
+
+
+def _finite(value: Any) -> Any:
+    """Replace infinities and NaN, which JSON does not have, by None."""
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def mean_of_rows(

@@ -100,6 +100,7 @@ def evaluate(
     if sampler is not None:
         check_sampler(sampler, noise)
     steps = canvas_len if steps is None else steps
+    are_seeds = not isinstance(seed, Tensor) or (seed.shape == (num_rows,) and seed.dtype == torch.int64)
     for name, value, rule, fits in (
         ("num_rows", num_rows, "be >= 1", num_rows >= 1),
         ("num_samples", num_samples, f"be from 1 to {_MOST_SAMPLES:,}", 1 <= num_samples <= _MOST_SAMPLES),
@@ -111,6 +112,7 @@ def evaluate(
         ("lowest_level", lowest_level, "be in (0, 1)", 0 < lowest_level < 1),
         ("confidence", confidence, "be in (0, 1)", 0 < confidence < 1),
         ("fill_token", fill_token, f"be in [0, {vocab_size})", 0 <= fill_token < vocab_size),
+        ("seed", seed, f"be an integer, or one per row, int64 ({num_rows},)", are_seeds),
     ):
         require(fits, f"evaluate {name}", rule, value)
     estimator = _Estimator(

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -199,7 +199,7 @@ class _Run:
         bar = progress_bar(desc="training", unit="step", total=self.steps, show=show)
         bar.update(self.step)
         self._begin_interval()
-        with bar:
+        with bar, closing(inputs):
             for parts in inputs:
                 record = self.updater.update(parts, step=self.step, steps=self.steps, warmup=self._warmup())
                 self.step += 1
@@ -221,7 +221,6 @@ class _Run:
                 bar.update()
                 if stop or self.step == self.steps:
                     break
-        inputs.close()
         return stop
 
     def _due(self, every: int | None) -> bool:

@@ -72,10 +72,16 @@ class LoRA:
         return self.alpha / self.rank
 
 
-def is_target(name: str, targets: Iterable[str]) -> bool:
-    if name.startswith("vision.layers."):
-        return False
-    return any(name == end or name.endswith("." + end) for target in targets for end in TARGETS.get(target, (target,)))
+def adaptable_modules(model: nn.Module, targets: Iterable[str]) -> dict[str, nn.Module]:
+    """Return the linear layers and experts that are targets, by name; none in the vision tower."""
+    ends = [end for target in targets for end in TARGETS.get(target, (target,))]
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | QuantizedLinear | Experts)
+        and not name.startswith("vision.layers.")
+        and any(name == end or name.endswith("." + end) for end in ends)
+    }
 
 
 class AdaptedLinear(nn.Module):
@@ -166,12 +172,11 @@ def add_lora(model: DiffusionGemma, lora: LoRA | None = None, *, seed: int = 0) 
     refuse_adapters(model, "add_lora")
     most = model.config.hidden_size
     require(lora.rank <= most, "LoRA.rank", f"be at most the model's hidden size {most}", lora.rank, "Use 8.")
-    unknown = {*lora.targets} - {*TARGETS} - {name for name, _ in model.named_modules()}
-    require(not unknown, "LoRA.targets", "be in the model", unknown)
+    targets = adaptable_modules(model, lora.targets)
+    unknown = {*lora.targets} - {*TARGETS} - targets.keys()
+    require(not unknown, "LoRA.targets", "name linear layers or experts of the model", unknown)
     model.requires_grad_(False)
-    for name, module in list(model.named_modules()):
-        if not is_target(name, lora.targets):
-            continue
+    for name, module in targets.items():
         adapted = AdaptedExperts(module, lora) if isinstance(module, Experts) else AdaptedLinear(module, lora)
         adapted.base_generation = model.generation
         _set_module(model, name, adapted)
