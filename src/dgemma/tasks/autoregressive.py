@@ -49,7 +49,7 @@ def stream_causal(model: Denoiser, prompt_tokens: Tensor, **options: Unpack[Caus
 
     Example: `for token in stream_causal(model, prompt): print(tokenizer.decode(token[0]), end="")`.
     """
-    state, cache, rule, num_tokens = start_causal(model, prompt_tokens, options)
+    state, cache, rule, num_tokens = _start(model, prompt_tokens, options)
     drawn = model.causal_steps(state, num_tokens, cache=cache, rule=rule)
     for number, (after, (ended, broken)) in enumerate(drawn):
         if any(broken):
@@ -59,9 +59,7 @@ def stream_causal(model: Denoiser, prompt_tokens: Tensor, **options: Unpack[Caus
             break
 
 
-def start_causal(
-    model: Denoiser, prompt_tokens: Tensor, options: CausalOptions
-) -> tuple[CausalState, Any, CausalRule, int]:
+def _start(model: Denoiser, prompt_tokens: Tensor, options: CausalOptions) -> tuple[CausalState, Any, CausalRule, int]:
     """Read the prompts; return the state before the first token, the cache, the rule, and the number of tokens."""
     if not isinstance(model, Denoiser) or not model.has_causal_mode:
         raise TypeError(f"generate_causal model must have a causal mode, got {type(model).__name__}. Use generate.")
