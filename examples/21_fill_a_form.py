@@ -16,10 +16,10 @@ import torch
 import dgemma
 from dgemma.view import LiveView
 
-STORY = "Once upon a time there was a girl called Anna. She lived in a small village near the sea. She had a brown dog."
+STORY = "Once upon a time there was a fox named Max. He lived in a small house near the river, and he was happy."
 FORM = {"name": "\n\nThen ", "home": " lived in the "}
 COMMON = {"a", "the", "in", "of", "to", "and", "was", "had", "she", "he", "her", "his", "there", "once", "upon", "time"}
-COMMON |= {"near", "called", "lived"}
+COMMON |= {"near", "called", "named", "lived"}
 
 
 def main() -> None:

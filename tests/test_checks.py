@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import dgemma
 from dgemma.checks import Checked, Count, Probability, above, check_types, typed
 
 if TYPE_CHECKING:
@@ -59,6 +60,20 @@ def test_a_float_may_be_any_number_but_no_text_and_no_flag():
     for value in ("1", True, 2**64, torch.ones(2).to_sparse()):
         with pytest.raises(ValueError, match=r"^scale factor must be float or Tensor or None, got "):
             scale(value)
+
+
+def test_common_mistakes_get_a_fix():
+    model, prompt = dgemma.DiffusionGemma(dgemma.presets.tiny()), torch.tensor([[2]])
+    for text, call in {
+        r"got 'Once'\. Encode it: tokenizer": lambda: dgemma.generate(model, "Once"),
+        r"got the class Threshold\. Write Threshold\(\)": lambda: dgemma.generate(
+            model, prompt, sampler=dgemma.Threshold
+        ),
+        r"be StopRule or 'checkpoint' or None, got": lambda: dgemma.generate(model, prompt, stop="end"),
+        r"got None\. Pass out\.trajectory of generate\(\.\.\., record=True\)": lambda: dgemma.view.to_html(None),
+    }.items():
+        with pytest.raises(ValueError, match=text):
+            call()
 
 
 def test_elements_are_checked_too():

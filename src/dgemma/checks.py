@@ -168,7 +168,21 @@ def _check_type(value: Any, hint: Any, name: str) -> None:
     if not is_bearable(value, hint, conf=_meanings()):
         spelling = re.sub(r"[\w.]+\.(?=\w)", "", inspect.formatannotation(hint)).replace(" | ", " or ")
         choices = re.sub(r"Literal\[(.*?)\]", lambda found: found[1].replace(", ", " or "), spelling)
-        require(False, name, f"be {choices}", value)
+        choices = re.sub(r"Union\[([^[]*)\]", lambda found: found[1].replace(", ", " or "), choices)
+        require(False, name, f"be {choices.replace('NoneType', 'None')}", value, _fix_type(value, spelling))
+
+
+def _fix_type(value: Any, wanted: str) -> str:
+    """Return the fix of a common mistake."""
+    if isinstance(value, type):
+        return f"Write {value.__name__}()."
+    if wanted == "Trajectory":
+        return "Pass out.trajectory of generate(..., record=True)."
+    if wanted == "Tensor" and isinstance(value, str):
+        return "Encode it: tokenizer.encode_batch([text]).tokens."
+    if wanted == "Tensor" and isinstance(value, list):
+        return "Write torch.tensor(...)."
+    return "Pass one, such as dgemma.EntropyBound(bound=0.1)." if wanted.startswith("Sampler") else ""
 
 
 @functools.cache

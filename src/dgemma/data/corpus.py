@@ -98,7 +98,13 @@ def train_tokenizer(
     pad, eos, bos, unk, mask = SPECIAL_TOKENS
     with tempfile.TemporaryDirectory() as folder:  # then copied in one go, so that `out` is complete or absent
         tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=trained, pad_token=pad, eos_token=eos, bos_token=bos, unk_token=unk, mask_token=mask
+            tokenizer_object=trained,
+            pad_token=pad,
+            eos_token=eos,
+            bos_token=bos,
+            unk_token=unk,
+            mask_token=mask,
+            add_bos_token=True,
         )
         tokenizer.chat_template = chat_template
         tokenizer.save_pretrained(folder)

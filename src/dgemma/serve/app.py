@@ -70,7 +70,7 @@ def create_app(
     app.state.engine = engine
     _describe_errors(app)
     _add_api(app, services)
-    _add_pages(app, first, replay, policy)
+    _add_pages(app, first, bool(api_key), replay, policy)
     door = Door(engine, most=limits.per_client, seconds=limits.seconds)
     app.add_middleware(
         Gate,
@@ -153,15 +153,22 @@ def _add_api(app: FastAPI, services: dict[str, Service]) -> None:
         return Response(first.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _add_pages(app: FastAPI, service: Service, replay: str | None, policy: str | None) -> None:
+def _add_pages(app: FastAPI, service: Service, needs_key: bool, replay: str | None, policy: str | None) -> None:
     """Add the routes for a browser."""
 
     @app.get("/")
     async def page() -> Response:
         converses = service.tokenizer.has_chat_template
-        task = "Write something" if converses else "This model continues texts: write the beginning of one"
-        text = _read("page.html").replace("{{images}}", "" if service.model.takes_images else "hidden")
-        return HTMLResponse(text.replace("{{task}}", task).replace("{{name}}", html.escape(service.name)))
+        parts = {
+            "images": "" if service.model.takes_images else "hidden",
+            "key": "" if needs_key else "hidden",
+            "task": "Write something" if converses else "This model continues texts: write the beginning of one",
+            "name": html.escape(service.name),
+        }
+        text = _read("page.html")
+        for name, part in parts.items():
+            text = text.replace("{{" + name + "}}", part)
+        return HTMLResponse(text)
 
     @app.get("/replay")
     async def recorded() -> Response:

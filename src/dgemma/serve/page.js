@@ -130,7 +130,7 @@ async function send(text) {
         continue;
       }
       const choice = event.choices[0];
-      if (choice && choice.delta.content) { written.data += choice.delta.content; canvas.replaceChildren(); scroll(); }
+      if (choice && choice.delta.content) { written.data = (written.data + choice.delta.content).trimStart(); canvas.replaceChildren(); scroll(); }
       if (extra.steps) {
         const counts = add("counts", `${extra.steps.reduce((a, b) => a + b, 0)} forwards, ` +
           `${extra.tokens_per_forward.toFixed(1)} tokens per forward, seed ${extra.seed}`);

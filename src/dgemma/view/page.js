@@ -7,6 +7,8 @@
   const special = new Set(content.special);
   const ACCEPTED = 1, RENOISED = 2, UNDECIDED = 4, FROZEN = 8;
   const LEVELS = 16;
+  const isServed = location.protocol.startsWith("http"); // by `dgemma serve --replay`, which has a model
+  const clickDoes = isServed ? "lets the model write a word again" : "removes a word";
 
   let row = null; // the current row, with its arrays
   let frame = 0;
@@ -178,11 +180,11 @@
       `${row.renoised[at]} renoised`, `temperature ${row.temperature[at]}`];
     if (finished) {
       place = content.board ? "Filled" : "Written";
-      facts = content.board ? [] : ["click a word to remove it"];
+      facts = content.board ? [] : [`a click ${clickDoes}`];
     } else if (row.step[at] < 0) {
       place = inBlock + (inBlock ? "noise" : "Noise");
       facts = [`${canvasLen} positions, nothing predicted yet`];
-      if (frame === 0 && !content.board) facts.push("at the end, a click removes a word");
+      if (frame === 0 && !content.board) facts.push(`at the end, a click ${clickDoes}`);
     }
     place = place[0].toUpperCase() + place.slice(1);
     byId("place").textContent = place;
@@ -319,7 +321,7 @@
   async function heal() {
     const missing = "No model is connected, so the hole stays open; click it to put the word back. To let a model fill " +
       "holes, run `dgemma serve --replay FILE` with this file, or use `dgemma.serve.replay.ReplayPage` in a notebook.";
-    if (!location.protocol.startsWith("http")) throw new Error(missing);
+    if (!isServed) throw new Error(missing);
     const from = row;
     const positions = row.final.map((_, i) => i).filter(isKept);
     const prefix = row.context.length;
