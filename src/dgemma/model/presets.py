@@ -16,6 +16,63 @@ _TINY_VISION: dict[str, Any] = {
     "position_embedding_size": 256,
     "standardize": True,
 }
+_VISION_26B: dict[str, Any] = {
+    "model_type": "gemma4_vision",
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 72,
+    "global_head_dim": 72,
+    "patch_size": 16,
+    "pooling_kernel_size": 3,
+    "position_embedding_size": 10240,
+    "default_output_length": 280,
+    "rms_norm_eps": 1e-06,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "max_position_embeddings": 131_072,
+    "initializer_range": 0.02,
+    "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
+    "standardize": True,
+    "use_clipped_linears": False,
+    "dtype": "bfloat16",
+}
+_OTHERS_26B: dict[str, Any] = {
+    "architectures": ["DiffusionGemmaForBlockDiffusion"],
+    "dtype": "bfloat16",
+    "eos_token_id": [1, 106],
+    "boi_token_id": 255_999,
+    "eoi_token_id": 258_882,
+    "image_token_id": 258_880,
+    "initializer_range": 0.02,
+    "vision_soft_tokens_per_image": 280,
+}
+# A column per preset. `num_hidden_layers` is the length of `layer_types`.
+_NAMES = ("tiny", "text", "sudoku", "small", "medium_1b", "26b_a4b")
+_SIZES: dict[str, tuple[int, ...]] = {
+    "vocab_size": (512, 8192, 824, 4096, 262_144, 262_144),
+    "hidden_size": (64, 384, 256, 384, 1024, 2816),
+    "intermediate_size": (96, 384, 256, 512, 768, 2112),
+    "canvas_length": (32, 64, 81, 128, 256, 256),
+    "sliding_window": (24, 256, 256, 256, 1024, 1024),
+    "num_attention_heads": (4, 6, 8, 6, 8, 16),
+    "num_key_value_heads": (2, 2, 8, 3, 4, 8),
+    "head_dim": (16, 64, 32, 64, 128, 256),
+    "num_global_key_value_heads": (1, 1, 8, 1, 1, 2),
+    "global_head_dim": (32, 64, 32, 128, 256, 512),
+    "num_experts": (8, 8, 4, 32, 64, 128),
+    "top_k_experts": (2, 2, 2, 4, 4, 8),
+    "moe_intermediate_size": (32, 128, 64, 160, 256, 704),
+    "max_position_embeddings": (8192, 8192, 512, 16_384, 65_536, 262_144),
+}
+
+
+def _preset(name: str, layer_types: tuple[str, ...], **others: Any) -> ModelConfig:
+    sizes = {field: values[_NAMES.index(name)] for field, values in _SIZES.items()}
+    return ModelConfig(layer_types=layer_types, num_hidden_layers=len(layer_types), **sizes, **others)
 
 
 def tiny(*, vision: bool = False) -> ModelConfig:
@@ -25,26 +82,11 @@ def tiny(*, vision: bool = False) -> ModelConfig:
 
     Example: `DiffusionGemma(presets.tiny())`.
     """
-    return ModelConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=96,
-        canvas_length=32,
-        num_hidden_layers=3,
-        layer_types=(SLIDING, SLIDING, FULL),
-        sliding_window=24,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_global_key_value_heads=1,
-        global_head_dim=32,
-        num_experts=8,
-        top_k_experts=2,
-        moe_intermediate_size=32,
-        max_position_embeddings=8192,
-        vision_config=dict(_TINY_VISION) if vision else None,
-        carried={"boi_token_id": 53, "image_token_id": 54, "eoi_token_id": 55} if vision else {},  # as ByteTokenizer
-    )
+    sight: dict[str, Any] = {}
+    if vision:  # with the tokens of ByteTokenizer
+        tokens = {"boi_token_id": 53, "image_token_id": 54, "eoi_token_id": 55}
+        sight = {"vision_config": dict(_TINY_VISION), "carried": tokens}
+    return _preset("tiny", (SLIDING, SLIDING, FULL), **sight)
 
 
 def text() -> ModelConfig:
@@ -52,24 +94,7 @@ def text() -> ModelConfig:
 
     Most tokens are whole words. Half of a layer is dense, so that a token uses most of the shipped weights.
     """
-    return ModelConfig(
-        vocab_size=8192,
-        hidden_size=384,
-        intermediate_size=384,
-        canvas_length=64,
-        num_hidden_layers=8,
-        layer_types=(SLIDING, SLIDING, SLIDING, FULL) * 2,
-        sliding_window=256,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_global_key_value_heads=1,
-        global_head_dim=64,
-        num_experts=8,
-        top_k_experts=2,
-        moe_intermediate_size=128,
-        max_position_embeddings=8192,
-    )
+    return _preset("text", (SLIDING, SLIDING, SLIDING, FULL) * 2)
 
 
 def sudoku() -> ModelConfig:
@@ -77,121 +102,19 @@ def sudoku() -> ModelConfig:
 
     The window is wider than prompt and canvas together, so that every layer sees everything.
     """
-    return ModelConfig(
-        vocab_size=824,
-        hidden_size=256,
-        intermediate_size=256,
-        canvas_length=81,
-        num_hidden_layers=8,
-        layer_types=(SLIDING,) * 7 + (FULL,),
-        sliding_window=256,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        head_dim=32,
-        num_global_key_value_heads=8,
-        global_head_dim=32,
-        num_experts=4,
-        top_k_experts=2,
-        moe_intermediate_size=64,
-        max_position_embeddings=512,
-    )
+    return _preset("sudoku", (SLIDING,) * 7 + (FULL,))
 
 
 def small() -> ModelConfig:
     """About 40 million weights: trains in minutes on one GPU."""
-    return ModelConfig(
-        vocab_size=4096,
-        hidden_size=384,
-        intermediate_size=512,
-        canvas_length=128,
-        num_hidden_layers=6,
-        layer_types=default_layer_types(6),
-        sliding_window=256,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        head_dim=64,
-        num_global_key_value_heads=1,
-        global_head_dim=128,
-        num_experts=32,
-        top_k_experts=4,
-        moe_intermediate_size=160,
-        max_position_embeddings=16_384,
-    )
+    return _preset("small", default_layer_types(6))
 
 
 def medium_1b() -> ModelConfig:
     """0.94 billion weights, 0.38 active: the published vocabulary and proportions, to train from scratch on one GPU."""
-    return ModelConfig(
-        vocab_size=262_144,
-        hidden_size=1024,
-        intermediate_size=768,
-        canvas_length=256,
-        num_hidden_layers=12,
-        layer_types=default_layer_types(12),
-        sliding_window=1024,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_global_key_value_heads=1,
-        global_head_dim=256,
-        num_experts=64,
-        top_k_experts=4,
-        moe_intermediate_size=256,
-        max_position_embeddings=65_536,
-    )
+    return _preset("medium_1b", default_layer_types(12))
 
 
 def diffusiongemma_26b_a4b() -> ModelConfig:
     """The published google/diffusiongemma-26B-A4B-it: 25.2B text parameters, 3.8B active."""
-    return ModelConfig(
-        vocab_size=262_144,
-        hidden_size=2816,
-        intermediate_size=2112,
-        canvas_length=256,
-        num_hidden_layers=30,
-        layer_types=default_layer_types(30),
-        sliding_window=1024,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=256,
-        num_global_key_value_heads=2,
-        global_head_dim=512,
-        num_experts=128,
-        top_k_experts=8,
-        moe_intermediate_size=704,
-        max_position_embeddings=262_144,
-        vision_config={
-            "model_type": "gemma4_vision",
-            "hidden_size": 1152,
-            "intermediate_size": 4304,
-            "num_hidden_layers": 27,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "head_dim": 72,
-            "global_head_dim": 72,
-            "patch_size": 16,
-            "pooling_kernel_size": 3,
-            "position_embedding_size": 10240,
-            "default_output_length": 280,
-            "rms_norm_eps": 1e-06,
-            "hidden_activation": "gelu_pytorch_tanh",
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "max_position_embeddings": 131_072,
-            "initializer_range": 0.02,
-            "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
-            "standardize": True,
-            "use_clipped_linears": False,
-            "dtype": "bfloat16",
-        },
-        carried={
-            "architectures": ["DiffusionGemmaForBlockDiffusion"],
-            "dtype": "bfloat16",
-            "eos_token_id": [1, 106],
-            "boi_token_id": 255_999,
-            "eoi_token_id": 258_882,
-            "image_token_id": 258_880,
-            "initializer_range": 0.02,
-            "vision_soft_tokens_per_image": 280,
-        },
-    )
+    return _preset("26b_a4b", default_layer_types(30), vision_config=dict(_VISION_26B), carried=dict(_OTHERS_26B))
