@@ -110,6 +110,16 @@ def test_prompts_with_a_shared_prefix_have_the_bits_of_prompts_read_as_a_whole()
         assert torch.equal(logits[row], fast.denoise(canvas[row : row + 1], fast.encode(prompt[None])).logits[0])
 
 
+def test_a_prefix_of_other_weights_is_read_again():
+    model = make_model(DEVICE)
+    fast, prefixes, prompt = accelerate(model), dgemma.SharedPrefixes(), draw_tokens(9)
+    prefixes.read(fast, [prompt, prompt], [None, None])
+    with torch.no_grad():
+        model.layers[0].mlp.up_proj.weight.mul_(2)
+    prefixes.read(fast, [prompt, prompt], [None, None])
+    assert prefixes.num_read == 2 * len(prompt)
+
+
 @needs_gpu
 @pytest.mark.usefixtures("_small_pieces")
 def test_a_row_has_the_same_bits_in_random_batches():

@@ -191,6 +191,10 @@ class FusedDenoiser(Denoiser[FusedCache]):
     def _forward(self) -> Forward:
         return self._workspace.forward
 
+    def weight_tensors(self) -> list[Tensor]:
+        """Return the tensors of the model, which the weights in bf16 share."""
+        return self._model.weight_tensors()
+
     def __getstate__(self) -> dict[str, Any]:
         """Return the content of a copy or a pickle: weights. A copy makes new graphs and buffers."""
         weights = None  # None: the weights are the model's own

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dgemma.diffusion import draws
 from dgemma.diffusion.prediction import Prediction
@@ -105,6 +105,10 @@ class Denoiser(Generic[CacheT]):
             noise_level = torch.where(frozen, 0.0, noise_level[:, None])
         level = {"noise_level": noise_level} if self.takes_noise_level else {}
         return self.denoise(canvas, cache, self_cond=self_cond, **level)
+
+    def weight_tensors(self) -> list[Tensor]:
+        """Return the tensors that its keys and values depend on, so that a change of them can be noticed."""
+        return [*self.parameters(), *self.buffers()] if isinstance(self, nn.Module) else []
 
     def warm_up(self, batch_size: int = 16, *, progress: bool = True) -> None:
         """Prepare for calls of up to `batch_size` rows, so that the first ones are as fast as later ones.

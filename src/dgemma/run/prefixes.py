@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from dgemma.checks import require, typed
 from dgemma.model.cache import Cache, PrefixCache
@@ -185,7 +185,7 @@ class SharedPrefixes:
 
     def _drop_stale(self, model: Denoiser) -> None:
         """Forget the prefixes of earlier weights, and of models that are gone."""
-        tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
+        tensors = model.weight_tensors()
         versions = [(id(t), t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]
         _, known = self._weights.get(model, ([], []))
         self._weights[model] = tensors, versions
