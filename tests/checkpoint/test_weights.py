@@ -454,7 +454,8 @@ def test_a_shipped_twin_has_its_own_defaults_and_the_weights_and_tokenizer_of_an
     assert twin.generation.noise == {"kind": "mask", "mask_token_id": 4}
     assert Tokenizer.from_pretrained("dgemma/text-mask").encode("a") == ByteTokenizer().encode("a")
     assert (
-        read_checkpoint("dgemma/text-mask", files=["config.json"]).stored.keys() == read_headers(assets / "text").keys()
+        read_checkpoint("dgemma/text-mask", files=["config.json"]).contents.stored.keys()
+        == read_headers(assets / "text").keys()
     )
     twin.save_pretrained(tmp_path / "saved")  # a new folder, with weights
     assert same_weights(DiffusionGemma.from_pretrained(tmp_path / "saved"), twin)

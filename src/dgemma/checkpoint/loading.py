@@ -76,7 +76,7 @@ def load_pretrained(
 
 def _build_empty(cls: type[Model], checkpoint: Checkpoint, conventions: Conventions | None, vision: bool) -> Model:
     """Return the model that the configs describe, on the "meta" device."""
-    folder, published, stored = checkpoint.folder, checkpoint.published, checkpoint.stored
+    folder, published, stored = checkpoint.folder, checkpoint.published, checkpoint.contents.stored
     for part in (published.get("text_config", published), published.get("vision_config")):
         layers = part.get("num_hidden_layers") if isinstance(part, Mapping) else None
         fits = not isinstance(layers, int) or layers <= len(stored)  # a huge number would fill the memory
@@ -102,14 +102,15 @@ def _build_empty(cls: type[Model], checkpoint: Checkpoint, conventions: Conventi
 @contextmanager
 def _open(checkpoint: Checkpoint, device: torch.device) -> Iterator[Callable[[str], Tensor]]:
     """Open the files of a checkpoint; yield a function that reads a stored tensor to `device`."""
+    stored = checkpoint.contents.stored
     with ExitStack() as stack:
         readers: dict[Path, Callable[[str], Tensor]] = {}
-        for file in sorted({entry.file for entry in checkpoint.stored.values()}):
+        for file in sorted({entry.file for entry in stored.values()}):
             if file.suffix == ".gguf":
                 readers[file] = stack.enter_context(open_gguf(file, str(device)))
             else:
                 readers[file] = stack.enter_context(open_tensors(file, device=str(device))).get_tensor
-        yield lambda name: readers[checkpoint.stored[name].file](name)
+        yield lambda name: readers[stored[name].file](name)
 
 
 def _read_weights(
@@ -124,7 +125,7 @@ def _read_weights(
     taken: set[str] = set()
 
     def file_of(ours: str) -> Path:
-        return checkpoint.stored[next(iter(plan.source(ours).tensors.values()))].file
+        return checkpoint.contents.stored[next(iter(plan.source(ours).tensors.values()))].file
 
     order = sorted((*plan.whole, *plan.parts), key=lambda ours: (file_of(ours), ours))
     with progress_bar(desc="loading", unit="weight", show=True, total=len(order)) as bar:

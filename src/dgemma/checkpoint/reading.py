@@ -23,8 +23,7 @@ class Checkpoint(NamedTuple):
 
     folder: Path
     published: dict[str, Any]  # its config.json
-    stored: dict[str, Stored]  # its tensors
-    contents: Contents  # its weights
+    contents: Contents  # its tensors and weights
     generation: dict[str, Any]  # its generation_config.json, with the defaults that config.json stores
 
 
@@ -42,9 +41,8 @@ def read_checkpoint(path_or_repo: str | Path, files: Sequence[str] = CHECKPOINT_
     if modelopt and published.get("quantization_config") is None:  # older versions of ModelOpt
         published["quantization_config"] = {"quant_method": "modelopt", **modelopt}
     if files != CHECKPOINT_FILES and not any(stored_folder(folder).glob("*.safetensors")):
-        return Checkpoint(folder, published, {}, Contents(entries={}), generation)
-    stored = read_headers(folder)
-    return Checkpoint(folder, published, stored, read_contents(published, stored), generation)
+        return Checkpoint(folder, published, Contents({}), generation)
+    return Checkpoint(folder, published, read_contents(published, read_headers(folder)), generation)
 
 
 def _read_config(folder: Path, name: str) -> dict[str, Any]:

@@ -40,10 +40,11 @@ _API_KEY = "DGEMMA_API_KEY"  # environment variable
 
 def describe_checkpoint(arguments: argparse.Namespace) -> None:
     """Print a checkpoint's geometry, tensors and memory."""
-    _, published, stored, contents, _ = read_checkpoint(arguments.checkpoint, files=_CONFIG_FILES)
+    _, published, contents, _ = read_checkpoint(arguments.checkpoint, files=_CONFIG_FILES)
+    stored = contents.stored
     config = ModelConfig.from_hf(published)
     own = GenerationDefaults(noise=published.get("noise"), sampler=published.get("sampler"))
-    report = report_files(contents, stored) if stored else None
+    report = report_files(contents) if stored else None
     model = DiffusionGemma(config, device="meta")
     shapes = [config.layer_shape(layer) for layer in range(config.num_hidden_layers)]
     description: dict[str, Any] = {

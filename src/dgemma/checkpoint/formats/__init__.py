@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dgemma.checkpoint.formats import compressed_tensors, gptq, mlx, modelopt
-from dgemma.checkpoint.formats.entry import FLOATS, Contents, Stored, plain_entry
+from dgemma.checkpoint.formats.entry import FLOATS, Contents, Stored
 from dgemma.checkpoint.formats.settings import Settings
 from dgemma.checkpoint.names import AUDIO, our_names
 from dgemma.model.memory import MemoryReport, summarize
@@ -27,19 +27,22 @@ def read_contents(published: Mapping[str, Any], stored: Mapping[str, Stored]) ->
     config = Settings({} if published.get("quantization_config") is None else published["quantization_config"])
     if published.get("quantization") is not None and "quant_method" not in config:
         return mlx.read_mlx(Settings(published["quantization"], "quantization"), stored)
-    if published.get("quantization_config") is None:
-        return Contents(entries={name: plain_entry(name, tensor) for name, tensor in stored.items()})
-    return _READERS[config.choose("quant_method", *_READERS)](config, stored)
+    if published.get("quantization_config") is not None:
+        return _READERS[config.choose("quant_method", *_READERS)](config, stored)
+    contents = Contents(stored)
+    for name in stored:
+        contents.add_plain(name, name)
+    return contents
 
 
-def report_files(contents: Contents, stored: Mapping[str, Stored]) -> MemoryReport:
+def report_files(contents: Contents) -> MemoryReport:
     """Return the format and the bytes of each part of a checkpoint's weights."""
     weights = [
         (
             our_names(name)[0],
             str(FLOATS.get(entry.format, entry.format)).removeprefix("torch."),
             math.prod(entry.shape),
-            sum(stored[tensor].num_bytes for tensor in entry.tensors.values()),
+            sum(contents.stored[tensor].num_bytes for tensor in entry.tensors.values()),
         )
         for name, entry in contents.entries.items()
         if not AUDIO.match(name)

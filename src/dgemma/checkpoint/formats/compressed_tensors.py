@@ -9,20 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dgemma.checkpoint.formats.entry import (
-    CACHE_NOTE,
-    FLOATS,
-    INTEGERS,
-    Contents,
-    Entry,
-    Names,
-    Stored,
-    add_coded,
-    coded_modules,
-    is_linear,
-    plain_linears,
-    weight_name,
-)
+from dgemma.checkpoint.formats.entry import FLOATS, INTEGERS, Contents, Entry, Names, Stored, is_linear, weight_name
 from dgemma.checkpoint.formats.settings import Settings
 from dgemma.model.quantized import (
     NVFP4_GROUP,
@@ -80,21 +67,19 @@ def read_compressed(config: Settings, stored: Mapping[str, Stored]) -> Contents:
         fits = (g for g in groups if module in g.targets or ("Linear" in g.classes and is_linear(module)))
         return None if module in ignore else next(fits, None)
 
-    contents = Contents(entries={})
-    for module, tensors in coded_modules(contents, stored, _ROLES):
+    contents = Contents(stored)
+    for module, tensors in contents.coded_modules(_ROLES):
         group = group_of(module)
         if group is None:
-            contents.problems.append(f"unexpected {module}: stored in codes, but the config does not quantise it")
+            contents.refuse_coded(module)
         else:
-            _add(contents, module, group, tensors, stored)
-    for module in plain_linears(contents):
-        if group_of(module) is not None:
-            contents.problems.append(f"missing codes of {module}: stored plainly, but the config quantises it")
+            _add(contents, module, group, tensors)
+    contents.refuse_plain(lambda module: group_of(module) is not None)
     fused = [name for name, entry in contents.entries.items() if entry.decode is None and weight_name(name) == name]
     if fused:
         contents.notes.append(f"{len(fused)} fused expert weights are not quantised in this checkpoint.")
-    if config.values.get("kv_cache_scheme") and CACHE_NOTE not in contents.notes:
-        contents.notes.append(CACHE_NOTE)
+    if config.values.get("kv_cache_scheme"):
+        contents.note_cache()
     return contents
 
 
@@ -138,17 +123,15 @@ def _group(group: Settings, default_format: Any) -> _ConfigGroup:
     )
 
 
-def _add(
-    contents: Contents, module: str, group: _ConfigGroup, tensors: dict[str, str], stored: Mapping[str, Stored]
-) -> None:
+def _add(contents: Contents, module: str, group: _ConfigGroup, tensors: dict[str, str]) -> None:
     """Add the entry of a quantised module, or the problems of its tensors."""
     known, is_packed = _FORMATS[group.format], group.format == "pack-quantized"
-    codes = stored[tensors[known.codes]].shape if known.codes in tensors else ()
+    codes = contents.shape(tensors, known.codes)
     *rows, length = codes or (0,)
     width = length * {"pack-quantized": 32 // group.bits, "nvfp4-pack-quantized": 2}.get(group.format, 1)
     num_groups = 1 if group.group_size is None else width // group.group_size
     scales = (*rows, num_groups)
-    if group.group_size is None and "weight_scale" in tensors and stored[tensors["weight_scale"]].shape in ((), (1,)):
+    if group.group_size is None and "weight_scale" in tensors and contents.shape(tensors, "weight_scale") in ((), (1,)):
         scales = (1,)  # one scale for the whole matrix
     zeros = (*rows[:-1], -(-(rows or [0])[-1] * group.bits // 32), num_groups) if is_packed else scales
     expected: dict[str, tuple[Collection[str], tuple[int, ...]]] = {
@@ -172,8 +155,8 @@ def _add(
         "int-quantized": ("int8", _decode_int8),
     }
     name, decode = decoders[group.format]
-    weight, size = Entry(shape=(*rows, width), format=name, decode=decode), group.group_size
-    add_coded(contents, stored, tensors, expected, weight, module=module, group_size=size, problems=problems)
+    weight = Entry(shape=(*rows, width), format=name, decode=decode)
+    contents.add_coded(module, tensors, expected, weight, group_size=group.group_size, problems=problems)
 
 
 def _per_row(scale: Tensor, rows: Sequence[int]) -> Tensor:

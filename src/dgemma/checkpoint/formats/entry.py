@@ -15,7 +15,7 @@ from torch import Tensor
 from dgemma.checkpoint.names import VISION, our_names
 from dgemma.model.quantized import QuantizedWeight
 
-CACHE_NOTE = "The checkpoint asks for a quantised prefix cache. dgemma keeps it in the model's dtype."
+_CACHE_NOTE = "The checkpoint asks for a quantised prefix cache. dgemma keeps it in the model's dtype."
 _CACHE_SCALES = ("k_scale", "v_scale")
 _MOST_SECONDS = 10.0  # for all matches of an expression
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -45,86 +45,101 @@ class Entry:
     tensors: Mapping[str, str] = field(default_factory=dict)  # role → name in the files
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contents:
-    """The weights of a checkpoint by published name, its mismatches with its config, and notes for the user."""
-
-    entries: dict[str, Entry]
-    problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-
-def plain_entry(name: str, stored: Stored) -> Entry:
-    """Return the entry of a plain tensor."""
-    return Entry(tensors={"weight": name}, shape=stored.shape, format=stored.dtype)
-
-
-def coded_modules(
-    contents: Contents, stored: Mapping[str, Stored], roles: Iterable[str]
-) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield each module that is stored in codes, and its tensors by role: {"weight": "a.b.weight"}.
-
-    Other tensors are added to the contents as plain weights. Scales of the prefix cache are skipped.
-    """
-    grouped: dict[str, dict[str, str]] = {}
-    roles = frozenset(roles)
-    for name in stored:
-        module, _, role = name.rpartition(".")
-        if role in _CACHE_SCALES:
-            contents.notes[:] = [CACHE_NOTE]
-        elif role in roles:
-            grouped.setdefault(module, {})[role] = name
-        else:
-            contents.entries[name] = plain_entry(name, stored[name])
-    for module, tensors in grouped.items():
-        if tensors.keys() == {"weight"}:
-            contents.entries[weight_name(module)] = plain_entry(tensors["weight"], stored[tensors["weight"]])
-        else:
-            yield module, tensors
-
-
-def plain_linears(contents: Contents) -> list[str]:
-    """Return the names of the linear layers that are stored as plain tensors."""
-    plain = [name.removesuffix(".weight") for name, entry in contents.entries.items() if entry.decode is None]
-    return [module for module in plain if is_linear(module)]
-
-
 Expected = Mapping[str, tuple[Collection[str], tuple[int, ...]]]  # role → its dtypes and its shape
 
 
-def add_coded(
-    contents: Contents,
-    stored: Mapping[str, Stored],
-    tensors: Mapping[str, str],
-    expected: Expected,
-    weight: Entry,
-    *,
-    module: str,
-    group_size: int | None = None,
-    problems: Sequence[str] = (),
-) -> None:
-    """Add the weight of a module that is stored in codes to the contents, or else what is wrong with its tensors.
+@dataclass(frozen=True)
+class Contents:
+    """The weights of a checkpoint by published name, its mismatches with its config, and notes for the user."""
 
-    tensors: the module's, by role. group_size must divide the columns. A single number may be stored with or without a
-    dimension.
-    """
-    found = []
-    for role, (dtypes, shape) in expected.items():
-        if role not in tensors:
-            found.append(f"missing {module}.{role}")
-            continue
-        header = stored[tensors[role]]
-        if header.dtype not in dtypes:
-            found.append(f"unreadable {tensors[role]}: stored as {header.dtype}, not as {' or '.join(dtypes)}")
-        elif header.shape != shape and not (shape == (1,) and header.shape == ()):
-            found.append(f"misshapen {tensors[role]}: {header.shape}, not {shape}")
-    found += problems
-    if not found and group_size is not None and weight.shape[-1] % group_size:
-        found = [f"unreadable {module}: {weight.shape[-1]} columns are no multiple of its groups of {group_size}"]
-    contents.problems.extend(found)
-    if not found:
-        used = {role: tensors[role] for role in expected}
-        contents.entries[weight_name(module)] = replace(weight, tensors=used)
+    stored: Mapping[str, Stored]  # its tensors, by their names in the files
+    entries: dict[str, Entry] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def add_plain(self, name: str, tensor: str) -> None:
+        """Add the weight that a plain tensor is."""
+        header = self.stored[tensor]
+        self.entries[name] = Entry(tensors={"weight": tensor}, shape=header.shape, format=header.dtype)
+
+    def coded_modules(self, roles: Iterable[str]) -> Iterator[tuple[str, dict[str, str]]]:
+        """Yield each module that is stored in codes, and its tensors by role: {"weight": "a.b.weight"}.
+
+        Other tensors are added as plain weights. Scales of the prefix cache are skipped.
+        """
+        grouped: dict[str, dict[str, str]] = {}
+        roles = frozenset(roles)
+        for name in self.stored:
+            module, _, role = name.rpartition(".")
+            if role in _CACHE_SCALES:
+                self.note_cache()
+            elif role in roles:
+                grouped.setdefault(module, {})[role] = name
+            else:
+                self.add_plain(name, name)
+        for module, tensors in grouped.items():
+            if tensors.keys() == {"weight"}:
+                self.add_plain(weight_name(module), tensors["weight"])
+            else:
+                yield module, tensors
+
+    def shape(self, tensors: Mapping[str, str], role: str) -> tuple[int, ...]:
+        """Return the shape of one of a module's tensors, () if it is missing."""
+        return self.stored[tensors[role]].shape if role in tensors else ()
+
+    def add_coded(
+        self,
+        module: str,
+        tensors: Mapping[str, str],
+        expected: Expected,
+        weight: Entry,
+        *,
+        group_size: int | None = None,
+        problems: Sequence[str] = (),
+    ) -> None:
+        """Add the weight of a module that is stored in codes, or else what is wrong with its tensors.
+
+        tensors: the module's, by role. group_size must divide the columns. A single number may be stored with or
+        without a dimension.
+        """
+        found = []
+        for role, (dtypes, shape) in expected.items():
+            if role not in tensors:
+                found.append(f"missing {module}.{role}")
+                continue
+            header = self.stored[tensors[role]]
+            if header.dtype not in dtypes:
+                found.append(f"unreadable {tensors[role]}: stored as {header.dtype}, not as {' or '.join(dtypes)}")
+            elif header.shape != shape and not (shape == (1,) and header.shape == ()):
+                found.append(f"misshapen {tensors[role]}: {header.shape}, not {shape}")
+        found += problems
+        if not found and group_size is not None and weight.shape[-1] % group_size:
+            found = [f"unreadable {module}: {weight.shape[-1]} columns are no multiple of its groups of {group_size}"]
+        self.problems.extend(found)
+        if not found:
+            used = {role: tensors[role] for role in expected}
+            self.entries[weight_name(module)] = replace(weight, tensors=used)
+
+    def refuse_coded(self, module: str) -> None:
+        """Note that the config does not quantise a module that is stored in codes."""
+        self.problems.append(f"unexpected {module}: stored in codes, but the config does not quantise it")
+
+    def refuse_plain(self, is_quantized: Callable[[str], bool]) -> None:
+        """Note the plain linear layers that the config quantises."""
+        quantized = filter(is_quantized, self.plain_linears())
+        self.problems.extend(
+            f"missing codes of {module}: stored plainly, but the config quantises it" for module in quantized
+        )
+
+    def plain_linears(self) -> list[str]:
+        """Return the names of the linear layers that are stored as plain tensors."""
+        plain = [name.removesuffix(".weight") for name, entry in self.entries.items() if entry.decode is None]
+        return [module for module in plain if is_linear(module)]
+
+    def note_cache(self) -> None:
+        """Note that the prefix cache stays in the model's dtype."""
+        if _CACHE_NOTE not in self.notes:
+            self.notes.append(_CACHE_NOTE)
 
 
 def weight_name(module: str) -> str:

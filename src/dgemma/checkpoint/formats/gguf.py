@@ -73,12 +73,12 @@ def find_gguf(path: str | Path) -> Path | None:
     return found[0] if found else None
 
 
-def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Stored], Contents]:
+def read_gguf(file: Path) -> tuple[dict[str, Any], Contents]:
     """Return the config.json of a GGUF file, and descriptions of its tensors and weights. No weight is read."""
     opened = _open(file)
-    stored, contents = {}, Contents(entries={})
+    stored = {tensor.name: Stored(file, tensor.shape, tensor.kind, tensor.num_bytes) for tensor in opened.tensors}
+    contents = Contents(stored)
     for tensor in opened.tensors:
-        stored[tensor.name] = Stored(file, tensor.shape, tensor.kind, tensor.num_bytes)
         name, kind = _published_name(tensor.name), tensor.kind
         if name is None and tensor.name != _FREQUENCIES:
             contents.problems.append(f"unexpected {tensor.name}")
@@ -91,7 +91,7 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Stored], Contents]:
             format, decode = _CODES.get(kind, own)
             entry = Entry(tensors={"weight": tensor.name}, shape=tensor.shape, format=format, decode=decode)
             contents.entries[name] = entry
-    return _config(opened, stored), stored, contents
+    return _config(opened, stored), contents
 
 
 @contextmanager

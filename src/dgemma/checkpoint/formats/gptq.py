@@ -1,22 +1,12 @@
 """Integer checkpoints in the packing of GPTQ, as written by GPTQModel, AutoGPTQ and AutoRound."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from dgemma.checkpoint.formats.entry import (
-    FLOATS,
-    INTEGERS,
-    Contents,
-    Entry,
-    Stored,
-    add_coded,
-    aliases,
-    coded_modules,
-    plain_linears,
-)
+from dgemma.checkpoint.formats.entry import FLOATS, INTEGERS, Contents, Entry, Expected, Stored, aliases
 from dgemma.checkpoint.formats.settings import Settings
 from dgemma.model.quantized import IntWeight, unpack_nibbles
 
@@ -37,44 +27,37 @@ def read_gptq(config: Settings, stored: Mapping[str, Stored]) -> Contents:
         name = next((name for name in aliases(module) if name in overrides), None)
         return config if name is None else config.override(name, overrides)
 
-    contents = Contents(entries={})
-    for module, tensors in coded_modules(contents, stored, ("weight", *_REQUIRED, "g_idx")):
-        _add(contents, module, settings_of(module), shift, tensors, stored)
-    plain = [module for module in plain_linears(contents) if settings_of(module).values.get("bits") in (4, 8)]
+    contents = Contents(stored)
+    for module, tensors in contents.coded_modules(("weight", *_REQUIRED, "g_idx")):
+        _add(contents, module, settings_of(module), shift, tensors)
+    plain = [module for module in contents.plain_linears() if settings_of(module).values.get("bits") in (4, 8)]
     if plain:
         contents.notes.append(f"{len(plain)} linear layers are not quantised in this checkpoint, such as {plain[0]}.")
     return contents
 
 
-def _add(
-    contents: Contents,
-    module: str,
-    settings: Settings,
-    shift: int,
-    tensors: dict[str, str],
-    stored: Mapping[str, Stored],
-) -> None:
+def _add(contents: Contents, module: str, settings: Settings, shift: int, tensors: dict[str, str]) -> None:
     bits, size = settings.choose("bits", 4, 8), settings.size("group_size", also=-1)
     symmetric = settings.choose("sym", True, False, absent=True)
     is_reordered = settings.choose("desc_act", True, False, absent=False) and size != -1
-    codes = stored[tensors["qweight"]].shape if "qweight" in tensors else ()
+    codes = contents.shape(tensors, "qweight")
     words, num_rows = codes if len(codes) == 2 else (0, 0)
     per_word = 32 // bits
     width = words * per_word
     groups = 1 if size == -1 else width // size
-    expected: dict[str, tuple[Collection[str], tuple[int, ...]]] = {
+    expected: Expected = {
         "qweight": (("I32",), (words, num_rows)),
         "qzeros": (("I32",), (groups, num_rows // per_word)),
         "scales": (FLOATS, (groups, num_rows)),
     }
     if is_reordered or "g_idx" in tensors:  # without it, the order of the columns is lost
-        expected["g_idx"] = (INTEGERS, (width,))
+        expected = {**expected, "g_idx": (INTEGERS, (width,))}
     problems = [f"unexpected {tensors['weight']}: it is also stored in codes"] if "weight" in tensors else []
     if num_rows % per_word:
         problems.append(f"unreadable {module}: {num_rows} rows do not fill words of {per_word}")
     decode, group_size = partial(_decode, bits=bits, shift=shift, symmetric=symmetric), None if size == -1 else size
     weight = Entry(shape=(num_rows, width), format=f"int{bits}", decode=decode)
-    add_coded(contents, stored, tensors, expected, weight, module=module, group_size=group_size, problems=problems)
+    contents.add_coded(module, tensors, expected, weight, group_size=group_size, problems=problems)
 
 
 def _decode(tensors: dict[str, Tensor], *, bits: int, shift: int, symmetric: bool) -> IntWeight:

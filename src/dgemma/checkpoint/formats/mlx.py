@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dgemma.checkpoint.formats.entry import FLOATS, Contents, Entry, Stored, add_coded, aliases, coded_modules
+from dgemma.checkpoint.formats.entry import FLOATS, Contents, Entry, Stored, aliases
 from dgemma.checkpoint.formats.settings import Settings
 from dgemma.model.quantized import IntWeight
 
@@ -19,23 +19,23 @@ def read_mlx(config: Settings, stored: Mapping[str, Stored]) -> Contents:
     The config has default bits and groups. Under the name of a module it may have others, or false for a module that
     is not quantised.
     """
-    contents = Contents(entries={})
-    for module, tensors in coded_modules(contents, stored, _REQUIRED):
+    contents = Contents(stored)
+    for module, tensors in contents.coded_modules(_REQUIRED):
         name = next((name for name in aliases(module) if name in config), None)
         own = True if name is None else config.values[name]
         if own is False:
-            contents.problems.append(f"unexpected {module}: stored in codes, but the config does not quantise it")
+            contents.refuse_coded(module)
             continue
         settings = config if own is True else config.override(str(name))
         settings.choose("mode", "affine", absent="affine")
         bits, size = settings.choose("bits", 4, 8), settings.size("group_size")
-        codes = stored[tensors["weight"]].shape if "weight" in tensors else ()
+        codes = contents.shape(tensors, "weight")
         *rows, words = codes or (0,)
         width = words * 32 // bits
         groups = (FLOATS, (*rows, width // size))
         expected = {"weight": (("U32",), codes), "scales": groups, "biases": groups}
         weight = Entry(shape=(*rows, width), format=f"int{bits}", decode=partial(_decode, bits=bits))
-        add_coded(contents, stored, tensors, expected, weight, module=module, group_size=size)
+        contents.add_coded(module, tensors, expected, weight, group_size=size)
     return contents
 
 

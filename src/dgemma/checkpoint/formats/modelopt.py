@@ -4,16 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from dgemma.checkpoint.formats.entry import (
-    CACHE_NOTE,
-    Contents,
-    Entry,
-    Names,
-    Stored,
-    add_coded,
-    coded_modules,
-    plain_linears,
-)
+from dgemma.checkpoint.formats.entry import Contents, Entry, Names, Stored
 from dgemma.checkpoint.formats.settings import Settings
 from dgemma.model.quantized import NVFP4_GROUP, NvFp4Weight
 
@@ -31,26 +22,23 @@ def read_modelopt(config: Settings, stored: Mapping[str, Stored]) -> Contents:
     for name in groups.values:
         groups.section(name).section("weights").choose("group_size", NVFP4_GROUP, absent=NVFP4_GROUP)
     ignore = Names(config.names("ignore") or config.names("exclude_modules"))
-    contents = Contents(entries={})
-    for module, tensors in coded_modules(contents, stored, (*_REQUIRED, *_UNUSED)):
-        codes = stored[tensors["weight"]].shape if "weight" in tensors else ()
+    contents = Contents(stored)
+    for module, tensors in contents.coded_modules((*_REQUIRED, *_UNUSED)):
+        if module in ignore:
+            contents.refuse_coded(module)
+            continue
+        codes = contents.shape(tensors, "weight")
         *rows, width = codes or (0,)
         expected = {
             "weight": (("U8",), codes),
             "weight_scale": (("F8_E4M3",), (*rows, width * 2 // NVFP4_GROUP)),
             "weight_scale_2": (("F32",), (1,)),
         }
-        problems = [f"unexpected {module}: stored in codes, but the config does not quantise it"]
-        weight, problems = (
-            Entry(shape=(*rows, width * 2), format="nvfp4", decode=_decode),
-            problems * (module in ignore),
-        )
-        add_coded(contents, stored, tensors, expected, weight, module=module, problems=problems)
-    for module in plain_linears(contents):
-        if module not in ignore:
-            contents.problems.append(f"missing codes of {module}: stored plainly, but the config quantises it")
+        weight = Entry(shape=(*rows, width * 2), format="nvfp4", decode=_decode)
+        contents.add_coded(module, tensors, expected, weight)
+    contents.refuse_plain(lambda module: module not in ignore)
     if "kv_cache_scheme" in config or "kv_cache_quant_algo" in config:
-        contents.notes[:] = [CACHE_NOTE]
+        contents.note_cache()
     return contents
 
 
