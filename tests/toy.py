@@ -33,7 +33,7 @@ Time: exact denoisers of uniform and hybrid noise must know the level, so `propa
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -206,12 +206,30 @@ def initial(noise: Noise, sampler: Sampler, steps: int, stop: Any = None) -> Law
     return Law(state, torch.full((len(canvas),), 1 / len(canvas), dtype=torch.float64))
 
 
-def fresh_state(canvas: Tensor, noise: Noise, steps: int) -> DenoiseState:
+@dataclass(frozen=True, kw_only=True)
+class InjectedState(DenoiseState):
+    """A state whose uniforms of some purposes are given."""
+
+    injected: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def uniform(self, purpose: str) -> Tensor:
+        return self.injected[purpose] if purpose in self.injected else super().uniform(purpose)
+
+    def row_uniform(self, purpose: str) -> Tensor:
+        return self.injected[purpose] if purpose in self.injected else super().row_uniform(purpose)
+
+
+def inject(state: DenoiseState, uniforms: Mapping[str, Tensor]) -> InjectedState:
+    """Return the state with these uniforms, by purpose."""
+    return InjectedState(**{f.name: getattr(state, f.name) for f in fields(DenoiseState)}, injected=uniforms)
+
+
+def fresh_state(canvas: Tensor, noise: Noise, steps: int) -> InjectedState:
     """A state at step 0 over the given canvases (R, C), everything open."""
     rows = canvas.shape[0]
     zeros = torch.zeros(rows, dtype=torch.int64)
     time = torch.ones(rows, dtype=torch.float64)
-    return DenoiseState(
+    return InjectedState(
         canvas=canvas,
         open=torch.ones_like(canvas, dtype=torch.bool),
         frozen=torch.zeros_like(canvas, dtype=torch.bool),

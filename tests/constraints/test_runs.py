@@ -7,7 +7,7 @@ and the middle of each box as its uniforms. It must return the text of the branc
 """
 
 import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ import dgemma
 from constrained_fuzz import Prefix
 from dgemma.constraints.token_automaton import TokenAutomaton
 from dgemma.diffusion.schedule import Linear
+from toy import inject
 
 NUM_TOKENS, MASK, KEPT = 3, 3, 0.5  # KEPT: the share of the text that survives after the first of two steps
 
@@ -196,7 +197,7 @@ class Scripted(dgemma.Denoiser):
     def step(self, state, *, cache, knobs):
         number = int(state.step[0])
         injected = {purpose: u[state.rows] for (step, purpose), u in self.uniforms.items() if step == number}
-        return dgemma.step(self, replace(state, injected=injected), cache=cache, knobs=knobs)
+        return dgemma.step(self, inject(state, injected), cache=cache, knobs=knobs)
 
 
 def run_branches(case, branches, place):

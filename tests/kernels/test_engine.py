@@ -413,7 +413,7 @@ def check_published_steps(
                 if isinstance(expected, torch.Tensor):
                     assert value.dtype == expected.dtype, column.name
                     assert torch.equal(value, expected), column.name
-                elif column.name in ("memory", "stop_memory", "awaited", "allowed", "injected"):
+                elif column.name in ("memory", "stop_memory", "awaited", "allowed"):
                     assert value == expected, column.name
         assert torch.equal(record.prediction.logits, want_record.prediction.logits)
         num_accepted, num_renoised = num_accepted + record.accepted.sum(), num_renoised + record.renoised.sum()
@@ -535,7 +535,7 @@ def test_the_kernel_of_the_published_sampler_refuses_fields_and_draws_that_it_do
     _, plain, knobs = take_first_step(models[1])
     assert published.is_published(plain, knobs)
     assert published.is_published(extend(type("Renamed", (dgemma.DenoiseState,), {}), plain), knobs)
-    for changes in ({"allowed": torch.ones(1, 1, VOCAB)}, {"awaited": plain.open}, {"injected": {"token": plain.open}}):
+    for changes in ({"allowed": torch.ones(1, 1, VOCAB)}, {"awaited": plain.open}):
         assert not published.is_published(replace(plain, **changes), knobs)
     for kind in (OwnDraw, OwnUniform):
         assert not published.is_published(extend(kind, plain), knobs)

@@ -34,6 +34,7 @@ from dgemma.sampling.ranking import log_gumbel_choice
 from dgemma.sampling.temperature import ConstantTemperature
 from every_sampler import SAMPLERS, noises
 from rowwise import RowwiseDenoiser
+from toy import inject
 
 NUM_TOKENS, STOP = 3, 2  # without the mask
 MASK, UNIFORM = MaskNoise(NUM_TOKENS + 1, mask_token_id=NUM_TOKENS), UniformNoise(NUM_TOKENS)
@@ -148,7 +149,7 @@ def all_runs(setting: Setting, canvas_len: int, num_steps: int, model: TableMode
         rows, outcome = ((weights > 0) & (log_prob > -torch.inf)[:, None]).nonzero(as_tuple=True)
         log_prob, noise_prob = log_prob[rows], noise_prob[rows] * weights[rows, outcome]
         state = replace(state, memory=law.memory).select(rows)
-        state = replace(state, injected={"noise": uniforms[rows, outcome]})
+        state = inject(state, {"noise": uniforms[rows, outcome]})
         prediction = predict(model, state, cache=None, knobs=knobs)
         decision = Decision(tokens=decision.tokens[rows], write=write[rows], renoise=renoise[rows], memory=state.memory)
         state = replace(settle(state, prediction, decision, knobs).state, injected={})

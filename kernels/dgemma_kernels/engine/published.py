@@ -24,7 +24,7 @@ from dgemma_kernels.ops.draws import kernel as draws
 _READ = frozenset(
     (
         *("canvas", "open", "frozen", "draft", "done", "block", "step", "num_steps", "noise_level", "next_noise_level"),
-        *("temperature", "seeds", "rows", "noise", "language", "self_cond", "memory", "stop_memory", "injected"),
+        *("temperature", "seeds", "rows", "noise", "language", "self_cond", "memory", "stop_memory"),
     )
 )
 
@@ -47,7 +47,6 @@ def is_published(state: DenoiseState, knobs: Knobs) -> bool:
         and all(f.name in _READ or getattr(state, f.name) is f.default for f in fields(state) if f.init)
         # The draft (the tokens to commit) must satisfy the constraint. Every argmax does, but not every noisy canvas.
         and (state.language is None or getattr(knobs.sampler, "commit", None) == "argmax")
-        and not state.injected
         and draws_by_seed(state)
         and getattr(state.uniform, "__func__", None) is DenoiseState.uniform
     )

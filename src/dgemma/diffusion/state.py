@@ -4,7 +4,7 @@ Read it, change a field with `dataclasses.replace`, splice rows of one state int
 tensors or hold tensors, except the noise process: a frozen value that never changes within a canvas.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -60,7 +60,6 @@ class DenoiseState:
     self_cond: Prediction | Tensor | None = None  # condition of the next forward
     memory: Any = None  # of the sampler
     stop_memory: Any = None  # of the stop rule
-    injected: Mapping[str, Tensor] = field(default_factory=dict)  # purpose → the result of `uniform` or `row_uniform`
 
     __repr__ = short_repr
 
@@ -128,14 +127,10 @@ class DenoiseState:
 
     def uniform(self, purpose: str) -> Tensor:
         """Draw one uniform in [0, 1) per position, (B, C) float64, from (seed, block, step, position, purpose)."""
-        if purpose in self.injected:
-            return self.injected[purpose]
         return self.draw(self.seeds, self.block, self.step, self.canvas_len, purpose)
 
     def row_uniform(self, purpose: str) -> Tensor:
         """Draw one uniform in [0, 1) per row, (B,) float64."""
-        if purpose in self.injected:
-            return self.injected[purpose]
         return self.draw(self.seeds, self.block, self.step, 1, purpose)[:, 0]
 
 
