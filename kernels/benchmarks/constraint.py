@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from step import CANVAS, GPU, StepGraphs, draw_tokens, knobs_of, last_graph, time_replays
+from step import CANVAS, GPU, draw_tokens, knobs_of, last_step, time_replays
 from timing import demand_parity, describe_run, results_folder, time_graph
 
 import dgemma
@@ -159,7 +159,7 @@ def main() -> None:
         for _ in range(3):
             state, record = model.step(state, cache=cache, knobs=knobs)
         assert torch.isfinite(record.entropy).all()
-        captured = StepGraphs(last_graph(model, "canvas"), last_graph(model, "step"))
+        captured = last_step(model)
         (step_ms, spread), *_ = time_replays(captured.replay)
         (soft_ms, _), *_ = time_replays(captured.soften)
         peak = torch.cuda.max_memory_allocated() - before

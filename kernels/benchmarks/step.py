@@ -62,8 +62,13 @@ def random_prefix(model: FusedDenoiser, batch: int, length: int) -> FusedCache:
 
 
 def last_graph(model: FusedDenoiser, kind: str) -> Any:
-    """Return the graph of a kind that was used last."""
+    """Return the forward of a kind that was used last."""
     return next(c for key, c in reversed(model._workspace.graphs.items()) if key[0] == kind)
+
+
+def last_step(model: FusedDenoiser) -> "StepGraphs":
+    """Return the graphs of the step that was taken last."""
+    return StepGraphs(last_graph(model, "canvas"), next(reversed(model._workspace.steps.values())))
 
 
 class StepGraphs(NamedTuple):
@@ -90,7 +95,7 @@ def prepare_step(model: FusedDenoiser, cache: FusedCache, knobs: Knobs) -> StepG
         state, record = model.step(state, cache=cache, knobs=knobs)
     assert torch.isfinite(record.entropy).all()
     torch.cuda.synchronize()
-    return StepGraphs(last_graph(model, "canvas"), last_graph(model, "step"))
+    return last_step(model)
 
 
 def time_replays(*replays: Callable[[], None], repeats: int = 30) -> list[tuple[float, float]]:

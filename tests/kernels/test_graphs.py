@@ -8,16 +8,27 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from triton.runtime import _async_compile
 from triton.runtime.jit import JITFunction
 
+import dgemma
 from dgemma_kernels import accelerate
-from dgemma_kernels.engine.graphs import _MOST_GRAPHS, GraphMemory, Replay, compile_together, remembered
+from dgemma_kernels.engine import graphs as graph_module
+from dgemma_kernels.engine.graphs import (
+    _MOST_GRAPHS,
+    CaptureError,
+    GraphMemory,
+    Replay,
+    compile_together,
+    remembered,
+)
 from kernel_inputs import make_model
 
 
@@ -71,6 +82,65 @@ def test_only_the_most_recently_used_graphs_are_kept():
     assert remembered(graphs, 0, object) is first
     assert len(graphs) == _MOST_GRAPHS
     assert 1 not in graphs
+
+
+@pytest.fixture
+def absent_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Functions of torch that write what they would do to a list."""
+    log: list[str] = []
+
+    @contextmanager
+    def on_stream(stream):
+        log.append("enter")
+        yield
+        log.append("leave")
+
+    def begin(*pool, capture_error_mode):
+        log.append("begin")
+
+    graph = SimpleNamespace(capture_begin=begin, capture_end=lambda: log.append("end"))
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    replaced = {"CUDAGraph": lambda: graph, "Stream": lambda device: stream, "stream": on_stream}
+    replaced |= dict.fromkeys(("graph_pool_handle", "current_stream", "synchronize"), lambda *device: None)
+    for name, function in (replaced | {"empty_cache": lambda: log.append("empty cache")}).items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr(GraphMemory, "prepare", lambda memory: log.append("prepare"))
+    monkeypatch.setattr(GraphMemory, "renew", lambda memory, failed: log.append("renew"))
+    return log
+
+
+@pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("full"), RuntimeError("not allowed\nin a capture")])
+def test_a_failed_capture_ends_and_is_tried_again_only_for_lack_of_memory(absent_gpu, error):
+    errors = iter([None, error, None])  # of the run before the capture, of the capture, of the next capture
+
+    def function():
+        if (raised := next(errors)) is not None:
+            raise raised
+        return "result"
+
+    capture = ["prepare", "enter", "begin", "end"]
+    if type(error) is RuntimeError:
+        with pytest.raises(CaptureError, match=r"CUDA graph \(not allowed\)"):
+            Replay(function, GraphMemory(torch.device("cuda")))
+        assert absent_gpu == ["enter", "leave", *capture, "renew"]
+        return
+    assert Replay(function, GraphMemory(torch.device("cuda"))).result == "result"
+    again = [] if error is None else [*capture, "renew", "empty cache"]
+    assert absent_gpu == ["enter", "leave", *again, *capture, "leave"]
+
+
+def test_many_samplers_drop_no_forward_and_a_larger_arena_no_sampler(device, monkeypatch):
+    monkeypatch.setattr(graph_module, "_MOST_GRAPHS", 3)
+    fast, prompt = accelerate(make_model(device)), torch.zeros(1, 5, dtype=torch.int64, device=device)
+    forwards = []
+    for bound in range(4):
+        dgemma.generate(fast, prompt, steps=1, sampler=dgemma.EntropyBound(bound=bound), max_new_tokens=4)
+        forwards.append({id(graph) for graph in fast._workspace.graphs.values()})
+    assert forwards == forwards[:1] * 4
+    steps = [*fast._workspace.steps]
+    assert [key[0].sampler.bound for key in steps] == [1, 2, 3]
+    fast._arena.make_room(1, 100_000, 4)
+    assert (list(fast._workspace.graphs), list(fast._workspace.steps)) == ([], steps)
 
 
 @pytest.mark.slow

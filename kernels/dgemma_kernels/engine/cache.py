@@ -58,7 +58,7 @@ class CacheBuffers:
 class Arena:
     """The static tensors of one denoiser's caches. Batches of all sizes share the memory, and one cache uses it.
 
-    `graphs` are captured over them. They are dropped when the tensors are replaced by larger ones.
+    `graphs`, of all forwards, are captured over them. They are dropped when the tensors are replaced by larger ones.
     """
 
     def __init__(

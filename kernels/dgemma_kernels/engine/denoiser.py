@@ -272,7 +272,8 @@ class FusedDenoiser(Denoiser[FusedCache]):
             compile_together(self._forward.rehearsal(lambda: self._launch_all(inputs, most_rows)))
         workspace.memory.is_compiled = True
         with progress_bar(desc="warming up", unit="graph", show=progress, total=len(inputs) + 4 * batch_size) as bar:
-            for read in inputs:
+            # Largest first, so that the smaller ones find memory in the graphs' pool.
+            for read in sorted(inputs, key=lambda read: read[0].numel(), reverse=True):
                 self._reader.capture(read, self._empty_buffers(len(read[0]))).graph.wait_for_inputs()
                 bar.update()
             for rows in most_rows:
@@ -284,6 +285,8 @@ class FusedDenoiser(Denoiser[FusedCache]):
                 bar.update(4)
         # Torch loads its own kernels at their first use, which takes longer than a step.
         self._use_prediction(self._zeros(1, canvas_len), top_k=2, top_p=0.5)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # of the runs before each capture
 
     def _launch_all(self, reads: list[list[Tensor]], most_rows: range) -> None:
         """Launch the kernels of all forwards and of a step's other graphs."""

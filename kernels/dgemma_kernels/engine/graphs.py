@@ -172,16 +172,25 @@ class Replay:
                 compile_together(rehearse)
             (rehearse or fn)()  # loads kernels, and lets libraries allocate what they cannot during capture
         torch.cuda.synchronize(device)  # a failed kernel raises here, and is not reported as a failed capture
-        memory.prepare()
-        self._graph = torch.cuda.CUDAGraph()
-        options: dict[str, Any] = {"stream": memory.capture, "capture_error_mode": "thread_local"}
-        capture = torch.cuda.graph(self._graph, pool=memory.pool, **options)
         try:
-            # If a capture fails, its stream remains the current stream. The outer context restores the caller's stream.
-            with torch.cuda.stream(torch.cuda.current_stream(device)), capture:
-                self.result = fn()
+            self._capture(fn, memory)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()  # a capture cannot take the memory that torch keeps for other tensors
+            self._capture(fn, memory)
+
+    def _capture(self, fn: Callable[[], Any], memory: GraphMemory) -> None:
+        # Not `torch.cuda.graph`: it frees all unused memory first, which the next forward would allocate again.
+        memory.prepare()
+        self._graph = graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.stream(memory.capture):
+                graph.capture_begin(memory.pool, capture_error_mode="thread_local")
+                try:
+                    self.result = fn()
+                finally:
+                    graph.capture_end()
         except RuntimeError as error:  # an error of the capture, because the function has just run without one
-            memory.renew(self._graph)
+            memory.renew(graph)
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             reason = str(error).partition("\n")[0]
@@ -239,19 +248,19 @@ def _build_launcher(compiled: Any) -> None:
 
 
 @contextmanager
-def side_stream(device: torch.device, streams: Sequence[torch.cuda.Stream] = ()) -> Iterator[Callable[[], None]]:
+def side_stream(device: torch.device, streams: Sequence[torch.cuda.Stream]) -> Iterator[Callable[[], None]]:
     """Run the launches of a `with` block on a second stream, parallel to the launches after the block.
 
     Call the yielded function before reading the block's results. The stream is the first of `streams` that is not the
-    current one, or else a new one.
+    current one. On a device without streams, `streams` is not used.
 
-    Example: `with side_stream(x.device) as join: y = f(x)`; `z = g(x)`; `join()`; `y + z`.
+    Example: `with side_stream(x.device, sides) as join: y = f(x)`; `z = g(x)`; `join()`; `y + z`.
     """
     if device.type != "cuda":
         yield lambda: None
         return
     here = torch.cuda.current_stream(device)
-    side = next((stream for stream in streams if stream != here), None) or torch.cuda.Stream(device)
+    side = next(stream for stream in streams if stream != here)
     side.wait_stream(here)
     with torch.cuda.stream(side):
         yield lambda: here.wait_stream(side)

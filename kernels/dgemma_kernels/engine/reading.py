@@ -183,7 +183,7 @@ class CapturedCausalStep:
             return FusedPrediction(Logits(logits.unflatten(0, static.token.shape)), (workspace.softcap,))
 
         def run() -> dict[str, Tensor]:
-            with side_stream(no_block.device) as join:
+            with side_stream(no_block.device, forward.sides) as join:
                 uniform = draws.uniform(static.seeds, no_block, static.number, 1, "token")
             prediction = predict()
             join()

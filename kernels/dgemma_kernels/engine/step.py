@@ -54,9 +54,9 @@ class Stepper:
         logits = self._run_forward(state.canvas.shape, cache, cache.postponed)
         if captured is None:
             leaves, form = tree_flatten(_carried(state))
-            key = ("step", knobs, type(state), str(form), _list_shapes(leaves))
+            key = (knobs, type(state), str(form), _list_shapes(leaves))
             make = partial(_StaticStep, workspace, state, knobs)
-            captured = remembered(workspace.graphs, key, lambda: CapturedStep(make()))
+            captured = remembered(workspace.steps, key, lambda: CapturedStep(make()))
             captured.load(leaves)
         after, record, prediction = captured.replay(state, logits)
         prediction.soften = self.finish
@@ -270,7 +270,7 @@ def _predict_and_settle(denoiser: _ReadyDenoiser, state: DenoiseState, knobs: Kn
     """Take a step up to its record, with the kernel of the published sampler if `is_published`."""
     prediction: Any
     if published.is_published(state, knobs):
-        with side_stream(state.device) as join:
+        with side_stream(state.device, denoiser.workspace.forward.sides) as join:
             early = published.prepare(state, knobs)
         prediction = predict(denoiser, state, cache=_NO_CACHE, knobs=knobs)
         _ = prediction.entropy  # the sweep over the vocabulary runs next to `prepare`

@@ -35,7 +35,10 @@ class Workspace:
         self.memory = GraphMemory(model.device, forward.sides)
         self.vision = None if model.vision is None else FusedTower(model.vision, self.memory)
         self.turn = self.memory.turn
-        self.graphs: OrderedDict[Any, Any] = OrderedDict()  # all graphs of the denoiser, by what they compute
+        # Graphs by what they compute: forwards over the arena, and what follows a forward over a canvas. The second
+        # are kept apart, because every sampler needs its own, and many samplers must not drop forwards.
+        self.graphs: OrderedDict[Any, Any] = OrderedDict()
+        self.steps: OrderedDict[Any, Any] = OrderedDict()
         where: dict[str, Any] = {"device": self.device, "dtype": self.dtype}
         self._statics = [  # tokens, soft embeddings and logits of the positions of a canvas
             torch.zeros(0, dtype=torch.int64, device=self.device),
@@ -49,11 +52,13 @@ class Workspace:
         return SoftCap(self.config.final_logit_softcapping)
 
     def place(self, shape: torch.Size) -> CanvasPlace:
-        """Return the static tensors of canvases (B, C). If they are too small, all graphs are dropped."""
+        """Return the static tensors of canvases (B, C). If they are too small, the graphs over canvases are dropped."""
         num_positions = shape.numel()
         if num_positions > len(self._statics[0]):
             self._give_up()
-            self.graphs.clear()
+            self.steps.clear()
+            for key in [key for key in self.graphs if key[0] == "canvas"]:
+                del self.graphs[key]
             use_here(*self._statics)
             self._statics = [old[:0].clone() for old in self._statics]  # frees the old memory first
             self._statics = [empty.new_zeros(num_positions, *empty.shape[1:]) for empty in self._statics]

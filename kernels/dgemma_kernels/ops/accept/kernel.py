@@ -99,7 +99,7 @@ def accept(
     _accept_kernel[(batch, triton.cdiv(canvas_len, part_len) + 1)](
         before,
         after,
-        _Limits(bound, confidence, vocab_size, canvas_len),
+        _Limits(float(bound), confidence, vocab_size, canvas_len),
         RECENT=0 if recent is None else recent.shape[1],
         COMMIT_CANVAS=commit_canvas,
         COMPARE_CANVAS=compare_canvas,
