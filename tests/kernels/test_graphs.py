@@ -109,24 +109,27 @@ def absent_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return log
 
 
+@pytest.mark.parametrize("is_warm", [False, True])
 @pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("full"), RuntimeError("not allowed\nin a capture")])
-def test_a_failed_capture_ends_and_is_tried_again_only_for_lack_of_memory(absent_gpu, error):
+def test_a_failed_capture_ends_and_is_tried_again_only_for_lack_of_memory(absent_gpu, error, is_warm):
     errors = iter([None, error, None])  # of the run before the capture, of the capture, of the next capture
+    memory = GraphMemory(torch.device("cuda"))
+    memory.is_warm = is_warm
 
     def function():
         if (raised := next(errors)) is not None:
             raise raised
         return "result"
 
-    capture = ["prepare", "enter", "begin", "end"]
+    start, capture = ["enter", "leave", *["empty cache"] * (not is_warm)], ["prepare", "enter", "begin", "end"]
     if type(error) is RuntimeError:
-        with pytest.raises(CaptureError, match=r"CUDA graph \(not allowed\)"):
-            Replay(function, GraphMemory(torch.device("cuda")))
-        assert absent_gpu == ["enter", "leave", *capture, "renew"]
+        with pytest.raises(CaptureError, match=r"CUDA graph \(not allowed\)\.$"):
+            Replay(function, memory)
+        assert absent_gpu == [*start, *capture, "renew"]
         return
-    assert Replay(function, GraphMemory(torch.device("cuda"))).result == "result"
-    again = [] if error is None else [*capture, "renew", "empty cache"]
-    assert absent_gpu == ["enter", "leave", *again, *capture, "leave"]
+    assert Replay(function, memory).result == "result"
+    failed = [] if error is None else [*capture, "renew", "empty cache"]
+    assert absent_gpu == [*start, *failed, *capture, "leave"]
 
 
 def test_many_samplers_drop_no_forward_and_a_larger_arena_no_sampler(device, monkeypatch):

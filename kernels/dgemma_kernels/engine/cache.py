@@ -272,7 +272,7 @@ class FusedCache(PrefixCache):
     def _enter(self, buffers: CacheBuffers) -> None:
         filled = [layer.num_filled(self._num_slots) for layer in self._layers]
         sources = [tensor for layer in self._layers for tensor in (layer.keys, layer.values)]
-        use_here(*sources)
+        use_here(self._lengths, *sources)
         pairs = zip(buffers.keys, buffers.values, strict=True)
         targets = [tensor for pair in pairs for tensor in pair]
         sizes = [size for size in filled for _ in range(2)]

@@ -270,7 +270,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
             inputs += [[tokens, self._forward.embed_prompt(tokens)] for tokens in alone]
         if self.device.type == "cuda":
             compile_together(self._forward.rehearsal(lambda: self._launch_all(inputs, most_rows)))
-        workspace.memory.is_compiled = True
+        workspace.memory.is_warm = True
         with progress_bar(desc="warming up", unit="graph", show=progress, total=len(inputs) + 4 * batch_size) as bar:
             # Largest first, so that the smaller ones find memory in the graphs' pool.
             for read in sorted(inputs, key=lambda read: read[0].numel(), reverse=True):

@@ -95,7 +95,7 @@ class GraphMemory:
 
     def __init__(self, device: torch.device, sides: Sequence[torch.cuda.Stream] = ()) -> None:
         self.device, self.turn, self._sides = device, Turn(device), sides
-        self.is_compiled = False  # True if all kernels are compiled, so that captures need not do it
+        self.is_warm = False  # True from the warm-up on: kernels are compiled, and torch's unused memory stays
         self._failed: list[torch.cuda.CUDAGraph] = []
         if device.type == "cuda":
             self._start()
@@ -168,18 +168,20 @@ class Replay:
             return
         memory.first_run.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(memory.first_run):
-            if rehearse is not None and not memory.is_compiled:
+            if rehearse is not None and not memory.is_warm:
                 compile_together(rehearse)
             (rehearse or fn)()  # loads kernels, and lets libraries allocate what they cannot during capture
         torch.cuda.synchronize(device)  # a failed kernel raises here, and is not reported as a failed capture
         try:
+            if not memory.is_warm:
+                torch.cuda.empty_cache()  # a capture cannot take the memory that torch keeps for other tensors
             self._capture(fn, memory)
         except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()  # a capture cannot take the memory that torch keeps for other tensors
+            torch.cuda.empty_cache()
             self._capture(fn, memory)
 
     def _capture(self, fn: Callable[[], Any], memory: GraphMemory) -> None:
-        # Not `torch.cuda.graph`: it frees all unused memory first, which the next forward would allocate again.
+        # Not `torch.cuda.graph`: it always empties torch's cache, and the next forward would allocate again.
         memory.prepare()
         self._graph = graph = torch.cuda.CUDAGraph()
         try:

@@ -40,6 +40,8 @@ def plan_chunks(num_tokens: int, batch_size: int, most: int) -> tuple[int, ...]:
 
     Example: `plan_chunks(4400, 1, 8192)` is (4096, 512), and `plan_chunks(5800, 1, 8192)` is (6144,).
     """
+    if num_tokens == 0:
+        return ()
     sizes = read_sizes(most)
     whole: tuple[int, ...] = ()
     if num_tokens > sizes[-1]:
