@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dgemma_kernels.blocks import blocks_of, load_row, store_block
 from dgemma_kernels.ops.norms import kernel as norms
+from dgemma_kernels.ops.norms.kernel import ResidualNorms, TailNorms
 
 _MAX_WIDTH = 8192
 
@@ -75,10 +76,7 @@ def after_attention_gradient(
     of_x, of_attended = torch.empty_like(x), torch.empty_like(x)
     _after_attention_gradient_kernel[(x.shape[0],)](
         *rows,
-        post_norm,
-        dense_norm,
-        experts_norm,
-        router_scale,
+        ResidualNorms(post_norm, dense_norm, experts_norm, router_scale),
         of_x,
         of_attended,
         eps,
@@ -110,9 +108,7 @@ def after_experts(
         residual,
         dense,
         mixed,
-        dense_norm,
-        experts_norm,
-        post_norm,
+        TailNorms(dense_norm, experts_norm, post_norm),
         scalar.contiguous(),
         out,
         eps,
@@ -143,9 +139,7 @@ def after_experts_gradient(
         grad,
         dense,
         mixed,
-        dense_norm,
-        experts_norm,
-        post_norm,
+        TailNorms(dense_norm, experts_norm, post_norm),
         scalar.contiguous(),
         *outs,
         eps,
@@ -255,10 +249,7 @@ def _after_attention_gradient_kernel(
     of_routed: tl.tensor,
     x: tl.tensor,
     attended: tl.tensor,
-    post_norm: tl.tensor,
-    dense_norm: tl.tensor,
-    experts_norm: tl.tensor,
-    router_scale: tl.tensor,
+    weights: ResidualNorms,
     of_x: tl.tensor,
     of_attended: tl.tensor,
     eps: tl.tensor,
@@ -272,14 +263,14 @@ def _after_attention_gradient_kernel(
     before = load_row(x + row, WIDTH, BLOCK)
     # The three norms of the residual differ only in their weights. So their gradients are added first, and pass through
     # the norm once.
-    of_normed = _product(load_row(of_dense + row, WIDTH, BLOCK), load_row(dense_norm, WIDTH, BLOCK))
+    of_normed = _product(load_row(of_dense + row, WIDTH, BLOCK), load_row(weights.dense, WIDTH, BLOCK))
     of_normed = _sum(
-        of_normed, _product(load_row(of_experts + row, WIDTH, BLOCK), load_row(experts_norm, WIDTH, BLOCK))
+        of_normed, _product(load_row(of_experts + row, WIDTH, BLOCK), load_row(weights.expert, WIDTH, BLOCK))
     )
-    routed = _product(load_row(of_routed + row, WIDTH, BLOCK), load_row(router_scale, WIDTH, BLOCK))
+    routed = _product(load_row(of_routed + row, WIDTH, BLOCK), load_row(weights.router, WIDTH, BLOCK))
     of_normed = _sum(of_normed, _times(routed, root))
     total = load_row(of_residual + row, WIDTH, BLOCK)
-    post = load_row(post_norm, WIDTH, BLOCK)
+    post = load_row(weights.post, WIDTH, BLOCK)
 
     inverse = _inverse_rms(update, WIDTH, eps)
     update = _times(update, inverse)
@@ -303,9 +294,7 @@ def _after_experts_kernel(
     residual: tl.tensor,
     dense: tl.tensor,
     mixed: tl.tensor,
-    dense_norm: tl.tensor,
-    experts_norm: tl.tensor,
-    post_norm: tl.tensor,
+    weights: TailNorms,
     scalar: tl.tensor,
     out: tl.tensor,
     eps: tl.tensor,
@@ -318,8 +307,8 @@ def _after_experts_kernel(
     factor = tl.load(scalar + (tl.program_id(0) if SCALAR_PER_ROW else 0)).to(tl.float32)
     dense_row, mixed_row = load_row(dense + row, WIDTH, BLOCK), load_row(mixed + row, WIDTH, BLOCK)
     before = load_row(residual + row, WIDTH, BLOCK)
-    dense_w, experts_w = load_row(dense_norm, WIDTH, BLOCK), load_row(experts_norm, WIDTH, BLOCK)
-    post = load_row(post_norm, WIDTH, BLOCK)
+    dense_w, experts_w = load_row(weights.dense, WIDTH, BLOCK), load_row(weights.expert, WIDTH, BLOCK)
+    post = load_row(weights.post, WIDTH, BLOCK)
     dense_row = _times(dense_row, _inverse_rms(dense_row, WIDTH, eps))
     mixed_row = _times(mixed_row, _inverse_rms(mixed_row, WIDTH, eps))
     both = _sum_of_norms(dense_row, mixed_row, dense_w, experts_w, dtype)
@@ -332,9 +321,7 @@ def _after_experts_gradient_kernel(
     grad: tl.tensor,
     dense: tl.tensor,
     mixed: tl.tensor,
-    dense_norm: tl.tensor,
-    experts_norm: tl.tensor,
-    post_norm: tl.tensor,
+    weights: TailNorms,
     scalar: tl.tensor,
     of_residual: tl.tensor,
     of_dense: tl.tensor,
@@ -349,8 +336,8 @@ def _after_experts_gradient_kernel(
     factor = tl.load(scalar + (tl.program_id(0) if SCALAR_PER_ROW else 0)).to(tl.float32)
     dense_row, mixed_row = load_row(dense + row, WIDTH, BLOCK), load_row(mixed + row, WIDTH, BLOCK)
     total = _times(load_row(grad + row, WIDTH, BLOCK), factor)
-    dense_w, experts_w = load_row(dense_norm, WIDTH, BLOCK), load_row(experts_norm, WIDTH, BLOCK)
-    post = load_row(post_norm, WIDTH, BLOCK)
+    dense_w, experts_w = load_row(weights.dense, WIDTH, BLOCK), load_row(weights.expert, WIDTH, BLOCK)
+    post = load_row(weights.post, WIDTH, BLOCK)
     _store_row(of_residual + row, total, WIDTH)
 
     dense_inverse, mixed_inverse = _inverse_rms(dense_row, WIDTH, eps), _inverse_rms(mixed_row, WIDTH, eps)
