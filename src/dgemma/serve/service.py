@@ -282,9 +282,8 @@ class Service:
         images = read_images(self.model, chat_urls(body.messages), may_fetch=self.limits.fetch_images)
         if not self.tokenizer.has_chat_template:
             if body.tools or images is not None:
-                name = "tools" if body.tools else "messages"
-                message = f"{name} must have no {'tools' if body.tools else 'images'}: this model has no chat template."
-                raise ApiError(400, message, param=name)
+                message = "tools and images need a chat template, which this model does not have. Leave them out."
+                raise ApiError(400, message, param="tools" if body.tools else "messages")
             return "\n".join(message.text for message in body.messages), None
         messages = []
         for number, message in enumerate(body.messages):
