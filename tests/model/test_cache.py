@@ -231,7 +231,7 @@ def test_every_cache_has_the_members_of_the_protocol(model):
     prompt = torch.randint(5, 512, (1, 8))
     guided = dgemma.Guided(model, strength=1.0, unconditional=4)
     for cache in (model.encode(prompt), guided.encode(prompt), dgemma.TokenCache(prompt, torch.tensor([8]), 8)):
-        cache_module.require_cache("generate", cache)
-    for value in (None, prompt, model):
-        with pytest.raises(ValueError, match="generate cache must come from encode"):
-            cache_module.require_cache("generate", value)
+        assert isinstance(cache, cache_module.Cache)
+    for value in (prompt, model):
+        with pytest.raises(ValueError, match="generate cache must be Cache or None"):
+            dgemma.generate(model, prompt, cache=value)

@@ -203,6 +203,9 @@ def test_images_that_do_not_fit_the_prompt_are_named(model):
         dgemma.generate(model, tokens, images=random_images([(6, 9), (6, 9)]))
     with pytest.raises(ValueError, match=r"have the sizes of the prompt's runs of image tokens, \(6,\), got \(1,\)"):
         dgemma.generate(model, tokens, images=random_images([(3, 3)]))
+    for wide in (random_images([(840, 3)]), [random_images([(840, 3)])]):
+        with pytest.raises(ValueError, match="have at most 256 patches per side, got 840"):
+            dgemma.read_plan(model, tokens, images=wide)  # before anything is read
     with pytest.raises(ValueError, match="have one entry per row, 1, got 2"):
         dgemma.generate(model, tokens, images=[images, None])
     text = DiffusionGemma(presets.tiny())

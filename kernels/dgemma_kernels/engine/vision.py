@@ -53,7 +53,7 @@ class FusedTower:
 
     def __call__(self, images: Images) -> Tensor:
         """Return the embeddings (T, D) of the images' tokens, one image after the other."""
-        self._tower.check(images)
+        images.check(self._tower.config)
         return torch.cat([self._embed(images.select(group)) for group in _groups(images.num_patches)])
 
     def warm_up(self) -> None:

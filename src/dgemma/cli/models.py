@@ -199,7 +199,9 @@ def run_serve(arguments: argparse.Namespace) -> None:
     from dgemma.serve.gate import Limits, QuickServer
 
     replay = None if arguments.replay is None else read_text(arguments.replay)
-    named = dict(adapter.split("=", 1) for adapter in arguments.adapter if "=" in adapter)
+    pairs = [adapter.split("=", 1) for adapter in arguments.adapter if "=" in adapter]
+    named, names = dict(pairs), [arguments.name or arguments.model, *(name for name, _ in pairs)]
+    require(len(set(names)) == len(names), "--adapter", "have names of their own", names)
     unnamed = [adapter for adapter in arguments.adapter if "=" not in adapter]
     require(len(unnamed) <= 1, "--adapter", "have a NAME= if it is repeated", unnamed)
     require(not (named and arguments.fast), "--adapter NAME=FOLDER", "be used without --fast", [*named])

@@ -70,14 +70,6 @@ class Cache(Protocol):
         """Forget everything after `mark`, and later marks. This mark can be used again."""
 
 
-def require_cache(owner: str, cache: Any) -> None:
-    """Raise for a value without the members of `Cache`.
-
-    Example: `require_cache("generate", model.encode(prompt_tokens))`.
-    """
-    require(isinstance(cache, Cache), f"{owner} cache", "come from encode, with the members of Cache", cache)
-
-
 @dataclass(frozen=True)
 class CacheMark:
     """A block boundary a cache can be rolled back to."""

@@ -209,6 +209,9 @@ def read_images(model: Denoiser, tokens: Tensor, images: Any) -> tuple[Images | 
         return None
     assert isinstance(model.config, ModelConfig)  # which names the image token
     image_token = model.config.image_token_id
+    for part in [images] if isinstance(images, Images) else images or ():
+        if part is not None and model.config.vision is not None:
+            part.check(model.config.vision)
     if isinstance(images, Images):
         return split_images(images, tokens, image_token)
     listed = [None] * len(tokens) if images is None else images

@@ -15,9 +15,8 @@ from dgemma.model.cache import Cache
 from dgemma.model.denoiser import Denoiser
 from dgemma.run.denoising import Denoising
 from dgemma.run.prefixes import SharedPrefixes, read_texts
-from dgemma.run.records import StepRecord
+from dgemma.run.records import Scores, StepRecord
 from dgemma.run.rows import Rows
-from dgemma.run.scores import Scores
 
 _Element = TypeVar("_Element")
 

@@ -13,8 +13,7 @@ from dgemma.model.denoiser import Denoiser
 from dgemma.model.vision.places import join_images
 from dgemma.run.knobs import Knobs
 from dgemma.run.plan import Plan
-from dgemma.run.records import BlockCommit, Output
-from dgemma.run.scores import Scores
+from dgemma.run.records import BlockCommit, Output, Scores
 from dgemma.run.step import start_state
 
 
@@ -56,7 +55,18 @@ class Rows:
 
     def start(self, model: Denoiser, knobs: Knobs) -> DenoiseState:
         """Return the state of the next canvas before its first step."""
-        return self._start(model, len(self.blocks), knobs)
+        plan, block = self.plan, len(self.blocks)
+        return start_state(
+            knobs,
+            plan.noise,
+            seeds=plan.seeds[block, self.left],
+            canvas_len=plan.canvas_len,
+            num_steps=plan.num_steps,
+            block=plan.first_block + block,
+            rows=self.left,
+            uniform=model.uniform,
+            **plan.part(block, self.left, self._states),
+        )
 
     def write(self, drafts: Tensor, steps: Tensor, forwards: Tensor) -> BlockCommit:
         """Write the finished canvases (R, C), which took `steps` and `forwards` (R,). Call `read` after it."""
@@ -104,20 +114,6 @@ class Rows:
             steps=torch.stack(self.steps, dim=1),
             tokens_per_forward=self.tokens_per_forward,
             cache=type(cache).join([*self._retired, (self.left, cache)]) if self._retired else cache,
-        )
-
-    def _start(self, model: Denoiser, block: int, knobs: Knobs) -> DenoiseState:
-        plan = self.plan
-        return start_state(
-            knobs,
-            plan.noise,
-            seeds=plan.seeds[block, self.left],
-            canvas_len=plan.canvas_len,
-            num_steps=plan.num_steps,
-            block=plan.first_block + block,
-            rows=self.left,
-            uniform=model.uniform,
-            **plan.part(block, self.left, self._states),
         )
 
 

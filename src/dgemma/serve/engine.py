@@ -16,8 +16,8 @@ import torch
 from dgemma.model.denoiser import Denoiser
 from dgemma.run.batch import Batch
 from dgemma.run.prefixes import PREFIX_BYTES, SharedPrefixes
+from dgemma.run.records import Scores
 from dgemma.run.rows import Rows
-from dgemma.run.scores import Scores
 from dgemma.serve.errors import ApiError, shut_down, timed_out
 
 Result = TypeVar("Result")

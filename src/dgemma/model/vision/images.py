@@ -7,7 +7,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from dgemma.checks import require_tensor, short_repr
+from dgemma.checks import require, require_tensor, short_repr
+from dgemma.model.config import VisionConfig
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +48,16 @@ class Images:
         """Column and row of each patch in its image, (L, 2) int64."""
         grids = [torch.cartesian_prod(torch.arange(rows), torch.arange(columns)) for columns, rows in self.grids]
         return torch.cat(grids).flip(-1).to(self.patches.device)
+
+    def check(self, config: VisionConfig) -> None:
+        """Raise unless a vision tower of this config reads images of this geometry."""
+        sizes = self.patches.shape[1], self.pooling
+        fits = sizes == (config.patch_dim, config.pooling_kernel_size)
+        fix = "Use ImageProcessor.from_pretrained(path) of the same checkpoint."
+        rule = f"have patches of {config.patch_dim} values and {config.pooling_kernel_size} patches per token side"
+        require(fits, "images", rule, sizes, fix)
+        longest, most = max(max(grid) for grid in self.grids), config.position_embedding_size
+        require(longest <= most, "images", f"have at most {most} patches per side", longest, "Lower max_soft_tokens.")
 
     def to(self, device: torch.device | str) -> Self:
         return type(self)(self.patches.to(device), self.grids, self.pooling)

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from einops import rearrange, reduce
 from torch import Tensor, nn
 
-from dgemma.checks import require
 from dgemma.model.config import VisionConfig
 from dgemma.model.layers import GatedMLP, RMSNorm, rms_norm, wide_dtype
 from dgemma.model.rotary import rotate
@@ -112,7 +111,7 @@ class VisionTower(nn.Module):
 
     def forward(self, images: Images) -> Tensor:
         """Return the embeddings (T, D) of the images' tokens, one image after the other."""
-        self.check(images)
+        images.check(self.config)
         positions = images.positions
         x = self.patch_embedder(images.patches, positions)
         rope = rotary_table_2d(self.config, positions, x.dtype)
@@ -139,13 +138,3 @@ class VisionTower(nn.Module):
         side = self.config.pooling_kernel_size
         wide = patches.to(wide_dtype(patches))
         return reduce(wide, "(y dy x dx) d -> (y x) d", "mean", dy=side, dx=side, x=columns // side).to(patches.dtype)
-
-    def check(self, images: Images) -> None:
-        """Raise unless the tower reads images of this geometry."""
-        sizes, config = (images.patches.shape[1], images.pooling), self.config
-        fits = sizes == (config.patch_dim, config.pooling_kernel_size)
-        fix = "Use ImageProcessor.from_pretrained(path) of the same checkpoint."
-        rule = f"have patches of {config.patch_dim} values and {config.pooling_kernel_size} patches per token side"
-        require(fits, "images", rule, sizes, fix)
-        longest, most = max(max(grid) for grid in images.grids), config.position_embedding_size
-        require(longest <= most, "images", f"have at most {most} patches per side", longest, "Lower max_soft_tokens.")
