@@ -8,7 +8,7 @@ import importlib
 from typing import Any
 
 from dgemma.checks import require
-from dgemma.constraints.schema import Size, either, refuse_deep
+from dgemma.constraints.patterns import Size, either, refuse_deep
 from dgemma.printing import install_command
 
 _MOST_CHARS = 100_000  # lark takes longer than linear time

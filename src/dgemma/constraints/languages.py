@@ -16,7 +16,9 @@ from dgemma.checks import require, show
 from dgemma.constraints.build import build_automaton
 from dgemma.constraints.builder import BadPattern, NoText
 from dgemma.constraints.grammar import grammar_pattern
-from dgemma.constraints.schema import Notation, refuse_deep, schema_pattern
+from dgemma.constraints.notation import Notation
+from dgemma.constraints.patterns import refuse_deep
+from dgemma.constraints.schema import schema_pattern
 from dgemma.constraints.token_automaton import TokenAutomaton, marker, plain_bytes
 from dgemma.constraints.token_text import marker_id, token_texts
 from dgemma.printing import install_command

@@ -6,15 +6,15 @@ ignored. Not every valid value matches: properties come in their declared order,
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from dgemma.checks import require, show
+from dgemma.checks import show
+from dgemma.constraints.notation import Notation
+from dgemma.constraints.patterns import Size, either, integers, numbers, refuse_deep
 
 Schema = Any  # a dictionary, True or False
-Ranges = Sequence[tuple[int, int]]  # of characters, by code
 
 _NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"})
 _ANNOTATIONS = _NOTES | {"discriminator", "$schema", "$id", "$defs", "definitions"}
@@ -27,74 +27,18 @@ _KEYWORDS = {
     "boolean": frozenset(),
     "null": frozenset(),
 }
-_MOST_CHARS = 10_000_000  # of the patterns of all parts of a schema
 _COMBINERS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 _DAY = "(?:0[1-9]|1[0-9]|2[0-8])"
-_DATE = rf"[0-9]{{4}}-(?:(?:0[1-9]|1[0-2])-{_DAY}|(?:0[13-9]|1[0-2])-(?:29|30)|(?:0[13578]|1[02])-31)"
+_DATE = rf"[12][0-9]{{3}}-(?:(?:0[1-9]|1[0-2])-{_DAY}|(?:0[13-9]|1[0-2])-(?:29|30)|(?:0[13578]|1[02])-31)"
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _FORMATS = {
-    "date": _DATE.replace("[0-9]{4}", "[12][0-9]{3}", 1),
+    "date": _DATE,
     "time": _TIME,
-    "date-time": f"{_DATE.replace('[0-9]{4}', '[12][0-9]{3}', 1)}T{_TIME}",
+    "date-time": f"{_DATE}T{_TIME}",
     "uuid": "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}",
     "email": r"[a-z0-9_+-]+(?:\.[a-z0-9_+-]+)*@[a-z0-9-]+(?:\.[a-z0-9-]+)+",
 }
 _INTEGER = "-?(?:0|[1-9][0-9]*)"
-_CODE = r"\\u[0-9A-Fa-f]{4}|\\x[0-9A-Fa-f]{2}|\\[pP]\{\w+\}|\\."
-_SET = re.compile(r"\[\^?(?:\\.|[^\]\\])+\]", re.DOTALL)
-_PIECES = re.compile(rf"\[\^?(?:\\.|[^\]\\])*(?:\]|\\?\Z)|{_CODE}|\(\?(?:i?:|P?<\w+>)|\(\?|.", re.DOTALL)
-_SET_PIECES = re.compile(rf"{_CODE}|.", re.DOTALL)
-# ECMA-262, Python and Rust differ on character classes. Here a class has the characters that all three include. A
-# negated class excludes every character that any of the three includes.
-_CLASSES = {r"\d": "0-9", r"\w": "0-9A-Za-z_", r"\s": " "}
-_NEGATED = {r"\d": r"\d", r"\w": r"0-9A-Za-z_\x80-\U0010ffff", r"\s": r"\s\x1c-\x1f\ufeff"}
-_CONTROLS = {"\\t": 9, "\\n": 10, "\\v": 11, "\\f": 12, "\\r": 13}
-_BREAKS = ((10, 10), (13, 13), (0x2028, 0x2029))
-_MOST_DIGITS, _MOST_DECIMALS = 15, 12  # float64 tells numbers of 15 digits apart, so rounding moves none to a bound
-
-
-def _escape_json(text: str) -> str:
-    return re.escape(json.dumps(text, ensure_ascii=False)[1:-1])
-
-
-def _quote_json(name: str) -> str:
-    return f'"{_escape_json(name)}"'
-
-
-def _spell(ranges: Ranges) -> str:
-    """Spell ranges of characters as the content of a set."""
-    return "".join("-".join(map(_spell_code, sorted({first, last}))) for first, last in ranges)
-
-
-def _spell_code(code: int) -> str:
-    if 0x20 <= code < 0x7F:
-        return re.escape(chr(code))
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Notation:
-    """The syntax of values: JSON by default."""
-
-    quote: str = '"'
-    special: Ranges = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x9F))  # in a string only as escapes
-    escapes: tuple[str, ...] = (r'\\["\\/bft]', r"\\[nr]")  # the second has the line breaks
-    text: str | None = None  # pattern of a string of any length; None means `char` repeated
-    escape: Callable[[str], str] = _escape_json  # a string's characters, between the quotes
-    key: Callable[[str], str] = _quote_json
-    null: str = "null"
-    space: str = "[ ]?"
-    depth: int = 3  # of a schema that refers to itself
-
-    @property
-    def char(self) -> str:
-        """One character of a string."""
-        return f"(?:{'|'.join((f'[^{_spell(self.special)}]', *self.escapes))})"
-
-    @property
-    def dot(self) -> str:
-        """One character of a string that is not a line break."""
-        return f"(?:{'|'.join((f'[^{_spell((*self.special, *_BREAKS))}]', *self.escapes[:1]))})"
 
 
 def schema_pattern(schema: Schema, notation: Notation) -> str:
@@ -110,35 +54,6 @@ def schema_pattern(schema: Schema, notation: Notation) -> str:
     if pattern is None:
         raise ValueError("JsonSchema.schema must have a valid value, got a schema that no value fits.")
     return pattern
-
-
-@contextmanager
-def refuse_deep(owner: str) -> Iterator[None]:
-    """Raise a ValueError in place of a RecursionError.
-
-    Example: `with refuse_deep("JsonSchema.schema"): json.loads(text)`.
-    """
-    try:
-        yield
-    except RecursionError:
-        raise ValueError(f"{owner} must nest less deep, got one that Python cannot follow. Lower its depth.") from None
-
-
-@dataclass
-class Size:
-    """The characters of all patterns of a schema or grammar, which are limited.
-
-    Example: `Size("Grammar.grammar").add(len(pattern))`.
-    """
-
-    owner: str
-    num_chars: int = 0
-
-    def add(self, num_chars: int) -> None:
-        """Refuse a source whose nested references or optional properties make its pattern too long."""
-        self.num_chars += num_chars
-        rule, fix = f"expand to at most {_MOST_CHARS} characters of patterns", "Use fewer references."
-        require(self.num_chars <= _MOST_CHARS, self.owner, rule, self.num_chars, fix)
 
 
 @dataclass
@@ -249,7 +164,9 @@ class _Compiler:
         least, most = schema.get("minLength", 0), schema.get("maxLength")
         if "pattern" in schema:
             self._refuse_others(schema, where, {"type", "pattern"})
-            return f"{quote}{self._search(schema['pattern'], where)}{quote}"
+            pattern = schema["pattern"]
+            text = self.notation.search(pattern, lambda part: _refuse(f"have a pattern without {part}", pattern, where))
+            return f"{quote}{text}{quote}"
         if "format" in schema:
             self._refuse_others(schema, where, {"type", "format"})
             if schema["format"] not in _FORMATS:
@@ -261,95 +178,14 @@ class _Compiler:
             return f"{quote}{self.notation.text}{quote}"
         return f"{quote}{char}{{{least},{'' if most is None else most}}}{quote}"
 
-    def _search(self, pattern: str, where: str) -> str:
-        """Convert an ECMA-262 pattern to the pattern of a string in the notation.
-
-        No set matches a character that needs an escape.
-        """
-        special, any_char, out, previous = _spell(self.notation.special), self.notation.char, "", ""
-
-        def refuse(part: str) -> NoReturn:
-            _refuse(f"have a pattern without {part}", pattern, where)
-
-        body = pattern.removeprefix("^")
-        tail = re.search(r"(?<!\\)(?:\\\\)*\$$", body)
-        before = "" if pattern.startswith("^") else f"{any_char}*"
-        after = f"{any_char}*" if tail is None else ""
-        for piece in _PIECES.findall(body if tail is None else body[:-1]):
-            if piece[0] == "[":
-                out += self._set(piece, refuse)
-            elif piece in _CLASSES:
-                out += f"[{_CLASSES[piece]}]"
-            elif piece.lower() in _CLASSES:
-                out += f"[^{_NEGATED[piece.lower()]}{special}]"
-            elif _is_property(piece):
-                out += f"[{piece}&&[^{special}]]"
-            elif piece == ".":
-                out += self.notation.dot
-            elif piece in ("^", "$"):
-                refuse("inner anchors")
-            elif piece == "(?":
-                refuse("flags and look-around")
-            elif piece == "+" and previous in ("*", "+", "?", "}"):
-                refuse("possessive repetitions")
-            elif piece in tuple("()|*+?{}") or piece.startswith("(?"):
-                out += piece
-            else:
-                code = _code_of(piece, refuse)
-                if not self._plain([(code, code)]):
-                    refuse("quotes and escapes")
-                out += _spell([(code, code)])
-            previous = piece
-        return f"{before}(?:{out}){after}"
-
-    def _set(self, text: str, refuse: Callable[[str], NoReturn]) -> str:
-        """A pattern for a set such as "[^a-z]", with those of its characters that need no escape."""
-        is_negated = text.startswith("[^")
-        if _SET.fullmatch(text) is None:
-            refuse("empty or open brackets")  # Python reads [] differently
-        pieces = _SET_PIECES.findall(text[1 + is_negated : -1])
-        named, properties, ranges, at = "", list[str](), list[tuple[int, int]](), 0
-        while at < len(pieces):
-            piece, following = pieces[at], pieces[at + 1 : at + 3]
-            at += 1
-            if piece in _CLASSES:
-                named += (_NEGATED if is_negated else _CLASSES)[piece]
-            elif _is_property(piece):
-                properties.append(piece)
-            elif piece.lower() in _CLASSES:
-                refuse(f"{piece} inside brackets")
-            else:
-                first = last = _code_of(piece, refuse)
-                if len(following) == 2 and following[0] == "-" and following[1] not in _CLASSES:
-                    last = _code_of(following[1], refuse)
-                    at += 2
-                if last < first:
-                    refuse("ranges that end before they begin")
-                ranges.append((first, last))
-        special = _spell(self.notation.special)
-        if is_negated:
-            return f"[^{named}{''.join(properties)}{_spell(ranges)}{special}]"
-        plain = named + _spell(self._plain(ranges))
-        ways = [f"[{plain}]"] * bool(plain) + [f"[{name}&&[^{special}]]" for name in properties]
-        return str(either(ways)) if ways else refuse("quotes and escapes")
-
-    def _plain(self, ranges: Ranges) -> Ranges:
-        """Ranges without the characters that need an escape."""
-        for low, high in self.notation.special:
-            halves = [
-                half for first, last in ranges for half in ((first, min(last, low - 1)), (max(first, high + 1), last))
-            ]
-            ranges = sorted({(first, last) for first, last in halves if first <= last})
-        return ranges
-
     def _integer(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
-        return _integers(*_bounds(schema, where, whole=True))
+        return integers(*_bounds(schema, where, whole=True))
 
     def _number(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
         if not schema.keys() & _KEYWORDS["number"]:
             return rf"{_INTEGER}(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{{1,2}})?"
         low, high = _bounds(schema, where, whole=False)
-        return _numbers(low, high, "exclusiveMinimum" in schema, "exclusiveMaximum" in schema)
+        return numbers(low, high, "exclusiveMinimum" in schema, "exclusiveMaximum" in schema)
 
     def _boolean(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
         return "(?:true|false)"
@@ -431,23 +267,6 @@ class _Compiler:
         return re.escape(json.dumps(value))
 
 
-def _is_property(piece: str) -> bool:
-    return piece.startswith((r"\p{", r"\P{"))
-
-
-def _code_of(piece: str, refuse: Callable[[str], NoReturn]) -> int:
-    """The code of a character that a pattern spells, such as "a", "\\." or "\\x20"."""
-    if _is_property(piece):
-        refuse(f"ranges to {piece}")
-    if len(piece) > 2:
-        code = int(piece[2:], 16)
-        return code if not 0xD800 <= code < 0xE000 else refuse(piece)
-    if piece in _CONTROLS:
-        return _CONTROLS[piece]
-    char = piece.removeprefix("\\")
-    return ord(char) if char and (char == piece or not char.isalnum()) else refuse(piece)
-
-
 def _types_of(schema: Mapping[str, Any]) -> tuple[str, ...] | None:
     """The types that a schema names, or that its keywords belong to; None if unknown."""
     named = schema.get("type")
@@ -478,15 +297,6 @@ def _kind_of(value: Any) -> set[str]:
         return {"integer", "number"}
     kinds = {float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
     return {kinds[type(value)]} | ({"integer"} if isinstance(value, float) and value.is_integer() else set())
-
-
-def either(patterns: Sequence[str | None]) -> str | None:
-    """Return a pattern of the texts that any of the patterns matches; None if there are none.
-
-    Example: `either(["a", None, "b", "a"])` is "(?:a|b)".
-    """
-    kept = list(dict.fromkeys(pattern for pattern in patterns if pattern is not None))
-    return None if not kept else kept[0] if len(kept) == 1 else f"(?:{'|'.join(kept)})"
 
 
 def _in_order(pieces: list[tuple[str, bool]], comma: str) -> str:
@@ -520,73 +330,3 @@ def _bounds(schema: Mapping[str, Any], where: str, *, whole: bool) -> tuple[int 
         moved = [int(bound) + (shift if beyond and whole else 0) for bound, beyond in found]
         bounds.append(None if not moved else max(moved) if shift > 0 else min(moved))
     return bounds[0], bounds[1]
-
-
-def _integers(low: int | None, high: int | None) -> str | None:
-    """The integers in low .. high."""
-    parts = []
-    if low is None or low < 0:
-        most = None if low is None else -low
-        least = 1 if high is None or high >= 0 else -high
-        parts.append(_negative(_naturals(least, most)))
-    if high is None or high >= 0:
-        parts.append(_naturals(max(low or 0, 0), high))
-    return either(parts)
-
-
-def _numbers(low: int | None, high: int | None, above: bool, below: bool) -> str | None:
-    """The decimal numbers between low and high; `above` excludes low, `below` excludes high."""
-    parts = []
-    if low is None or low < 0:
-        least, most = max(-(high or 0), 0), None if low is None else -low
-        parts.append(_negative(_decimals(least, most, below and (high or 0) <= 0, above)))
-    if high is None or high >= 0:
-        parts.append(_decimals(max(low or 0, 0), high, above and (low or 0) >= 0, below))
-    return either(parts)
-
-
-def _decimals(low: int, high: int | None, above: bool, below: bool) -> str | None:
-    """The decimal numbers in low .. high, both at least 0."""
-    if high is not None and high < low:
-        return None
-    inside = _naturals(low + above, None if high is None else high - 1)
-    decimals = min(_MOST_DECIMALS, _MOST_DIGITS - len(str(high or low)))
-    fraction = rf"(?:\.[0-9]{{1,{decimals}}})?" if decimals > 0 else ""
-    parts = [None if inside is None else f"(?:{inside}){fraction}"]
-    if above and (high is None or high > low) and decimals > 0:
-        parts.append(rf"{low}\.[0-9]{{0,{decimals - 1}}}[1-9]")
-    if high is not None and not below and not (above and high == low):
-        parts.append(rf"{high}(?:\.0)?")
-    return either(parts)
-
-
-def _negative(pattern: str | None) -> str | None:
-    return None if pattern is None else f"-(?:{pattern})"
-
-
-def _naturals(low: int, high: int | None) -> str | None:
-    """The integers in low .. high, both at least 0, without leading zeros."""
-    if high is not None and high < low:
-        return None
-    if high is None:
-        digits = len(str(low))
-        longer = f"[1-9][0-9]{{{digits},}}" if low > 0 else "[1-9][0-9]*"
-        return either([_naturals(low, 10**digits - 1) if low > 0 else "0", longer])
-    parts = []
-    while low <= high:
-        # Each iteration adds one part: fixed digits, a range of one digit, n arbitrary digits, as in 4[2-7][0-9]{2}.
-        # `size` is 10^n. If low is 0, it is 1. Otherwise it is the largest power of 10 that divides low and for
-        # which low + size - 1 <= high.
-        size = 1
-        while low > 0 and low % (size * 10) == 0 and low + size * 10 - 1 <= high:
-            size *= 10
-        lead = low // size
-        last = lead - lead % 10 + 9
-        while (last + 1) * size - 1 > high:
-            last -= 1
-        zeros = len(str(size)) - 1
-        head = str(lead)[:-1]
-        digit = str(lead)[-1] if last == lead else f"[{lead % 10}-{last % 10}]"
-        parts.append(head + digit + (f"[0-9]{{{zeros}}}" if zeros else ""))
-        low = (last + 1) * size
-    return either(parts)
