@@ -15,7 +15,8 @@
 | `learning` | learning from runs: rewards, reinforcement learning, distillation |
 | `optimizer.py` | AdamW, Muon, the learning rate, averaged weights |
 | `config.py` | `TrainConfig` |
-| `loop.py` | `train`; Ctrl-C, and runs limited by minutes |
+| `loop.py` | `train` |
+| `stopping.py` | Ctrl-C, and runs limited by minutes |
 | `update.py` | one update of the weights |
 | `log.py` | numbers per step, router load, `log.jsonl`, `TrainResult` |
 | `trackers.py` | the log in TensorBoard, Weights & Biases or trackio |
