@@ -107,6 +107,17 @@ def test_a_value_that_breaks_the_rule_of_its_field_is_refused(field, value, rule
         Bounded(**{field: value})
 
 
+def test_arguments_have_rules_like_fields():
+    @typed
+    def repeat(times: Count | None = None) -> object:
+        return times
+
+    assert (repeat(), repeat(2)) == (None, 2)
+    for value, rule in ((0, "be >= 1"), ("2", "be int or None")):
+        with pytest.raises(ValueError, match=f"repeat times must {rule}, got "):
+            repeat(value)
+
+
 def test_annotations_for_type_checkers_only_accept_everything():
     @typed
     def accept(value: "Absent", num: int = 0) -> object:

@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
-from typing import Annotated, Any, NamedTuple, TextIO, TypeVar, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, NamedTuple, TextIO, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -55,15 +56,17 @@ def require_tensor(
 
 
 def typed(function: Function) -> Function:
-    """Check the arguments of a public function against its annotations with beartype, before its body runs.
+    """Check the arguments of a public function against its annotations and their rules, before its body runs.
 
-    An int may be a NumPy or torch integer; if the annotation is just `int`, the function gets an int. A float may be
-    any number. beartype checks one element of a collection. The argument `model` is not checked here.
+    beartype checks types, of one element per collection. An int may be a NumPy or torch integer; if the annotation is
+    `int` or a ruled one such as `Count`, the function gets an int. A float may be any number. The argument `model` is
+    not checked here.
 
     Example: `typed(lambda: 3)()` is 3; usually it is a decorator.
     """
     signature = inspect.signature(function)
     names = [p.name for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    rules = {parameter.name: _rules_in(parameter.annotation) for parameter in signature.parameters.values()}
     owner = function.__qualname__.removesuffix(".__init__").removesuffix(".__call__")
 
     def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
@@ -76,6 +79,7 @@ def typed(function: Function) -> Function:
                 _check_type(bound.arguments[name], hint, f"{owner} {name}")
                 if hint is int:
                     bound.arguments[name] = as_int(bound.arguments[name])
+                _check_value(bound.arguments[name], rules[name], f"{owner} {name}")
         return bound
 
     @functools.wraps(function)
@@ -135,9 +139,7 @@ def check_types(owner: Any) -> None:
 def check_rules(owner: Any) -> None:
     """Check only the rules in the annotations of a dataclass, for fields that may hold a look-alike of their type."""
     for field in fields(owner):
-        value = getattr(owner, field.name)
-        for rule in _rules_in(field.type):
-            require_field(value is None or rule.accepts(value), owner, field.name, rule.text, rule.fix)
+        _check_value(getattr(owner, field.name), _rules_in(field.type), f"{type(owner).__name__}.{field.name}")
 
 
 class Checked:
@@ -145,6 +147,11 @@ class Checked:
 
     def __post_init__(self) -> None:
         check_types(self)
+
+
+def _check_value(value: Any, rules: Iterable[ValueRule], name: str) -> None:
+    for rule in rules:
+        require(value is None or rule.accepts(value), name, rule.text, value, rule.fix)
 
 
 def _rules_in(hint: Any) -> list[ValueRule]:
@@ -166,7 +173,9 @@ def _check_type(value: Any, hint: Any, name: str) -> None:
     from beartype.door import is_bearable  # not at the top, because its import takes 0.3 s
 
     if not is_bearable(value, hint, conf=_meanings()):
-        spelling = re.sub(r"[\w.]+\.(?=\w)", "", inspect.formatannotation(hint)).replace(" | ", " or ")
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        spelled = " or ".join("None" if kind is NoneType else inspect.formatannotation(kind) for kind in kinds)
+        spelling = re.sub(r"[\w.]+\.(?=\w)", "", spelled).replace(" | ", " or ")
         choices = re.sub(r"Literal\[(.*?)\]", lambda found: found[1].replace(", ", " or "), spelling)
         choices = re.sub(r"Union\[([^[]*)\]", lambda found: found[1].replace(", ", " or "), choices)
         require(False, name, f"be {choices.replace('NoneType', 'None')}", value, _fix_type(value, spelling))

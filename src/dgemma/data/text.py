@@ -209,7 +209,7 @@ def _check_rows(source: TextSource | PromptSource, step: int, rows: range) -> No
 
 
 @typed
-def scan(file: TokenFile, *, row_len: int, context: int, documents: Sequence[int] | None = None) -> TrainBatch:
+def scan(file: TokenFile, *, row_len: Count, context: Count, documents: Sequence[int] | None = None) -> TrainBatch:
     """Return whole held-out documents, for likelihood: each token is in the answer of exactly one row.
 
     Each row scores `row_len` tokens, which should be a multiple of the canvas length, after up to `context` tokens of
@@ -217,7 +217,6 @@ def scan(file: TokenFile, *, row_len: int, context: int, documents: Sequence[int
 
     Example: `evaluate(model, scan(file, row_len=512, context=512), noise, num_bytes=file.num_bytes)`.
     """
-    require(row_len >= 1 and context >= 1, "scan row_len and context", "be at least 1", (row_len, context))
     pieces, prompt_len, cut, text = [], [], [], []
     numbers = range(file.num_documents) if documents is None else documents
     require(file.images is None, "scan file", "have no images, whose prompts cannot be cut", file, "Use PromptSource.")

@@ -9,7 +9,7 @@ _MOST_ROWS = 1 << 20  # of a batch; more would fill the memory before the first 
 _MOST_LR = 1e30  # torch cannot convert a much larger number to float32
 _MOST_MINUTES = 10**7  # 19 years; in a longer run, one step would be too small a share of the time to measure
 _BETAS = ValueRule("be two numbers in [0, 1)", lambda betas: all(0 <= beta < 1 for beta in betas))
-_SHARE = ValueRule("be in (0, 1)", lambda value: 0 < value < 1)
+SHARE = ValueRule("be in (0, 1)", lambda value: 0 < value < 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class TrainConfig:
     clip: Annotated[float, above(0)] = 1.0  # the largest norm of the gradient
     warmup: Annotated[int, at_least(0)] = 100  # steps
     final_lr: Probability = 0.1  # the last learning rate, as a fraction of the peak
-    ema_decay: Annotated[float, _SHARE] | None = None
+    ema_decay: Annotated[float, SHARE] | None = None
     precision: Literal["mixed", "weights"] = "mixed"
     recompute_activations: bool = False
     seed: int = 0

@@ -10,13 +10,13 @@ that skew the estimate. So canvases with noise are drawn more often, with lower 
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Annotated, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgemma.checks import require, typed
+from dgemma.checks import Count, at_least, at_most, require, typed
 from dgemma.diffusion import draws, nelbo
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.prediction import refuse_nan
@@ -29,6 +29,7 @@ from dgemma.sampling.base import Sampler
 from dgemma.train.batch import BatchSource, TrainBatch, check_ids, row_seeds
 from dgemma.train.by_sampler import check_sampler, nats_of_texts
 from dgemma.train.canvases import Canvases, cut_canvases
+from dgemma.train.config import SHARE
 from dgemma.train.estimates import Likelihood, RowSums
 from dgemma.train.one_pass import ByCanvas, OnePass, read_canvases
 
@@ -45,20 +46,20 @@ def evaluate(
     source: BatchSource | TrainBatch | Tensor,
     noise: Noise,
     *,
-    num_rows: int | None = None,
-    batch_size: int = 32,
-    num_samples: int = 8,
+    num_rows: Count | None = None,
+    batch_size: Count = 32,
+    num_samples: Annotated[int, at_least(1), at_most(_MOST_SAMPLES)] = 8,
     levels: Literal["stratified", "independent"] = "stratified",
-    lowest_level: float = 1e-4,
+    lowest_level: Annotated[float, SHARE] = 1e-4,
     parametrisation: nelbo.Parametrisation = "mean",
     self_cond: bool = False,
     sampler: Sampler | None = None,
-    steps: int | None = None,
-    canvas_len: int | None = None,
+    steps: Count | None = None,
+    canvas_len: Count | None = None,
     fill_token: int | None = None,
-    num_level_bins: int = 10,
-    num_bytes: int | None = None,
-    confidence: float = 0.95,
+    num_level_bins: Count = 10,
+    num_bytes: Count | None = None,
+    confidence: Annotated[float, SHARE] = 0.95,
     seed: int | Tensor = 0,
     progress: bool = True,
 ) -> Likelihood:
@@ -97,24 +98,11 @@ def evaluate(
     canvas_len = model.config.canvas_length if canvas_len is None else canvas_len
     fill_token = _end_of_text(model) if fill_token is None else fill_token
     vocab_size = model.config.vocab_size
+    require(0 <= fill_token < vocab_size, "evaluate fill_token", f"be in [0, {vocab_size})", fill_token)
+    are_seeds = not isinstance(seed, Tensor) or (seed.shape == (num_rows,) and seed.dtype == torch.int64)
+    require(are_seeds, "evaluate seed", f"be an integer, or one per row, int64 ({num_rows},)", seed)
     if sampler is not None:
         check_sampler(sampler, noise)
-    steps = canvas_len if steps is None else steps
-    are_seeds = not isinstance(seed, Tensor) or (seed.shape == (num_rows,) and seed.dtype == torch.int64)
-    for name, value, rule, fits in (
-        ("num_rows", num_rows, "be >= 1", num_rows >= 1),
-        ("num_samples", num_samples, f"be from 1 to {_MOST_SAMPLES:,}", 1 <= num_samples <= _MOST_SAMPLES),
-        ("batch_size", batch_size, "be >= 1", batch_size >= 1),
-        ("canvas_len", canvas_len, "be >= 1", canvas_len >= 1),
-        ("steps", steps, "be >= 1", steps >= 1),
-        ("num_level_bins", num_level_bins, "be >= 1", num_level_bins >= 1),
-        ("num_bytes", num_bytes, "be >= 1", num_bytes is None or num_bytes >= 1),
-        ("lowest_level", lowest_level, "be in (0, 1)", 0 < lowest_level < 1),
-        ("confidence", confidence, "be in (0, 1)", 0 < confidence < 1),
-        ("fill_token", fill_token, f"be in [0, {vocab_size})", 0 <= fill_token < vocab_size),
-        ("seed", seed, f"be an integer, or one per row, int64 ({num_rows},)", are_seeds),
-    ):
-        require(fits, f"evaluate {name}", rule, value)
     estimator = _Estimator(
         model=model,
         noise=replace(noise, schedule=Linear()),  # the integral is over the noise level
@@ -124,7 +112,7 @@ def evaluate(
         parametrisation=parametrisation,
         self_cond=self_cond,
         sampler=sampler,
-        steps=steps,
+        steps=canvas_len if steps is None else steps,
         canvas_len=canvas_len,
         fill_token=fill_token,
         num_level_bins=num_level_bins,

@@ -4,12 +4,12 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
-from dgemma.checks import require, typed
+from dgemma.checks import FINITE, ValueRule, at_least, require, typed
 from dgemma.doors import replaceable
 
 OptimizerFactory = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
@@ -123,9 +123,9 @@ def other_weights(parameters: Mapping[str, nn.Parameter], weights: Mapping[str, 
 def muon(
     parameters: Mapping[str, nn.Parameter],
     *,
-    lr: float,
+    lr: Annotated[float, at_least(0), FINITE],
     betas: tuple[float, float] = (0.9, 0.98),
-    momentum: float = 0.95,
+    momentum: Annotated[float, ValueRule("be in [0, 1)", lambda value: 0 <= value < 1)] = 0.95,
     weight_decay: float = 0.0,
 ) -> "Muon":
     """Return an optimizer for `train`: Muon for the matrices of the layers, AdamW for everything else.
@@ -136,8 +136,6 @@ def muon(
 
     Example: `train(model, objective, source, config, out="run", optimizer=lambda named: muon(named, lr=1e-3))`.
     """
-    require(0 <= momentum < 1, "muon momentum", "be in [0, 1)", momentum, "Use 0.95.")
-    require(0 <= lr < math.inf, "muon lr", "be a finite number >= 0", lr, "Use 1e-3.")
     matrices = {parameter: _num_matrices(name, parameter) for name, parameter in parameters.items()}
     groups: list[dict[str, Any]] = []
     # AdamW's groups show which parameters decay and whether the kernel is fused.

@@ -6,12 +6,12 @@ The prompt, or the end of a long one, is drawn before the text. A Sudoku is draw
 import re
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.checks import require
+from dgemma.checks import at_least, at_most, typed
 from dgemma.files import new_file
 from dgemma.printing import install_command
 from dgemma.run.trajectory import Trajectory
@@ -29,14 +29,15 @@ _HOLD_MS = 2500  # the finished text stays this long
 _LINE_HEIGHT = 1.55  # in font sizes
 
 
+@typed
 def to_gif(
     trajectory: Trajectory,
     path: str | Path,
     *,
     tokenizer: Tokenizer | Board | None = None,
     row: int = 0,
-    columns: int | None = None,
-    max_lines: int = 36,
+    columns: Annotated[int, at_least(16), at_most(200)] | None = None,
+    max_lines: Annotated[int, at_least(1), at_most(100)] = 36,
 ) -> None:
     """Write a row's run to `path` as a looping animation. A text of more than `max_lines` lines scrolls.
 
@@ -47,8 +48,6 @@ def to_gif(
     """
     frames = read_frames(trajectory, row, owner="to_gif")
     check_canvas(trajectory, tokenizer, owner="to_gif")
-    for name, value, low, high in (("columns", columns, 16, 200), ("max_lines", max_lines, 1, 100)):
-        require(value is None or low <= value <= high, f"to_gif {name}", f"be in [{low}, {high}]", value)
     pieces = Pieces(tokenizer, mask_token=trajectory.plan.noise.mask_token)
     texts = [text for line in frames.final.tolist() for text in pieces(line)]
     for i in range(len(texts)):

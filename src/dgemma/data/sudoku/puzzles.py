@@ -8,12 +8,12 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dgemma.checks import require, typed
+from dgemma.checks import at_least, at_most, require, typed
 from dgemma.data.sudoku.solver import ANY_DIGIT, Digits, candidates, read_board, search
 from dgemma.data.sudoku.symmetry import class_keys
 from dgemma.files import read_text, write_text
@@ -63,13 +63,13 @@ class Puzzles:
 
 @typed
 def generate_puzzles(
-    count: int,
+    count: Annotated[int, at_least(1), at_most(2**31 - 1)],
     *,
     givens: int | tuple[int, int] = (24, 45),
     split: Split = "train",
-    seed: int = 0,
+    seed: Annotated[int, at_least(0)] = 0,
     exact: bool = True,
-    workers: int = 1,
+    workers: Annotated[int, at_least(1), at_most(1024)] = 1,
     folder: str | Path | None = None,
 ) -> Puzzles:
     """Return `count` puzzles with one solution, from grids of one split; the number of clues is uniform in `givens`.
@@ -83,9 +83,6 @@ def generate_puzzles(
     low, high = givens if isinstance(givens, tuple) else (givens, givens)
     fix = "With fewer clues random removal finds hardly any puzzle."
     require(23 <= low <= high <= 81, "generate_puzzles givens", "lie within 23 to 81, lowest first", givens, fix)
-    require(1 <= count < 1 << 31, "generate_puzzles count", "be in [1, 2**31)", count)
-    require(seed >= 0, "generate_puzzles seed", "be at least 0", seed)
-    require(1 <= workers <= 1024, "generate_puzzles workers", "be from 1 to 1024", workers)
     file = None
     if folder is not None:
         file = Path(folder) / f"{split}-{low}-{high}{'' if exact else '-or-more'}-seed-{seed}-count-{count}.txt"

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dgemma.checks import has_values, in_range, require, typed
+from dgemma.checks import Count, has_values, in_range, require, typed
 
 Digits = NDArray[np.int8]  # (N, 81), 0 for a blank
 Cells = NDArray[np.uint16]  # (3, 3, 3, 3, M): band, row in it, stack, column in it, puzzle
@@ -29,13 +29,12 @@ class Solutions(NamedTuple):
 
 
 @typed
-def solve(puzzles: Any, *, limit: int = 2) -> Solutions:
+def solve(puzzles: Any, *, limit: Count = 2) -> Solutions:
     """Solve puzzles (N, 81) and count solutions up to `limit`; 2 suffices to test uniqueness.
 
     Example: `solve(parse("53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79")).counts`
     is `[1]`.
     """
-    require(limit >= 1, "solve limit", "be at least 1", limit)
     return search(candidates(read_board("solve puzzles", puzzles)), limit=limit)
 
 
