@@ -35,3 +35,4 @@ def test_tensorboard_shows_the_numbers_and_texts_of_the_log_once(tmp_path):
 def test_an_unknown_tracker_is_refused(tmp_path):
     with pytest.raises(ValueError, match="trackers must be among tensorboard, wandb, trackio, got"):
         run(tmp_path, 1, trackers="mlflow")
+    assert not list(tmp_path.iterdir())  # refused before anything was written

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import dgemma
-from dgemma.view.frames import read_frames, settled
+from dgemma.view.frames import read_frames, read_prompt_tokens, settled
 from view.converging import record, writer_of
 
 
@@ -21,6 +21,13 @@ def test_a_row_has_every_blocks_noise_and_then_its_own_steps(recorded):
         assert frames.canvas[1].tolist() == first.next_canvas[row].tolist()
         assert frames.entropy[0].max() == 0
         assert np.array_equal(frames.entropy[1], first.entropy[row].numpy())
+
+
+def test_a_prompt_that_is_only_in_the_cache_is_not_in_the_frames():
+    model, tokens = dgemma.DiffusionGemma(dgemma.presets.tiny()), torch.tensor([[2, 9, 8]])
+    seen = {"cache": model.encode(tokens), "attention_mask": torch.ones_like(tokens)}
+    out = dgemma.generate(model, tokens[:, :0], max_new_tokens=32, steps=1, record=True, **seen)
+    assert read_prompt_tokens(out.trajectory, 0) == []
 
 
 def test_the_text_ends_at_its_stop_token_and_the_draft_after_it_is_kept(recorded):

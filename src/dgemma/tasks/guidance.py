@@ -148,7 +148,7 @@ class Guided(Denoiser[GuidedCache]):
                 self.denoiser.encode(prompt, attention_mask=prompt_mask),
             )
         # The prefixes may differ in length, so each gets only the mask of the new tokens.
-        new = None if attention_mask is None else attention_mask[:, -tokens.shape[1] :]
+        new = None if attention_mask is None else attention_mask[:, attention_mask.shape[1] - tokens.shape[1] :]
         return GuidedCache(
             self.denoiser.encode_with(images, tokens, cache.conditional, new),
             self.denoiser.encode_with(images, tokens, cache.unconditional, new),

@@ -62,6 +62,9 @@ class Placement(NamedTuple):
     keep_until: int
 
 
+_UNPLACED = Placement(0, 0)
+
+
 def place_canvas(todo: Tensor, canvas_len: int, least: int = 1) -> Placement:
     """Place the next canvas: todo (N,) bool marks the tokens to write, never the first.
 
@@ -184,14 +187,19 @@ class _TextRow:
     columns: Tensor  # (n,) the positions of its tokens in the batch
     text: Tensor  # (n,) int64
     todo: Tensor  # (n,) bool
-    num_read: int  # tokens already in the prefix
-    place: Placement
+    place: Placement = _UNPLACED  # of the next canvas
+    num_read: int = 0  # tokens already in the prefix
     first_start: int = 1  # the first position that a canvas may cover, after the images
 
     def under(self, values: Tensor, canvas_len: int, beyond: int) -> Tensor:
         """Return the part of values (n,) that the canvas covers, (C,). Positions after the text get `beyond`."""
         part = values[self.place.start : self.place.start + canvas_len]
         return F.pad(part, (0, canvas_len - len(part)), value=beyond)
+
+    def read(self) -> Tensor:
+        """Return the text left of the canvas that is not yet in the prefix."""
+        start, self.num_read = self.num_read, self.place.start
+        return self.text[start : self.place.start]
 
     def keep(self, draft: Tensor) -> tuple[Tensor, Tensor]:
         """Write the holes that the placement keeps, from a finished canvas (C,).
@@ -325,16 +333,11 @@ class _Writer:
 
     def _read_prefix(self, cache: Cache | None, rows: list[_TextRow], plan: Plan) -> Cache:
         """Encode the text left of each row's canvas: its new part, or all of it for a recorded run."""
+        unread = [row.read() for row in rows]
         if self.record_top is not None or cache is None:
-            for row in rows:
-                row.num_read = row.place.start
             return self.model.encode_with(join_images(plan.images), plan.prompt_tokens, None, plan.attention_mask)
-        tokens, is_new = _pad_rows(
-            [row.text[row.num_read : row.place.start] for row in rows], plan.prompt_tokens.device
-        )
-        for row in rows:
-            row.num_read = row.place.start
-        return cache if tokens.shape[1] == 0 and cache is not None else self.model.encode(tokens, cache, is_new)
+        tokens, is_new = _pad_rows(unread, plan.prompt_tokens.device)
+        return self.model.encode(tokens, cache, is_new) if tokens.shape[1] else cache
 
     def _score(self, state: DenoiseState, cache: Cache, drafts: Tensor) -> Tensor:
         """The log-probability of every draft given the canvas before its first step, (R, C)."""
@@ -348,15 +351,11 @@ class HoleRow(Rows):
     def __init__(self, writer: _Writer, row: _TextRow) -> None:
         self._writer, self._row = writer, row
         super().__init__(self._next_plan(0))
-        self._prepare()
+        self.unread = row.read()[None].to(writer.model.device)
 
     def _next_plan(self, number: int) -> Plan:
         writer, self._row.place = self._writer, place_canvas(self._row.todo, self._writer.plan.canvas_len)
         return writer.plan_canvas([self._row], number, writer.plan.knobs, None, writer.model.device)
-
-    def _prepare(self) -> None:
-        self.unread = self.plan.prompt_tokens[:, self._row.num_read :]
-        self._row.num_read = self._row.place.start
 
     def _start(self, model: Denoiser, block: int, knobs: Knobs) -> DenoiseState:
         return super()._start(model, 0, knobs)  # the plan is for one canvas
@@ -368,7 +367,7 @@ class HoleRow(Rows):
         self.ended = not bool(self._row.todo.any())
         if not self.ended:
             self.plan = self._next_plan(len(self.blocks))
-            self._prepare()
+            self.unread = self._row.read()[None].to(drafts.device)
         return commit
 
     @property
@@ -380,7 +379,7 @@ class HoleRow(Rows):
 def _text_rows(tokens: Tensor, real: Tensor, todo: Tensor) -> list[_TextRow]:
     """Return the rows of a batch without padding: tokens, real tokens and those to write, all (B, N)."""
     return [
-        _TextRow(index, kept.nonzero()[:, 0], text[kept], holes[kept], 0, Placement(0, 0))
+        _TextRow(index, kept.nonzero()[:, 0], text[kept], holes[kept])
         for index, (text, kept, holes) in enumerate(zip(tokens.cpu(), real.cpu(), todo.cpu(), strict=True))
     ]
 

@@ -36,7 +36,7 @@ from dgemma.train.objective import Measure
 from dgemma.train.optimizer import OptimizerFactory, other_weights, set_weights
 from dgemma.train.parallel import Parallel
 from dgemma.train.stopping import TimeBudget, stop_request
-from dgemma.train.trackers import tracking
+from dgemma.train.trackers import TRACKERS, tracking
 from dgemma.train.update import Updater, check_weights, ready_to_train
 from dgemma.values import identify
 
@@ -89,8 +89,9 @@ def train(
     require_experts(model, "train")
     for name, value in (("objective", objective), ("source", source)):
         require(not isinstance(value, type), f"train {name}", "be an instance, not a class", value)
-    run = _Run(model, objective, source, config, Path(out), parallel or Parallel(), optimizer)
     names = [trackers] if isinstance(trackers, str) else trackers
+    require({*names} <= TRACKERS.keys(), "train trackers", f"be among {', '.join(TRACKERS)}", names)
+    run = _Run(model, objective, source, config, Path(out), parallel or Parallel(), optimizer)
     with lock_folder(run.out) if run.parallel.is_main else nullcontext():
         run.start(allow_changes)
         with (

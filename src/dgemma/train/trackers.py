@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dgemma.checks import require
 from dgemma.printing import install_command
 
 Send = Callable[[dict[str, Any], int], object]  # numbers and texts by name, and their step
@@ -17,8 +16,6 @@ Send = Callable[[dict[str, Any], int], object]  # numbers and texts by name, and
 @contextmanager
 def tracking(names: Sequence[str], out: Path, step: int, settings: Mapping[str, Any]) -> Iterator[Callable[..., None]]:
     """Yield a function that sends a line of the log to the trackers. The run continues after `step`."""
-    unknown = [name for name in names if name not in TRACKERS]
-    require(not unknown, "train trackers", f"be among {', '.join(TRACKERS)}", unknown)
     with ExitStack() as stack:
         trackers = [stack.enter_context(TRACKERS[name](out.resolve(), step, settings)) for name in names]
 

@@ -76,7 +76,8 @@ def read_prompt_tokens(trajectory: Trajectory, row: int) -> list[int]:
     plan = trajectory.plan
     tokens = plan.prompt_tokens[row].cpu()
     if plan.attention_mask is not None:  # the mask may also cover tokens of a cache
-        tokens = tokens[plan.attention_mask[row, -len(tokens) :].cpu().bool()]
+        mask = plan.attention_mask[row].cpu().bool()
+        tokens = tokens[mask[len(mask) - len(tokens) :]]
     found: list[int] = tokens.tolist()
     return found
 

@@ -9,7 +9,6 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import NamedTuple, Self, TextIO
 
 import torch
@@ -75,9 +74,7 @@ class View(ABC):
         self.screen.open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.seconds += time.monotonic()
         if self.leave:
             self.screen.draw(self.draw())
@@ -173,10 +170,8 @@ class LiveView(View):
         draft = [] if self._canvas is None else self._cut([position.token for position in self._canvas.positions])
         return self._decode(self._finished + draft)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, traceback)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        super().__exit__(kind, *_)
         if self.leave and not self.screen.live and kind is None:
             file = self.screen.file
             print(printable(self.text) if file.isatty() else self.text, file=file)
