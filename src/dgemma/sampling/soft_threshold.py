@@ -20,13 +20,14 @@ class SoftThreshold(Sampler, Checked):
 
     If no position is drawn, one is drawn from softmax(confidence / softness). So the probability of a run is a smooth
     function of the weights, positions included: suited to policy gradients and importance ratios. With a softness near
-    0 it is `Threshold`. Under uniform noise, commits persist and the rest returns to noise.
+    0 it is `Threshold`, but the noise that positions add to a policy gradient grows. Under uniform noise, commits
+    persist and the rest returns to noise.
 
-    Example: `SoftThreshold(tau=0.9, softness=0.05)`.
+    Example: `SoftThreshold(tau=0.9, softness=0.2)`.
     """
 
     tau: Probability = 0.9
-    softness: Annotated[float, above(0), FINITE] = 0.05
+    softness: Annotated[float, above(0), FINITE] = 0.2
     greedy: bool = False
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask", "uniform"})
 
