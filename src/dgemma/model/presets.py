@@ -71,7 +71,7 @@ _SIZES: dict[str, tuple[int, ...]] = {
 
 
 def _preset(name: str, layer_types: tuple[str, ...], **others: Any) -> ModelConfig:
-    sizes = {field: values[_NAMES.index(name)] for field, values in _SIZES.items()}
+    sizes: dict[str, Any] = {field: values[_NAMES.index(name)] for field, values in _SIZES.items()}
     return ModelConfig(layer_types=layer_types, num_hidden_layers=len(layer_types), **sizes, **others)
 
 

@@ -55,7 +55,11 @@ class Rows:
 
     def start(self, model: Denoiser, knobs: Knobs) -> DenoiseState:
         """Return the state of the next canvas before its first step."""
-        plan, block = self.plan, len(self.blocks)
+        return self._start(model, len(self.blocks), knobs)
+
+    def _start(self, model: Denoiser, block: int, knobs: Knobs) -> DenoiseState:
+        """Start a block of the plan. A row with a plan per canvas overrides it."""
+        plan = self.plan
         return start_state(
             knobs,
             plan.noise,
