@@ -55,43 +55,39 @@ def conditional(probabilities: Tensor, language: Language, fixed: dict[int, int]
     return law / law.sum()
 
 
-def law_of(sample: Callable[[Tensor], Tensor], canvas_len: int = CANVAS_LEN) -> Tensor:
+def law_of(sample: Callable[[Tensor], Tensor]) -> Tensor:
     """The law of the texts (64,) that `sample` makes of uniforms (R, C), where token i depends on uniforms 0..i.
 
-    The cells of each uniform are found on a grid and their ends by bisection.
+    The cells of each uniform are found on a grid and their ends by bisection, for all beginnings of texts at once.
     """
     grid = torch.linspace(0, 1 - 2**-40, 513, dtype=torch.float64)
+    text, middles = torch.zeros(1, 0, dtype=torch.int64), torch.zeros(1, 0, dtype=torch.float64)  # (beginnings, i)
+    weight = torch.ones(1, dtype=torch.float64)
+    for position in range(CANVAS_LEN):
 
-    def token(prefix: list[float], u: Tensor) -> Tensor:
-        rows = torch.full((len(u), canvas_len), 0.5, dtype=torch.float64)
-        for position, value in enumerate(prefix):
-            rows[:, position] = value
-        rows[:, len(prefix)] = u
-        return sample(rows)[:, len(prefix)]
+        def draw(beginning: Tensor, u: Tensor) -> Tensor:
+            rows = torch.full((len(u), CANVAS_LEN), 0.5, dtype=torch.float64)
+            rows[:, :position], rows[:, position] = middles[beginning], u  # noqa: B023
+            return sample(rows)[:, position]  # noqa: B023
 
-    law = torch.zeros(len(TEXTS), dtype=torch.float64)
-
-    def visit(prefix: list[float], text: list[int], weight: float) -> None:
-        if len(text) == canvas_len:
-            law[sum(t * VOCAB_SIZE ** (canvas_len - 1 - i) for i, t in enumerate(text))] += weight
-            return
-        tokens = token(prefix, grid)
-        low, high = grid[:-1].clone(), grid[1:].clone()
-        changes = tokens[1:] != tokens[:-1]
-        low, high, left = low[changes], high[changes], tokens[:-1][changes]
-        for _ in range(30 if len(low) else 0):  # to 2**-39
+        every = torch.arange(len(text))
+        tokens = draw(every.repeat_interleave(len(grid)), grid.repeat(len(every))).view(-1, len(grid))
+        beginning, cell = (tokens[:, 1:] != tokens[:, :-1]).nonzero(as_tuple=True)
+        low, high, left = grid[cell], grid[cell + 1], tokens[beginning, cell]
+        for _ in range(30 if len(cell) else 0):  # to 2**-39
             middle = (low + high) / 2
-            same = token(prefix, middle) == left
+            same = draw(beginning, middle) == left
             low, high = torch.where(same, middle, low), torch.where(same, high, middle)
-        ends = [0.0, *high.tolist(), 1.0]
-        for first, last in itertools.pairwise(ends):
-            if last > first:
-                middle = (first + last) / 2
-                found = int(token(prefix, torch.tensor([middle], dtype=torch.float64)))
-                visit([*prefix, middle], [*text, found], weight * (last - first))
-
-    visit([], [], 1.0)
-    return law
+        beginning, order = torch.cat((every, beginning)).sort(stable=True)
+        start = torch.cat((torch.zeros(len(every)), high))[order]
+        end = start.roll(-1)
+        end[end == 0] = 1.0  # the next cell belongs to another beginning
+        middle = (start + end) / 2
+        text = torch.cat((text[beginning], draw(beginning, middle)[:, None]), dim=1)
+        middles = torch.cat((middles[beginning], middle[:, None]), dim=1)
+        weight = weight[beginning] * (end - start)
+    digits = VOCAB_SIZE ** torch.arange(CANVAS_LEN - 1, -1, -1)
+    return torch.zeros(len(TEXTS), dtype=torch.float64).index_add(0, (text * digits).sum(1), weight)
 
 
 def total_variation(law: Tensor, target: Tensor) -> float:
