@@ -40,7 +40,14 @@ def table_reward(texts, answers):
 
 def small_model(vocab_size: int = NUM_TOKENS + 1, canvas_length: int = CANVAS_LEN) -> dgemma.DiffusionGemma:
     config = dgemma.presets.tiny().replace(
-        canvas_length=canvas_length, vocab_size=vocab_size, initializer_range=0.3, pad_token_id=0, eos_token_id=1
+        canvas_length=canvas_length,
+        vocab_size=vocab_size,
+        initializer_range=0.3,
+        pad_token_id=0,
+        eos_token_id=1,
+        num_hidden_layers=1,
+        layer_types=("full_attention",),
+        num_experts=2,
     )
     torch.manual_seed(0)
     return dgemma.DiffusionGemma(config, dtype=torch.float64)

@@ -56,6 +56,7 @@ def solver(tmp_path_factory):
 
 
 def _random(config: dgemma.ModelConfig) -> dgemma.DiffusionGemma:
-    model = dgemma.DiffusionGemma(config)
+    two_layers = {"num_hidden_layers": 2, "layer_types": ("sliding_attention", "full_attention"), "num_experts": 2}
+    model = dgemma.DiffusionGemma(config.replace(**two_layers))
     model.reset_parameters(torch.Generator().manual_seed(0))
     return model

@@ -14,6 +14,7 @@ UNIFORM = dgemma.UniformNoise(8)
 
 def small_model(canvas_length: int = 4, vocab_size: int = 8, seed: int = 0) -> dgemma.DiffusionGemma:
     config = dgemma.presets.tiny().replace(canvas_length=canvas_length, vocab_size=vocab_size, initializer_range=0.3)
+    config = config.replace(num_hidden_layers=1, layer_types=("full_attention",), num_experts=2)
     torch.manual_seed(seed)
     return dgemma.DiffusionGemma(config, dtype=torch.float64)
 

@@ -1,6 +1,7 @@
 """The policy gradient is the gradient of the expected reward, by enumeration of all runs of a small model."""
 
 import copy
+import functools
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -29,15 +30,16 @@ from learning_toy import (
 )
 
 
-def all_runs(model: dgemma.DiffusionGemma) -> Runs:
-    """Every run once, as one group: 4 choices of the positions of the first step, times 9 texts."""
-    prompt = torch.tensor([PROMPT])
+@functools.cache
+def all_runs() -> tuple[dgemma.DiffusionGemma, Runs]:
+    """A model and each of its runs, as one group: 4 choices of the positions of the first step, times 9 texts."""
+    model, prompt = small_model(), torch.tensor([PROMPT])
     more: Any = {"reward": table_reward, "tokenizer": Digits(), "options": OPTIONS}
     many = roll_out(model, [prompt], [None], torch.arange(2000)[None], **more)
     taken = torch.cat(many.trajectory.array("next_canvas").unbind(), dim=1)  # (2000, 2 · C)
     first = {tuple(run): seed for seed, run in reversed(list(enumerate(taken.tolist())))}
     assert len(first) == 4 * NUM_TOKENS**CANVAS_LEN
-    return roll_out(model, [prompt], [None], torch.tensor([list(first.values())]), **more)
+    return model, roll_out(model, [prompt], [None], torch.tensor([list(first.values())]), **more)
 
 
 def expected_score(model: dgemma.DiffusionGemma, speed_weight: float = 0.0) -> Tensor:
@@ -71,8 +73,7 @@ def run_losses(model, runs, advantages, seed=0, **changes):
 
 
 def test_the_policy_gradient_is_the_gradient_of_the_expected_reward():
-    model = small_model()
-    runs = all_runs(model)
+    model, runs = all_runs()
     losses, prob = run_losses(model, runs, runs.rewards[0])
     assert float(prob.sum()) == pytest.approx(1.0, abs=1e-12)
     expected = gradient(-expected_score(model), model)
@@ -82,8 +83,8 @@ def test_the_policy_gradient_is_the_gradient_of_the_expected_reward():
 
 def test_leave_one_out_groups_have_the_gradient_of_reward_and_forwards_without_bias():
     """Mean over all groups of two runs, each with its probability."""
-    model, speed_weight = small_model(), 0.3
-    runs, policy = all_runs(model), objective(advantage="leave_one_out", speed_weight=0.3)
+    (model, runs), speed_weight = all_runs(), 0.3
+    policy = objective(advantage="leave_one_out", speed_weight=speed_weight)
     losses, prob = run_losses(model, runs, torch.ones_like(runs.rewards[0]))
     pairs = torch.cartesian_prod(*[torch.arange(len(prob))] * 2)  # (R², 2)
     groups = runs._replace(rewards=runs.rewards[0][pairs], forwards=runs.forwards[0][pairs])
@@ -95,8 +96,7 @@ def test_leave_one_out_groups_have_the_gradient_of_reward_and_forwards_without_b
 @pytest.mark.parametrize("through_self_cond", [True, False])
 def test_a_random_subset_of_steps_is_unbiased(through_self_cond):
     """Mean over both choices of one of two steps."""
-    model = small_model()
-    runs = all_runs(model)
+    model, runs = all_runs()
     of_choice = {}
     for seed in range(5):
         losses, prob = run_losses(model, runs, runs.rewards[0], seed, num_steps=1, through_self_cond=through_self_cond)
@@ -110,11 +110,10 @@ def test_a_random_subset_of_steps_is_unbiased(through_self_cond):
 
 def test_the_kl_estimate_has_the_mean_and_the_gradient_of_its_definition():
     """Its mean is KL(policy ‖ start). Its gradient, runs given, is that of KL(start ‖ policy) in each state."""
-    model, start = small_model(), small_model()
+    (model, runs), start = all_runs(), small_model()
     with torch.no_grad():
         for weight in start.parameters():
             weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1), dtype=weight.dtype)
-    runs = all_runs(model)
     policy = objective(kl_weight=1.0, reference=start)
     kl = policy._losses(model, runs, runs.rewards[0], None, torch.tensor(0))["kl"]
     own, other = (runs.trajectory.log_prob(m).detach() for m in (model, start))
@@ -126,8 +125,7 @@ def test_the_kl_estimate_has_the_mean_and_the_gradient_of_its_definition():
 
 
 def test_clipping_stops_the_gradient_of_ratios_that_have_gone_far_enough():
-    model = small_model()
-    runs = all_runs(model)
+    model, runs = all_runs()
     own = runs.trajectory.log_prob(model).detach()[None]
     advantages = torch.ones_like(own[0])
     policy = objective(clip=0.2)

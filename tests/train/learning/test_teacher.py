@@ -127,6 +127,7 @@ def test_merging_single_steps_changes_no_probability_of_drawn_tokens():
     torch.testing.assert_close(merge_steps(run, 1).log_prob(model, strict=False).detach(), expected, rtol=1e-12, atol=0)
 
 
+@pytest.mark.slow
 def test_right_slow_runs_teach_the_fast_policy(tmp_path):
     slow = Teacher(options={"steps": 2}, every=2, group=3, right=0.5)
     _, result = learn(tmp_path, updates=1, steps=4, teacher=slow, policy_weight=0.0, options={**OPTIONS, "steps": 1})
