@@ -105,18 +105,20 @@ def test_large_keys_fit_with_a_factor():
     assert not error(clipped, exact(*case, causal=True)) < COST
 
 
+@pytest.mark.slow
 def test_small_weights_far_from_a_large_one_count():
-    """The first of 4,096 keys has 38 % of the total weight. Float8 relative to it would round most others to 0."""
-    queries, keys, values, length = draw([4087], 9)
+    """The first of 2,048 keys has 38 % of the total weight. Float8 relative to it would round most others to 0."""
+    queries, keys, values, length = draw([2039], 9)
     keys[:, :, 0] = 0.0
     keys[..., 0] = 0.0
     keys[:, :, 0, 0] = 16.0
-    queries[..., 0] = torch.log(torch.tensor(4096.0)) / 16.0  # the largest of its row, which float8 represents exactly
+    queries[..., 0] = torch.log(torch.tensor(2048.0)) / 16.0  # the largest of its row, which float8 represents exactly
     case = (queries, keys, values + 1.0, length)
     for got in (attention_reference(*case), attention_float8(*case)):
         assert error(got, exact(*case, causal=True)) < COST
 
 
+@pytest.mark.slow
 def test_weights_of_tiles_far_apart_neither_overflow_nor_vanish():
     """Scores fall by thousands of bits from tile to tile, or grow."""
     for growth in (1.0, -1.0):
@@ -125,6 +127,7 @@ def test_weights_of_tiles_far_apart_neither_overflow_nor_vanish():
         check((queries + 4.0, keys, values, length))
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_the_order_of_copies_and_warps(monkeypatch):
     case, results = draw([380], 9), []
     for seed in range(4):
@@ -177,16 +180,15 @@ def test_accelerate_uses_it_for_prompts_in_full_layers(monkeypatch):
         return module.attention_float8(queries, *arguments, **options)
 
     monkeypatch.setattr(forward, "attention_float8", count)
-    monkeypatch.setattr(forward, "_MANY", 64)
-    tokens = torch.randint(40, (1, 64), generator=torch.Generator().manual_seed(0))
-    plain = accelerate(model, attention="triton").causal_logits(tokens)
+    monkeypatch.setattr(forward, "_MANY", 16)
+    tokens = torch.randint(40, (1, 16), generator=torch.Generator().manual_seed(0))
+    plain = copy.deepcopy(model).causal_logits(tokens)
     fast = accelerate(model, precision=["prompt_attention"], attention="triton")
     logits = copy.deepcopy(fast).causal_logits(tokens)
-    assert calls == [64]
+    assert calls == [16]
     assert 0 < error(logits, plain.double()) < COST
     fast.causal_logits(tokens[:, :7])  # few tokens
-    fast.causal_logits(tokens[:, :1])
-    assert calls == [64]
+    assert calls == [16]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="an engine on the CPU needs Triton's interpreter")
@@ -221,6 +223,7 @@ MISTAKES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("old", "new", "found"), MISTAKES.values(), ids=MISTAKES)
 def test_every_mistake_in_the_kernel_is_detected_in_every_order(old, new, found, monkeypatch):
     queries, *rest = draw([500], 9, dtype=torch.float16)

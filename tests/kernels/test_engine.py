@@ -118,14 +118,16 @@ def test_a_prompt_in_chunks_equals_the_reference(models, monkeypatch):
     torch.testing.assert_close(got[real.bool()], want[real.bool()], **CLOSE)
     assert cache.lengths.tolist() == [5, 11]
     torch.testing.assert_close(fast.causal_logits(prompt[1:], fast.new_cache(1)), want[1:], **CLOSE)
-    longer, word = draw_tokens(1, 4 * 8 + 7), draw_tokens(1, 1)
+    longer, word = draw_tokens(1, 2 * 8 + 7), draw_tokens(1, 1)
     cache = fast.encode(longer)
     want = reference.causal_logits(word, reference.encode(longer))
     torch.testing.assert_close(fast.causal_logits(word, cache), want, **CLOSE)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 16])
-def test_chunks_cover_a_prompt_and_waste_little(batch):
+def test_chunks_cover_a_prompt_and_waste_little(batch, monkeypatch):
+    monkeypatch.undo()  # the sizes that a GPU has
+    plan_chunks.cache_clear()
     most = 8192 // batch
     assert plan_chunks(0, batch, most) == ()
     for num_tokens in (1, 15, 16, 17, 100, 700, 2100, 3500, 4400, 16_384):
@@ -136,14 +138,9 @@ def test_chunks_cover_a_prompt_and_waste_little(batch):
         assert batch * (sum(chunks) - num_tokens) <= max(batch * num_tokens / 4, 1200)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        pytest.param({"batch_invariant": True}, marks=pytest.mark.slow),
-        pytest.param({"weights": "fp8", "precision": ["attention"]}, marks=pytest.mark.slow),
-    ],
-    ids=str,
+    "options", [{}, {"batch_invariant": True}, {"weights": "fp8", "precision": ["attention"]}], ids=str
 )
 def test_a_prompt_read_without_logits_has_no_queries_in_its_last_layer_but_the_same_keys(options, monkeypatch, device):
     if "precision" in options and device.type == "cuda":
@@ -201,8 +198,8 @@ def test_generate_gives_the_same_with_the_fused_denoiser_and_the_reference(model
 
 @pytest.mark.parametrize(
     "options",
-    [{"temperature": 0.8}, *(pytest.param({"top_k": most}, marks=pytest.mark.slow) for most in (1, 5))],
-    ids=["all", "greedy", "top-k"],
+    [{"temperature": 0.8}, pytest.param({"top_k": 5}, marks=pytest.mark.slow)],
+    ids=["all", "top-k"],
 )
 def test_autoregressive_tokens_are_those_of_the_reference(models, options):
     prompt, real = ragged_prompt()
@@ -212,6 +209,7 @@ def test_autoregressive_tokens_are_those_of_the_reference(models, options):
     assert torch.equal(got, want)
 
 
+@pytest.mark.slow
 def test_a_token_replaced_between_two_steps_is_the_one_that_is_read(models):
     # A captured step returns its state as views of one tensor. Fields that the caller replaces are not in it.
     plain, fast = models
@@ -294,6 +292,7 @@ def test_a_state_can_be_copied_and_pickled_before_and_after_the_next_step(models
         assert torch.equal(fast.step(other, cache=cache, knobs=knobs)[0].canvas, after.canvas)
 
 
+@pytest.mark.slow
 def test_rows_that_stay_keep_the_bits_of_their_soft_embedding(models):
     fast = models[1]
     cache, state, knobs = take_first_step(fast)
@@ -467,18 +466,15 @@ def test_a_captured_step_refuses_a_tensor_that_it_cannot_compute_again(models, d
         models[1].step(state, cache=models[1].new_cache(1), knobs=knobs)
 
 
-@pytest.mark.parametrize(
-    "sampler",
-    [AddLabel(), pytest.param(dgemma.EntropyBound(bound=0.5), marks=pytest.mark.slow)],
-    ids=["own", "published"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", [AddLabel(), dgemma.EntropyBound(bound=0.5)], ids=["own", "published"])
 def test_a_field_added_to_the_state_arrives_in_the_captured_step_and_in_the_next_state(models, sampler, device):
     knobs, plain = begin(device, sampler=sampler, seeds=(3, 4))
     ends = []
     for model in models:
         state = extend(TracedState, plain, label=torch.tensor([5, 11], device=device))
         cache = model.encode(draw_tokens(2, 3))
-        for _ in range(3):
+        for _ in range(2):
             state, _ = take_step(model, state, cache=cache, knobs=knobs)
             assert type(state) is TracedState
         other, _ = take_step(model, replace(state, label=state.label + 7, limit=1), cache=cache, knobs=knobs)
@@ -507,13 +503,10 @@ class OwnUniform(dgemma.DenoiseState):
 BOUND = dgemma.EntropyBound(bound=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "sampler"),
-    [
-        (OwnDraw, BOUND),
-        pytest.param(OwnUniform, BOUND, marks=pytest.mark.slow),
-        pytest.param(OwnDraw, dgemma.Ancestral(), marks=pytest.mark.slow),
-    ],
+    [(OwnDraw, BOUND), (OwnUniform, BOUND), (OwnDraw, dgemma.Ancestral())],
 )
 def test_the_engine_uses_the_draws_of_a_state_that_has_its_own(models, kind, sampler, device):
     knobs, plain = begin(device, sampler=sampler, seeds=(3, 4), num_steps=3)
@@ -676,6 +669,7 @@ def test_caches_are_marked_cloned_selected_and_joined_like_the_reference(models)
         torch.testing.assert_close(got, want, **CLOSE)
 
 
+@pytest.mark.slow
 def test_a_second_run_reuses_the_graphs_of_the_first(models):
     _, fast = models
     canvas = draw_tokens(1, CANVAS)
@@ -696,9 +690,9 @@ def test_after_warm_up_calls_capture_no_forward_and_give_the_same(models, monkey
     plan_chunks.cache_clear()
     fast.warm_up(2, 30, progress=False)
     captured = {*fast._workspace.graphs, *fast._workspace.steps}
-    for num_rows, num_tokens in ((1, 1), (2, 19)):
+    for num_rows, num_tokens in ((1, 1), (2, 11)):
         prompt = draw_tokens(num_rows, num_tokens)
-        results = [dgemma.generate(model, prompt, max_new_tokens=2 * CANVAS, steps=2) for model in (reference, fast)]
+        results = [dgemma.generate(model, prompt, max_new_tokens=2 * CANVAS, steps=1) for model in (reference, fast)]
         assert torch.equal(results[0].new_tokens, results[1].new_tokens)
     assert {*fast._workspace.graphs, *fast._workspace.steps} == captured
     plan_chunks.cache_clear()
@@ -859,6 +853,7 @@ def test_rows_that_replace_one_another_write_the_tokens_of_generate(models):
         assert torch.equal(got.steps, want.steps[0].cpu())
 
 
+@pytest.mark.slow
 def test_a_spliced_cache_has_the_rows_of_the_donor(models):
     prompt, real = ragged_prompt()
     canvas = draw_tokens(2, CANVAS, seed=1)
@@ -873,9 +868,7 @@ def test_a_spliced_cache_has_the_rows_of_the_donor(models):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "sampler", [dgemma.EntropyBound(bound=1.0), dgemma.Ancestral(), SoftThreshold(tau=0.3)], ids=repr
-)
+@pytest.mark.parametrize("sampler", [dgemma.EntropyBound(bound=1.0), SoftThreshold(tau=0.3)], ids=repr)
 def test_a_run_of_the_engine_has_the_log_prob_that_its_steps_had(models, sampler):
     """The steps replay graphs, and `log_prob` predicts without them: the ratio of both is 1."""
     plain, fast = models
@@ -884,7 +877,7 @@ def test_a_run_of_the_engine_has_the_log_prob_that_its_steps_had(models, sampler
     def add(record):
         sums.index_add_(0, record.rows, record.log_prob)
 
-    options = {"max_new_tokens": 2 * CANVAS, "steps": 4, "stop": None, "eos_token_ids": [], "temperature": 2.0}
+    options = {"max_new_tokens": 2 * CANVAS, "steps": 2, "stop": None, "eos_token_ids": [], "temperature": 2.0}
     out = dgemma.generate(fast, draw_tokens(2, 5), sampler=sampler, on_step=add, record=True, progress=False, **options)
     torch.testing.assert_close(out.trajectory.log_prob(fast), sums, rtol=0, atol=1e-12)
     with torch.no_grad():

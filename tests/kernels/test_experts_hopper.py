@@ -49,8 +49,8 @@ def interpret(routing: str, width: int, hidden: int, edits: dict[str, str] | Non
     tiles = router.sort_by_expert(index, router.count_pairs(index, NUM_EXPERTS), 32)
     proj = draw(2 * hidden, width, gated=True), draw(width, hidden, gated=False)
     arguments = draw_rows(index.shape[0], width), *proj, torch.rand(index.shape), tiles
-    want = reference.multiply_experts(*arguments)
-    return error(load("dgemma_kernels.ops.experts.hopper", edits=edits).multiply_experts(*arguments), want)
+    got = load("dgemma_kernels.ops.experts.hopper", edits=edits).multiply_experts(*arguments)
+    return error(got, reference.multiply_experts(*arguments))
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,7 @@ def test_both_products_in_one_launch_match_float64(routing, width, hidden):
     assert interpret(routing, width, hidden) < LIMIT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "hazard"),
     [

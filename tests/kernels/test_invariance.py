@@ -10,7 +10,7 @@ from torch import Tensor
 
 import dgemma
 from dgemma_kernels import FusedDenoiser, accelerate
-from dgemma_kernels.engine import forward
+from dgemma_kernels.engine import forward, reading
 from dgemma_kernels.engine.cache import Arena
 from dgemma_kernels.engine.products import ROWS, in_slices
 from dgemma_kernels.formats.float8 import multiply, multiply_unscaled, quantize
@@ -93,7 +93,8 @@ def _small_pieces(monkeypatch):
 @pytest.mark.usefixtures("_small_pieces")
 def test_a_row_has_the_same_bits_alone_and_in_a_batch_however_its_prompt_is_read(monkeypatch):
     texts = Texts(accelerate(make_model(DEVICE, sliding_window=8), batch_invariant=True), [19, 2])
-    monkeypatch.setattr(Arena, "prefill_len", lambda arena, batch_size: 10)  # the last chunk has one token
+    monkeypatch.setattr(Arena, "prefill_len", lambda arena, batch_size: 10)
+    monkeypatch.setattr(reading, "_SIZES", (10,))  # the last chunk has one token
     texts.check([1, 0], [[1, 1], [11, 8]])
 
 
