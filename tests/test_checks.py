@@ -126,6 +126,7 @@ def test_annotations_for_type_checkers_only_accept_everything():
     assert accept("anything") == "anything"
 
 
+@pytest.mark.slow
 def test_a_compiled_function_may_call_a_checked_one():
     compiled = torch.compile(lambda x: scale(x) + 1, backend="eager", fullgraph=True)
     assert compiled(torch.ones(2)).tolist() == [2, 2]

@@ -433,6 +433,7 @@ def test_scores_before_and_after_finetuning_are_the_recorded_ones():
         assert list(cells.values()) == expected, row
 
 
+@pytest.mark.slow
 def test_the_pictures_show_the_recorded_results(tmp_path):
     pytest.importorskip("matplotlib")
     script = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")

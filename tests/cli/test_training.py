@@ -66,6 +66,7 @@ def test_m_accepts_the_folder_of_a_trained_model(command, checkpoint, words, tmp
         assert f"is the folder of a training run. Use its result, {tmp_path / 'final'}." in ran.err
 
 
+@pytest.mark.slow  # needs extras that only developers install
 def test_a_dataset_trains_like_a_file_with_the_same_rows(command, checkpoint, words, tmp_path):
     pytest.importorskip("datasets")
     (tmp_path / "data").mkdir()

@@ -413,6 +413,7 @@ def test_a_chat_that_the_template_refuses_is_named_by_its_line(tmp_path):
         TokenFile.write(read_documents(tmp_path / "chat.jsonl"), ByteTokenizer(), tmp_path / "tokens")
 
 
+@pytest.mark.slow  # needs extras that only developers install
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_dataset_gives_the_documents_of_its_rows(tmp_path, kind):
     datasets = pytest.importorskip("datasets")

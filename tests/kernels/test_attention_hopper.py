@@ -247,6 +247,7 @@ MISTAKES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("old", "new", "found"), MISTAKES.values(), ids=MISTAKES)
 def test_every_mistake_in_the_kernel_is_detected_in_every_order(old, new, found):
     case = draw([500], 9, (1, 256), heads=4, dtype=torch.float16, device="cpu")

@@ -85,6 +85,7 @@ def test_a_growing_maximum_rescales_the_sums_of_both_warpgroups():
     check_interpreted((queries, keys, values, length))
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_the_order_of_copies_and_warps():
     case = draw([380], 9)
     first, *others = (interpret(interpreted(seed), case) for seed in range(6))
@@ -146,6 +147,7 @@ MISTAKES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("old", "new", "found"), MISTAKES.values(), ids=MISTAKES)
 def test_every_mistake_in_the_kernel_is_detected_in_every_order(old, new, found):
     queries, *rest = draw([500], 9, dtype=torch.float16)

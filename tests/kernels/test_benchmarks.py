@@ -41,6 +41,7 @@ def test_a_benchmark_without_a_gpu_exits_with_a_message(bench, monkeypatch, name
         sys.modules[name].main()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the sizes are those of Triton's interpreter")
 @pytest.mark.parametrize(("format", "part"), [("packed", "planes"), ("fp8", "scale")])
 def test_wrong_experts_are_not_timed(bench, monkeypatch, format, part):

@@ -102,6 +102,7 @@ MISTAKES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("old", "new", "hazard"), MISTAKES.values(), ids=MISTAKES)
 def test_mistakes_in_the_kernel_are_detected(old, new, hazard):
     module = load("dgemma_kernels.ops.experts.hopper_many", edits={old: new})

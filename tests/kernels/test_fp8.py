@@ -218,6 +218,7 @@ def test_a_tile_shallower_than_a_block_of_hidden_values_uses_the_blocks_scale(de
     assert (got - want).norm() / want.norm() < SUMS
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("described")
 def test_with_one_scale_per_row_products_match_float64_of_the_rounded_operands(device, monkeypatch):
     index = torch.arange(E).repeat_interleave(torch.tensor([0, 1, 32, 33, 48, 49]))[:, None].int().to(device)

@@ -78,6 +78,7 @@ def test_a_token_routes_the_same_alone_and_in_any_batch(device):
     assert torch.equal(index[37:38], alone[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", [False, True], ids=["kernel", "library"])
 def test_many_tokens_are_routed_like_few(library, device, monkeypatch):
     inputs = draw(70, 600, 12, torch.float16, device)
@@ -174,6 +175,7 @@ def test_the_sort_does_not_depend_on_how_counts_are_loaded(monkeypatch, device):
     assert router.sort_by_expert(index, counts, 16).pairs.tolist() == index.flatten().argsort(stable=True).tolist()
 
 
+@pytest.mark.slow
 def test_many_tokens_are_sorted_by_programs_with_several_experts(monkeypatch, device):
     # 18 chunks of 512 tokens, the last with fewer; three programs per chunk, the last with two experts.
     index = routings(12)["even"].repeat(175, 1).int().to(device)

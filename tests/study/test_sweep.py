@@ -157,6 +157,7 @@ def test_a_task_may_return_a_list_of_results():
     assert (found.quality, found.forwards, found.tokens_per_forward) == (0.5, 4.5, 1.5)
 
 
+@pytest.mark.slow
 def test_families_are_lines_and_their_points_are_labelled_by_their_settings():
     pytest.importorskip("matplotlib")
     rows = [row(f"Threshold(tau={tau})", 0.5 + tau / 1000, 2 + tau / 100) for tau in range(6)]

@@ -60,6 +60,7 @@ def test_the_loss_is_that_of_encode_and_denoise_with_images(model):
             torch.testing.assert_close(terms.sums["causal"][row], costs[text[0, 1:] != IMAGE].sum())
 
 
+@pytest.mark.slow
 def test_gradients_of_the_tower_equal_finite_differences(model):
     batch, objective = make_batch(), make()
     loss = lambda: objective.reduce(objective(model, batch, seeds=SEEDS))  # noqa: E731

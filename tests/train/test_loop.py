@@ -64,6 +64,7 @@ def stop_at(step: int):
     return lambda record: record.step == step
 
 
+@pytest.mark.slow
 def test_a_model_learns_to_count(tmp_path):
     _, result = run(tmp_path, steps=60, batch_size=8, warmup=5)
     losses = result.log.column("loss")[1]

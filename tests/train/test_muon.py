@@ -160,6 +160,7 @@ def test_a_matrix_without_a_gradient_stays_and_zero_gradients_give_no_nan():
         optimizer.step(lambda: 0.0)
 
 
+@pytest.mark.slow
 def test_a_run_with_muon_learns_and_resumes_in_the_same_bits(tmp_path):
     config = TrainConfig(steps=24, batch_size=8, lr=0.0, warmup=4, precision="weights", log_every=4)
 

@@ -13,6 +13,7 @@ def run(out, steps, **options):
     return train(next_token.model(), NextToken(), counting, config, out=out, **options)
 
 
+@pytest.mark.slow  # needs extras that only developers install
 def test_tensorboard_shows_the_numbers_and_texts_of_the_log_once(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
