@@ -56,7 +56,6 @@ def solver(tmp_path_factory):
 
 
 def _random(config: dgemma.ModelConfig) -> dgemma.DiffusionGemma:
-    two_layers = {"num_hidden_layers": 2, "layer_types": ("sliding_attention", "full_attention"), "num_experts": 2}
-    model = dgemma.DiffusionGemma(config.replace(**two_layers))
+    model = dgemma.DiffusionGemma(config)
     model.reset_parameters(torch.Generator().manual_seed(0))
     return model
