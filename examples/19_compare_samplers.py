@@ -4,7 +4,7 @@ Samplers for mask noise solve Sudokus with 24 to 29 clues. Samplers of either no
 the autoregressive negative log-likelihood of the new text under the same weights; a low value means fluent or dull
 text. Stop rules end canvases early. The second command made most tables of docs/samplers.md on one H200.
 
-    python examples/19_compare_samplers.py                              two puzzles and two prompts, minutes on a CPU
+    python examples/19_compare_samplers.py                              eight puzzles and two prompts, minutes on a CPU
     python examples/19_compare_samplers.py --num-tests 1000 --num-prompts 256 --max-steps 81 --out runs/samplers
 """
 
@@ -177,7 +177,7 @@ def held_out_rows(tokenizer: dgemma.Tokenizer, num_rows: int, row_len: int) -> t
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--num-tests", type=int, default=2, help="Sudokus (%(default)s)")
+parser.add_argument("--num-tests", type=int, default=8, help="Sudokus (%(default)s)")
 parser.add_argument("--num-prompts", type=int, default=2, help="texts to continue (%(default)s)")
 parser.add_argument(
     "--max-steps",

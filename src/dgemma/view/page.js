@@ -8,7 +8,7 @@
   const ACCEPTED = 1, RENOISED = 2, UNDECIDED = 4, FROZEN = 8;
   const LEVELS = 16;
   const isServed = location.protocol.startsWith("http"); // by `dgemma serve --replay`, which has a model
-  const clickDoes = isServed ? "lets the model write a word again" : "removes a word";
+  const clickDoes = isServed ? "rewrites a word" : "removes a word";
 
   let row = null; // the current row, with its arrays
   let frame = 0;
