@@ -827,6 +827,11 @@ def test_a_stream_holds_back_what_may_become_a_stop_string_or_a_character():
     assert grow([encode(thought), encode(" sir")], as_reply=True) == (["yes", " sir"], "length")
 
 
+def test_a_stream_does_not_show_the_beginning_of_a_thought():
+    blocks = [encode("so <|channel>tho"), encode("ught\nhm<channel|>it is")]
+    assert grow(blocks, as_reply=True) == (["so", " it is"], "length")
+
+
 def test_holes_are_filled_with_the_tokens_of_infill(client, model):
     tokens = TOKENIZER.encode("Once upon a time")
     body = {"model": "toy", "tokens": tokens, "holes": [[3, 6], [8, 9]], "seed": 4}

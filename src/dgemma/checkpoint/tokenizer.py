@@ -37,8 +37,9 @@ _SAVED_FILES = (
 )
 _MOST_BYTES = 1 << 28  # limit for tokenizer.json; Gemma's has 33 million bytes
 _TURN_TOKENS = ("<|turn>", "<turn|>")
+THOUGHT_START = "<|channel>thought"
 # An unclosed thought runs to the end: the token limit cut it off.
-_THOUGHT = re.compile(r"<\|channel>thought\n?(.*?)(?:<channel\|>|\Z)", re.DOTALL)
+_THOUGHT = re.compile(re.escape(THOUGHT_START) + r"\n?(.*?)(?:<channel\|>|\Z)", re.DOTALL)
 _TOOL_CALL = re.compile(r"<\|tool_call>(.*?)(?:<tool_call\|>|\Z)", re.DOTALL)
 _TOOL_QUOTE = '<|"|>'
 _FIRST_GUARD = 0x100000  # private characters, to which Unicode assigns no text

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from dgemma.checkpoint.tokenizer import Reply, Tokenizer
+from dgemma.checkpoint.tokenizer import THOUGHT_START, Reply, Tokenizer
 from dgemma.serve.engine import Written
 
 _BROKEN = "\ufffd"  # the beginning of a character whose other bytes are in the next block
@@ -13,7 +13,7 @@ class GrowingText:
     """Text that grows by blocks. `delta` is the part that a stream has not sent yet.
 
     The end of the text is held back while it may be the beginning of a stop string or a character that is not complete.
-    With `as_reply`, thoughts and tool calls are kept out of the text.
+    With `as_reply`, thoughts and tool calls are kept out of the text, also a thought whose beginning is not complete.
     """
 
     def __init__(
@@ -55,9 +55,10 @@ class GrowingText:
         """Return the new part of the text that is certain to stay."""
         end = len(self.text)
         if self.finish_reason is None:
-            end = min((self._safe_end(stop) for stop in self._stops), default=end)
-            while end and self.text[end - 1] == _BROKEN:
-                end -= 1
+            held = [*self._stops, *([THOUGHT_START] if self._as_reply else [])]
+            end = min(map(self._safe_end, held), default=end)
+            sure = self.text[:end].rstrip(_BROKEN)
+            end = len(sure.rstrip() if self._as_reply else sure)  # a reply has no white space before a thought
         new = self.text[self._num_sent : end]
         self._num_sent = max(self._num_sent, end)
         return new
@@ -76,7 +77,7 @@ class GrowingText:
         return self._find_stop(self._read(tokens)[0]) is not None
 
     def _safe_end(self, stop: str) -> int:
-        """Return the length of the text without the longest beginning of `stop` at its end."""
+        """Return the length of the text without the longest beginning of a string at its end."""
         for length in range(min(len(stop) - 1, len(self.text)), 0, -1):
             if self.text.endswith(stop[:length]):
                 return len(self.text) - length
