@@ -8,7 +8,7 @@ import torch
 
 import dgemma
 from dgemma.train.adapter_files import load_lora, save_lora
-from dgemma.train.lora import LoRA, add_lora, drop_lora, is_adapted, merge_lora
+from dgemma.train.lora import LoRA, add_lora, drop_lora, is_adapted, merge_lora, share_weights
 from dgemma.train.one_pass import read_clean
 from dgemma_kernels import accelerate_training
 from dgemma_kernels.training.adapted_linear import rounded_once
@@ -178,6 +178,19 @@ def test_only_adapters_train_and_dropping_them_restores_the_model():
     assert set(model.state_dict()) == names
     assert torch.equal(_logits(model), before)
     assert all(p.requires_grad for p in model.parameters())
+
+
+def test_models_that_share_weights_learn_and_merge_on_their_own():
+    model = _model()
+    before, other = _logits(model), share_weights(model)
+    assert other.embed_tokens.weight.data_ptr() == model.embed_tokens.weight.data_ptr()
+    add_lora(other, LoRA(rank=2))
+    _stir(other)
+    adapted = _logits(other)
+    assert all(weight.requires_grad for weight in model.parameters())
+    merge_lora(other)
+    torch.testing.assert_close(_logits(other), adapted)
+    assert torch.equal(_logits(model), before)
 
 
 def test_dropping_adapters_restores_the_noise_of_the_base():

@@ -9,11 +9,10 @@ base weights. Adapters are additional parameters of those modules, saved separat
 """
 
 import copy
-import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -202,26 +201,28 @@ def merge_lora(
     Example: `merge_lora(model); model.save_pretrained("merged")`.
     """
     require_adapters(model, "merge_lora")
-    adapted = list(adapted_modules(model))
-    has_choice = quantized is not None or not any(list(quantized_weights(module)) for _, module in adapted)
+    has_choice = quantized is not None or not any(
+        any(quantized_weights(module)) for _, module in adapted_modules(model)
+    )
     fix = "The sum of a quantised weight and its adapter fits the format only after rounding."
     rule = "be 'dequantize' or 'requantize' for a quantised model"
     require(has_choice, "merge_lora quantized", rule, quantized, fix)
     errors = {}
-    for name, module in adapted:
+    for name in [name for name, _ in adapted_modules(model)]:  # not a list of modules, so that old weights are freed
+        module: Any = model.get_submodule(name)
         merged = {}
         for attribute, update in module.updates():
             weight = getattr(module, attribute)
             if isinstance(weight, QuantizedWeight):
                 exact = weight.decode(update.dtype) + update
                 rounded = requantize(exact, weight) if quantized == "requantize" else exact.to(model.dtype)
-                merged[attribute] = rounded
                 values = rounded if isinstance(rounded, Tensor) else rounded.decode(exact.dtype)
                 errors[f"{name}.{attribute}"] = float((values - exact).norm() / exact.norm())
             else:
-                # Added in the wider dtype of the two, and rounded once.
+                # Added in the wider dtype of the two, and rounded once. Not in place: see `share_weights`.
                 wide = torch.promote_types(weight.dtype, update.dtype)
-                weight.copy_((weight.to(wide) + update).to(weight.dtype))
+                rounded = (weight.to(wide) + update).to(weight.dtype)
+            merged[attribute] = rounded
         _set_module(model, name, module.base())
         for attribute, weight in merged.items():
             set_weight(model, f"{name}.{attribute}", weight)
@@ -249,8 +250,9 @@ def share_weights(model: DiffusionGemma) -> DiffusionGemma:
 
     Example: `german = share_weights(model); load_lora(german, "german-lora")` leaves `model` as it was.
     """
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    shared: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
+    shared |= {id(p): nn.Parameter(p.data, requires_grad=p.requires_grad) for p in model.parameters()}
+    return copy.deepcopy(model, shared)
 
 
 @contextmanager
