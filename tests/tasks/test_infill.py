@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dgemma
+from dgemma.run.batch import Batch
 from dgemma.sampling import Ancestral, Confidence, EntropyBound, StepCap
-from dgemma.tasks.infill import edit, infill, place_canvas
+from dgemma.tasks.infill import edit, infill, infill_row, place_canvas
 
 VOCAB, CANVAS_LEN = 512, 32
 PROCESSES = {
@@ -96,9 +97,15 @@ def test_a_row_does_not_depend_on_its_batch(model, process):
     together = infill(model, tokens, holes, **options(process))
     assert together.trajectories is None  # without record=True
     for row in range(2):
-        alone = infill(model, tokens[row : row + 1], holes[row : row + 1], **options(process, seed=[5 + row]))
+        one = (model, tokens[row : row + 1], holes[row : row + 1])
+        alone = infill(*one, **options(process, seed=[5 + row]))
         assert torch.equal(together.tokens[row], alone.tokens[0])
         assert together.steps[row] == alone.steps[0]
+        batch, served = Batch(model), infill_row(*one, **options(process, seed=[5 + row]))
+        batch.add(served)
+        while len(batch):
+            batch.step()
+        assert torch.equal(served.new_tokens, alone.tokens)  # in several canvases
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

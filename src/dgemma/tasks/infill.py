@@ -357,8 +357,8 @@ class HoleRow(Rows):
         writer, self._row.place = self._writer, place_canvas(self._row.todo, self._writer.plan.canvas_len)
         return writer.plan_canvas([self._row], number, writer.plan.knobs, None, writer.model.device)
 
-    def _start(self, model: Denoiser, block: int, knobs: Knobs) -> DenoiseState:
-        return super()._start(model, 0, knobs)  # the plan is for one canvas
+    def start(self, model: Denoiser, knobs: Knobs) -> DenoiseState:
+        return Rows(self.plan).start(model, knobs)  # the plan is for one canvas
 
     def write(self, drafts: Tensor, steps: Tensor, forwards: Tensor) -> BlockCommit:
         """Keep the tokens of the holes that the canvas has finished."""

@@ -71,7 +71,7 @@ class LoRA:
         return self.alpha / self.rank
 
 
-def adaptable_modules(model: nn.Module, targets: Iterable[str]) -> dict[str, nn.Module]:
+def adaptable_modules(model: nn.Module, targets: Iterable[str]) -> dict[str, nn.Linear | QuantizedLinear | Experts]:
     """Return the linear layers and experts that are targets, by name; none in the vision tower."""
     ends = [end for target in targets for end in TARGETS.get(target, (target,))]
     return {
@@ -201,12 +201,10 @@ def merge_lora(
     Example: `merge_lora(model); model.save_pretrained("merged")`.
     """
     require_adapters(model, "merge_lora")
-    has_choice = quantized is not None or not any(
-        any(quantized_weights(module)) for _, module in adapted_modules(model)
-    )
+    is_plain = not any(any(quantized_weights(module)) for _, module in adapted_modules(model))
     fix = "The sum of a quantised weight and its adapter fits the format only after rounding."
     rule = "be 'dequantize' or 'requantize' for a quantised model"
-    require(has_choice, "merge_lora quantized", rule, quantized, fix)
+    require(is_plain or quantized is not None, "merge_lora quantized", rule, quantized, fix)
     errors = {}
     for name in [name for name, _ in adapted_modules(model)]:  # not a list of modules, so that old weights are freed
         module: Any = model.get_submodule(name)
