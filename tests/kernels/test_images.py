@@ -23,7 +23,7 @@ from kernel_inputs import error, make_model
 
 CLOSE = {"rtol": 2e-4, "atol": 2e-4}  # as in test_engine
 VISION = {"vision_config": presets.tiny(vision=True).vision_config, "carried": {"image_token_id": IMAGE}}
-ROWS = [[2, (6, 6), 1], [(3, 3), (9, 6), 3]]  # the last has an image of 6 tokens, longer than the window of 5
+ROWS = [[2, (3, 3), 1], [(3, 3), (9, 6), 3]]  # the last has an image of 6 tokens, longer than the window of 5
 
 
 @pytest.fixture
