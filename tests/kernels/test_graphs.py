@@ -41,7 +41,7 @@ class _Kernel(JITFunction):
         self.name, self.both = name, both
 
     def compile_it(self) -> str:
-        self.both.wait(timeout=20)
+        self.both.wait(timeout=300)
         return self.name
 
     def finalize(self, kernel: str) -> None:
