@@ -86,9 +86,10 @@ def row_float8_scale(row: tl.tuple) -> tl.tensor:
 
 
 @triton.jit
-def store_rounded(out: tl.tensor, scale: tl.tensor, row: tl.tuple, WIDTH: tl.constexpr) -> None:
-    """Store this program's row in the dtype of `out`; in float8 if `scale` is not None, with the row's scale."""
-    out += tl.program_id(0).to(tl.int64) * WIDTH
+def store_rounded(rows: tl.tuple, row: tl.tuple, WIDTH: tl.constexpr) -> None:
+    """Store this program's row. rows: values and scales; if the scales are not None, the values are float8."""
+    values, scale = rows
+    out = values + tl.program_id(0).to(tl.int64) * WIDTH
     if scale is None:
         for i in tl.static_range(len(row)):
             store_block(out, row[i], i, WIDTH)

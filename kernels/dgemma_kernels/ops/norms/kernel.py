@@ -122,8 +122,7 @@ def attention_residual(
     assert attention.is_contiguous()
     assert residual.is_contiguous()
     x, router = torch.empty_like(residual), torch.empty_like(residual)
-    dense, dense_scale = empty_rows(residual, float8_dense)
-    expert, expert_scale = empty_rows(residual, float8 or ordered)
+    dense, expert = empty_rows(residual, float8_dense), empty_rows(residual, float8 or ordered)
     expert_sums = None
     if ordered:
         assert width % 64 == 0 and width <= 4096, width  # noqa: PT018
@@ -132,12 +131,10 @@ def attention_residual(
         attention,
         residual,
         ResidualNorms(*norms),
-        *(scales or (None, None)),
+        scales or (None, None),
         x,
         dense,
-        dense_scale,
         expert,
-        expert_scale,
         expert_sums,
         router,
         eps,
@@ -146,11 +143,10 @@ def attention_residual(
         **blocks_of(width),
         **dependent_launch(residual.device),
     )
-    if expert_scale is not None and expert_sums is not None:
-        rows: Any = OrderedRows(values=expert, scale=expert_scale, sums=expert_sums, dtype=x.dtype)
-    else:
-        rows = as_rows(expert, expert_scale, x)
-    return x, as_rows(dense, dense_scale, x), rows, router
+    rows: Any = as_rows(expert, x)
+    if expert_sums is not None:
+        rows = OrderedRows(values=rows.values, scale=rows.scale, sums=expert_sums, dtype=x.dtype)
+    return x, as_rows(dense, x), rows, router
 
 
 def layer_tail(
@@ -182,7 +178,7 @@ def layer_tail(
     assert layer_scalar.numel() in (1, num_rows)
     assert all(tensor.is_contiguous() for tensor in (residual, dense, expert_rows, layer_scalar))
     x = torch.empty_like(residual)
-    normed, normed_scale = empty_rows(residual, float8)
+    normed = empty_rows(residual, float8)
     _layer_tail_kernel[(num_rows,)](
         residual,
         dense,
@@ -190,10 +186,9 @@ def layer_tail(
         TailNorms(*norms),
         layer_scalar,
         next_weight,
-        *(scales or (None, None)),
+        scales or (None, None),
         x,
         normed,
-        normed_scale,
         eps,
         SCALAR_PER_ROW=layer_scalar.numel() > 1,
         NUM_ACTIVE=num_active,
@@ -201,7 +196,7 @@ def layer_tail(
         **blocks_of(width, per_thread=4 if alone else 8),
         **dependent_launch(residual.device),
     )
-    return x, as_rows(normed, normed_scale, x)
+    return x, as_rows(normed, x)
 
 
 def empty_rows(like: Tensor, float8: bool) -> tuple[Tensor, Tensor | None]:
@@ -215,12 +210,13 @@ def empty_rows(like: Tensor, float8: bool) -> tuple[Tensor, Tensor | None]:
     return torch.empty_like(like, dtype=torch.float8_e4m3fn), scale
 
 
-def as_rows(rows: Tensor, scale: Tensor | None, like: Tensor) -> Tensor | Quantized:
+def as_rows(rows: tuple[Tensor, Tensor | None], like: Tensor) -> Tensor | Quantized:
     """Return the rows of `empty_rows` as one value.
 
-    Example: `as_rows(*empty_rows(x, True), x).shape == x.shape`.
+    Example: `as_rows(empty_rows(x, True), x).shape == x.shape`.
     """
-    return rows if scale is None else Quantized(values=rows, scale=scale, dtype=like.dtype)
+    values, scale = rows
+    return values if scale is None else Quantized(values=values, scale=scale, dtype=like.dtype)
 
 
 @triton.jit
@@ -256,10 +252,9 @@ def router_input(normed: tl.tensor, router_scale: tl.tensor, root: tl.tensor, dt
 
 
 @triton.jit
-def _load_scaled(
-    rows: tl.tensor, row_scale: tl.tensor, col_scale: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-) -> tl.tuple:
+def _load_scaled(rows: tl.tensor, scales: tl.tuple, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> tl.tuple:
     """Load this program's row, times its scale and those of the columns unless None."""
+    row_scale, col_scale = scales
     row = load_row(rows + tl.program_id(0).to(tl.int64) * WIDTH, WIDTH, BLOCK)
     if row_scale is None:
         return row
@@ -329,13 +324,10 @@ def _attention_residual_kernel(
     attention: tl.tensor,
     residual: tl.tensor,
     norms: ResidualNorms,
-    row_scale: tl.tensor,
-    col_scale: tl.tensor,
+    scales: tl.tuple,  # of rows and columns, or None
     x: tl.tensor,
-    dense: tl.tensor,
-    dense_scale: tl.tensor,
-    expert: tl.tensor,
-    expert_scale: tl.tensor,
+    dense: tl.tuple,  # as in `store_rounded`
+    expert: tl.tuple,
     expert_sums: tl.tensor,
     router: tl.tensor,
     eps: tl.tensor,
@@ -355,7 +347,7 @@ def _attention_residual_kernel(
         expert_w = load_row(norms.expert, WIDTH, BLOCK)
         router_w = load_row(norms.router, WIDTH, BLOCK)
     wait_for_launches_before(DEPENDENT)
-    update = _load_scaled(attention, row_scale, col_scale, WIDTH, BLOCK)
+    update = _load_scaled(attention, scales, WIDTH, BLOCK)
     before = load_row(residual + row, WIDTH, BLOCK)
 
     scale = inverse_rms(update, WIDTH, eps)
@@ -376,11 +368,11 @@ def _attention_residual_kernel(
         dense_in += (normed * dense_w[i],)  # type: ignore[assignment]
         expert_in += (normed * expert_w[i],)  # type: ignore[assignment]
         store_block(router + row, router_input(normed, router_w[i], root, dtype), i, WIDTH)
-    store_rounded(dense, dense_scale, dense_in, WIDTH)
+    store_rounded(dense, dense_in, WIDTH)
     if expert_sums is None:
-        store_rounded(expert, expert_scale, expert_in, WIDTH)
+        store_rounded(expert, expert_in, WIDTH)
     else:
-        _store_ordered(expert, expert_scale, expert_sums, expert_in, WIDTH)
+        _store_ordered(expert[0], expert[1], expert_sums, expert_in, WIDTH)
 
 
 @triton.jit
@@ -391,11 +383,9 @@ def _layer_tail_kernel(
     norms: TailNorms,
     layer_scalar: tl.tensor,
     next_weight: tl.tensor,
-    row_scale: tl.tensor,
-    col_scale: tl.tensor,
+    scales: tl.tuple,
     x: tl.tensor,
-    normed: tl.tensor,
-    normed_scale: tl.tensor,
+    normed: tl.tuple,
     eps: tl.tensor,
     WIDTH: tl.constexpr,
     SCALAR_PER_ROW: tl.constexpr,
@@ -417,7 +407,7 @@ def _layer_tail_kernel(
     wait_for_launches_before(DEPENDENT)
     scalar = tl.load(layer_scalar).to(tl.float32)
     before = load_row(residual + row, WIDTH, BLOCK)
-    dense_out = _load_scaled(dense, row_scale, col_scale, WIDTH, BLOCK)
+    dense_out = _load_scaled(dense, scales, WIDTH, BLOCK)
     experts = load_row(expert_rows + row * NUM_ACTIVE, WIDTH, BLOCK)
     for k in tl.static_range(1, NUM_ACTIVE):
         others = load_row(expert_rows + row * NUM_ACTIVE + k * WIDTH, WIDTH, BLOCK)
@@ -455,7 +445,7 @@ def _layer_tail_kernel(
     result = ()
     for i in tl.static_range(len(after)):
         result += (after[i] * scale * following[i],)  # type: ignore[assignment]
-    store_rounded(normed, normed_scale, result, WIDTH)
+    store_rounded(normed, result, WIDTH)
 
 
 @triton.jit

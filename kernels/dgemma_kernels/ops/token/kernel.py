@@ -45,7 +45,7 @@ def score_token(
     assert attention.shape == residual.shape == (1, width)
     assert proj.is_contiguous()
     x, dense = torch.empty_like(residual), torch.empty_like(residual)
-    expert, expert_scale = empty_rows(residual, float8)
+    expert = empty_rows(residual, float8)
     scores = torch.empty(num_experts, dtype=proj.dtype, device=proj.device)
     _score_token_kernel[(1 + num_experts,)](
         attention,
@@ -55,14 +55,13 @@ def score_token(
         x,
         dense,
         expert,
-        expert_scale,
         scores,
         eps,
         width**-0.5,
         **blocks_of(width, per_thread=4),
         **dependent_launch(proj.device),
     )
-    return x, dense, as_rows(expert, expert_scale, x), scores
+    return x, dense, as_rows(expert, x), scores
 
 
 def choose_token(
@@ -106,8 +105,7 @@ def _score_token_kernel(
     proj: tl.tensor,
     x: tl.tensor,
     dense: tl.tensor,
-    expert: tl.tensor,
-    expert_scale: tl.tensor,
+    expert: tl.tuple,  # as in `store_rounded`
     scores: tl.tensor,
     eps: tl.tensor,
     root: tl.tensor,
@@ -131,7 +129,7 @@ def _score_token_kernel(
             store_block(x, after[i], i, WIDTH)
             store_block(dense, after[i] * scale * dense_w[i], i, WIDTH)
             expert_in += (after[i] * scale * expert_w[i],)  # type: ignore[assignment]
-        store_rounded(expert, expert_scale, expert_in, WIDTH)
+        store_rounded(expert, expert_in, WIDTH)
     else:
         number = tl.program_id(0) - 1
         router_w = load_row(norms.router, WIDTH, BLOCK)
