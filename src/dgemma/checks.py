@@ -262,11 +262,11 @@ def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
     return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False))
 
 
-def in_range(ids: Tensor, end: int, *, least: int = 0) -> bool:
-    """Return whether all ids are in [least, end). On a GPU it is always True, because reading the ids would wait."""
+def in_range(ids: Tensor, end: int) -> bool:
+    """Return whether all ids are in [0, end). On a GPU it is always True, because reading the ids would wait."""
     if type(ids) is not Tensor or ids.device.type != "cpu" or not ids.numel() or torch.compiler.is_compiling():
         return True
-    return least <= int(ids.min()) and int(ids.max()) < end
+    return int(ids.min()) >= 0 and int(ids.max()) < end
 
 
 def as_lists(value: Any) -> Any:

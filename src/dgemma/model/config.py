@@ -9,7 +9,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from dgemma.checks import FINITE, ValueRule, above, at_least, check_types, require, require_field
+from dgemma.checks import FINITE, Checked, ValueRule, above, at_least, check_types, require, require_field
 from dgemma.files import read_json
 from dgemma.model.gemma4 import GEMMA4_TYPES, config_from_gemma4
 
@@ -280,7 +280,7 @@ class ModelConfig(DenoiserConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conventions:
+class Conventions(Checked):
     """Choices on which the public implementations of the model disagree; the defaults are transformers'.
 
     sliding_prefix: prefix tokens a canvas sees in sliding layers, `"window - 1"` (transformers) or `"window"` (Google's
@@ -292,9 +292,6 @@ class Conventions:
 
     sliding_prefix: Literal["window - 1", "window"] = "window - 1"
     self_cond_logits: Literal["rounded", "float32"] = "rounded"
-
-    def __post_init__(self) -> None:
-        check_types(self)
 
 
 @dataclass(frozen=True, kw_only=True)
