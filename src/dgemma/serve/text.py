@@ -55,8 +55,8 @@ class GrowingText:
         """Return the new part of the text that is certain to stay."""
         end = len(self.text)
         if self.finish_reason is None:
-            held = [*self._stops, *([THOUGHT_START] if self._as_reply else [])]
-            end = min(map(self._safe_end, held), default=end)
+            markers = [*self._stops, *([THOUGHT_START] if self._as_reply else [])]
+            end = min(map(self._safe_end, markers), default=end)
             sure = self.text[:end].rstrip(_BROKEN)
             end = len(sure.rstrip() if self._as_reply else sure)  # a reply has no white space before a thought
         new = self.text[self._num_sent : end]
