@@ -14,17 +14,17 @@ options = {"steps": parser.parse_args().steps, "progress": False}
 model = dgemma.DiffusionGemma.from_pretrained("dgemma/text-mask", dtype=torch.float32)
 tokenizer = dgemma.Tokenizer.from_pretrained("dgemma/text-mask")
 
-# A hole of eight tokens between two halves of a sentence. The text on the left is the prefix. The text on the right is
-# frozen on the same canvas, so that the model sees it while it fills the hole.
+# Holes of two, four and eight tokens between two halves of a sentence. The text on the left is the prefix. The text on
+# the right is frozen on the same canvas, so that the model sees it while it fills the hole.
 left = tokenizer.encode("Once upon a time there was a fox named Max. He lived")
-right = tokenizer.encode(", and everybody said that he was kind.\n\nOne day there was a great storm.", bos=False)
-start, stop = len(left), len(left) + 8
-text = torch.tensor([left + [tokenizer.pad_token_id] * 8 + right])
-for seed in range(3):
-    filled = dgemma.infill(model, text, [(start, stop)], seed=seed, **options)
+right = tokenizer.encode(", and he was happy.", bos=False)
+for length in (2, 4, 8):
+    start, stop = len(left), len(left) + length
+    text = torch.tensor([left + [tokenizer.pad_token_id] * length + right])
+    filled = dgemma.infill(model, text, [(start, stop)], seed=0, **options)
     tokens = filled.tokens[0].tolist()
     assert (tokens[:start], tokens[stop:]) == (left, right)
-    print(f"{tokenizer.decode(left)}[{tokenizer.decode(tokens[start:stop])}], and everybody said that he was kind.")
+    print(f"{tokenizer.decode(left)}[{tokenizer.decode(tokens[start:stop])}]{tokenizer.decode(right)}")
 
 # An edit adds noise up to a level and then denoises. More noise keeps fewer tokens. `frozen` keeps chosen tokens.
 original = "Once upon a time there was a young duck who lived on the bank of a wide river. His name was Victor."

@@ -73,7 +73,7 @@ def test_write_a_sampler_compares_four(run):
 @pytest.mark.usefixtures("shallow")
 def test_infill_and_edit_keep_frozen_tokens(run):
     printed = run("04", "--steps", "4")
-    sides = r"^Once upon .* He lived\[.+\], and everybody said that he was kind\.$"
+    sides = r"^Once upon .* He lived\[.+\], and he was happy\.$"
     assert len(re.findall(sides, printed, flags=re.MULTILINE)) == 3
     assert re.search(r"beginning frozen: +Once upon a time there was a young duck", printed)
 
