@@ -119,6 +119,7 @@ def test_the_exact_network_has_no_gap_at_any_level(noise):
     assert gap_by_level(Exact(noise, flat=0.6), tokens, noise, SMALL, parametrisation="loo").nats.sum() > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mask", "uniform"])
 def test_the_gap_by_level_adds_up_to_the_gap(kind):
     noise = dgemma.MaskNoise(6, mask_token_id=4) if kind == "mask" else dgemma.UniformNoise(6)

@@ -106,6 +106,7 @@ def test_both_modes_equal_the_reference_over_ragged_rows(models):
         torch.testing.assert_close(got, want, **CLOSE)
 
 
+@pytest.mark.slow
 def test_a_prompt_in_chunks_equals_the_reference(models, monkeypatch):
     reference, fast = models[0], accelerate(copy.deepcopy(models[0]))
     monkeypatch.setattr(fast._arena, "most_read", 8)  # four tokens of each of two rows per forward

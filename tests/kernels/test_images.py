@@ -37,10 +37,9 @@ def small_prompts(device, rows=ROWS, seed=0):
     return tokens.to(device), mask.to(device), images
 
 
+@pytest.mark.slow
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("weights", "most"), [("bf16", 9), pytest.param("int4", 64, marks=pytest.mark.slow)], ids=["chunks", "whole"]
-)
+@pytest.mark.parametrize(("weights", "most"), [("bf16", 9), ("int4", 64)], ids=["chunks", "whole"])
 def test_a_prompt_with_images_equals_the_reference(device, monkeypatch, weights, most):
     """With `most` of 9 tokens, two rows of a forward have 4 each, fewer than an image."""
     model = make_model(device, vocab_size=60, moe_intermediate_size=64, hidden_size=64, **VISION)

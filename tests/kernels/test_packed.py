@@ -289,6 +289,7 @@ def test_both_modes_equal_the_reference(models):
         torch.testing.assert_close(got, want, **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("weights", "table"), [("packed", configs.EXPERTS["packed"]), ("fp8", configs.EXPERTS["fp8"])])
 def test_tokens_are_sorted_into_tiles_of_the_weights_format(weights, table, device, monkeypatch):
     sizes, sort_by_expert = set(), forward.sort_by_expert

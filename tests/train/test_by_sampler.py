@@ -48,6 +48,7 @@ def test_the_likelihood_is_the_law_of_what_the_sampler_commits(sampler, steps):
     torch.testing.assert_close(law, propagate(sampler, noise, steps=steps).law, atol=1e-9, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", [Threshold(tau=0.7), EntropyBound(bound=0.4), Fork(tau=0.5)], ids=repr)
 def test_the_probabilities_of_all_texts_of_two_canvases_add_up_to_one(sampler):
     """A network that sees its prompt and its own last prediction, and prompts of different lengths."""

@@ -102,6 +102,7 @@ def objective(**changes: Any) -> Objective:
     return Objective(noise=mask_noise(), canvas_len=2, fill_token=0, canvases="all", loss=Consistency(**changes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_adapters", [False, True])
 def test_a_model_learns_what_its_teacher_predicts_with_less_noise(tmp_path, with_adapters):
     model = small_model()
