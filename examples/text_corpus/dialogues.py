@@ -180,8 +180,7 @@ def tale(scene: Scene, dialogue: Dialogue) -> None:
     """Ask for a short story about an animal, a person or a thing."""
     scene.set(hero=phrases["heroes"])
     scene.slots["who"] = scene.slots["hero"][0]
-    answer = " ".join(scene.expand(scene.pick(phrases[part])) for part in ("tale_starts", "tale_turns", "tale_ends"))
-    dialogue.ask(scene.expand(scene.pick(phrases["tale_requests"])), answer)
+    _exchange(scene, [phrases["tale_requests"], phrases["tales"]], dialogue)
 
 
 def writing(scene: Scene, dialogue: Dialogue) -> None:

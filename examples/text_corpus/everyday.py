@@ -10,6 +10,10 @@ of `stories.py`, and these:
 - `[do]` is something that one does in this scene: `[do.past]`, `[do.ing]` and `[do.third]` inflect its first
   word, and `[do.now]` is the present that agrees with the hero.
 - `[dish.plural]` is the plural. `[dish*]` is another word each time, and none is remembered.
+
+More than half of the texts come from `everyday_at_home.toml`, `everyday_in_town.toml` and `everyday_in_short.toml`.
+Each entry there is a whole text, so its sentences follow from each other. `hero` says who the hero may be. `words` are
+chosen once per text; where one has parts, separated by semicolons, `[trouble.1]` is the second part.
 """
 
 import argparse
@@ -25,7 +29,7 @@ from typing import Any
 from stories import Story
 
 phrases: dict[str, Any] = {}
-for _name in ("words", "phrases", "scenes", "facts"):
+for _name in ("words", "phrases", "scenes", "facts", "at_home", "in_town", "in_short"):
     phrases |= tomllib.loads(Path(__file__).with_name(f"everyday_{_name}.toml").read_text("utf-8"))
 _NUMBERED = re.compile(r"(.*?)([0-9]*)(\*?)")
 _SAID_I = re.compile(r"\b(said|asked|answered|thought) (I|we)\b(?! )")
@@ -76,7 +80,10 @@ class Scene(Story):
             hero = self.slots.get("h")
             other = {"m": "f", "f": "m"}.get(hero.person if isinstance(hero, Person) else "")
             gender = other if other and self.rng.random() < 0.8 else self.rng.choice("mf")
-            person = Person(self.pick(phrases["people"][group][gender].split(", ")), gender)
+            names = phrases["people"][group][gender].split(", ")
+            if other:
+                names = [name for name in names if hero.name not in name]  # not "Leo and his friend Leo"
+            person = Person(self.pick(names), gender)
         self.slots[slot] = person
         return person
 
@@ -224,6 +231,19 @@ def narrative(scene: Scene) -> None:
         scene.tell(scene.pick(scene.words["end"] if scene.rng.random() < 0.7 else phrases["ends"]))
 
 
+def telling(scene: Scene) -> None:
+    """Tell a text that was written as a whole, so that each sentence follows from the last; or a few short ones."""
+    source = scene.rng.choice(("at_home", "in_town", "in_short"))
+    for _ in range(scene.rng.randint(1, 3) if source == "in_short" else 1):
+        chosen = scene.pick(phrases[source])
+        scene.words = {**scene.words, "words": chosen.get("words", {})}
+        scene.slots.clear()
+        scene.named.clear()
+        scene.meet("h", chosen.get("hero", "me me name name name"))
+        _other(scene)
+        scene.tell(chosen["text"])
+
+
 def errands(scene: Scene) -> None:
     """String together what somebody did, with times, reasons and feelings."""
     scene.meet("h", "me name name mine")
@@ -366,19 +386,20 @@ def _in_order(scene: Scene, name: str, count: int) -> list[str]:
 
 
 KINDS: dict[str, tuple[Callable[[Scene], None], int]] = {  # with how often each is written
-    "narrative": (narrative, 44),
-    "errands": (errands, 8),
-    "habits": (habits, 6),
-    "plan": (plan, 5),
-    "letter": (letter, 10),
-    "diary": (diary, 6),
-    "conversation": (conversation, 12),
+    "telling": (telling, 90),
+    "narrative": (narrative, 16),
+    "errands": (errands, 2),
+    "habits": (habits, 3),
+    "plan": (plan, 3),
+    "letter": (letter, 6),
+    "diary": (diary, 4),
+    "conversation": (conversation, 6),
     "recipe": (recipe, 5),
     "directions": (directions, 4),
     "facts": (facts, 6),
     "forecast": (forecast, 3),
     "opinion": (opinion, 4),
-    "sentences": (sentences, 3),
+    "sentences": (sentences, 1),
 }
 
 

@@ -44,7 +44,7 @@ _PRONOUNS = {
     },
 }
 _PART = re.compile(r"[{|}]|\[[^\]]+\]|[^{|}\[]+")
-_A = re.compile(r"\b([Aa]) (?=[aeiou](?!ni(?:c|t)|se|ne\b)|hour|honest)")  # but: a unicorn, a unit, a useful thing
+_A = re.compile(r"\b([Aa]) (?=[aeiou](?!ni[cftv]|s[eu]|ne\b)|hour|honest)")  # but: a unicorn, a useful thing
 _TAG = re.compile(r'(?<=" )(said|asked) (the [a-z]+|my [a-z]+|he|she|[A-Z][a-z]+)\.')
 _MANNERS = {
     "said": ("quietly", "slowly", "softly", "at last", "after a moment", "with a smile", "with a nod", "calmly"),
