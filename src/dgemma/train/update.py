@@ -111,7 +111,9 @@ class Updater:
             if parameter.grad is not None:
                 self.learning[name] = self.learning.get(name, False) | parameter.grad.any()
         if is_last and (untrained := [name for name, any_gradient in self.learning.items() if not any_gradient]):
-            _logger.warning("No gradient reaches %d weights, such as %s.", len(untrained), ", ".join(untrained[:3]))
+            expected = "They will not learn. Routers that choose one expert never have a gradient."
+            names = ", ".join(untrained[:3])
+            _logger.warning("No gradient reaches %d weights, such as %s. %s", len(untrained), names, expected)
 
     @replaceable
     def measure(self, part: MicroBatch, totals: Mapping[str, Tensor]) -> Measured:
