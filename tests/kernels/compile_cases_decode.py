@@ -34,9 +34,9 @@ def run_qkv(layer: tuple[int, int], projections: int) -> None:
     prepare_qkv(projected, weight, weight, inv_freq, row, row, cache, cache, num_heads=HEADS, eps=1e-6)
 
 
-def run_vocabulary(vocab_size: int, allowed: torch.Tensor | None) -> None:
+def run_vocabulary(vocab_size: int, **only: torch.Tensor) -> None:
     logits, temperature = empty(2, vocab_size), empty(1, dtype=torch.float32)
-    shaping = Shaping(temperature, allowed=allowed)
+    shaping = Shaping(temperature, **only)
     statistics = vocabulary_statistics(logits, shaping)
     sample(logits, statistics, empty(2, dtype=torch.float64), shaping)
     for float8 in (False, True):
@@ -72,9 +72,10 @@ CALLS = {
     "one token, full": lambda: run_token(FULL, causal=True),
     "qkv, sliding": lambda: run_qkv(SLIDING, 2),
     "qkv, full": lambda: run_qkv(FULL, 1),
-    "vocabulary": lambda: run_vocabulary(262_144, None),
-    "vocabulary, allowed": lambda: run_vocabulary(262_144, empty(1, 8192, dtype=torch.int32)),
-    "vocabulary, ragged": lambda: run_vocabulary(1000, None),
+    "vocabulary": lambda: run_vocabulary(262_144),
+    "vocabulary, allowed": lambda: run_vocabulary(262_144, allowed=empty(1, 8192, dtype=torch.int32)),
+    "vocabulary, top-k": lambda: run_vocabulary(262_144, floor=empty(2)),
+    "vocabulary, ragged": lambda: run_vocabulary(1000),
     "accept": lambda: run_accept(1),
     "accept, patient": lambda: run_accept(3),
     "accept, fixed steps": lambda: run_accept(None),

@@ -90,6 +90,24 @@ def test_forbidden_tokens_have_probability_zero(device):
     torch.testing.assert_close(weights.double() * scale[:, None], law.probs, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("k", [1, 3, 70, 10_000])
+def test_the_k_largest_logits_keep_their_probabilities(device, k):
+    vocab_size = 2 * CHUNK + 70
+    logits, temperature = draw(vocab_size, torch.float32, device)
+    logits[0, [5, 6, CHUNK, vocab_size - 1]] = logits.max() + 1  # more equal ones than k, which all stay
+    floor = vocabulary.kth_largest(logits, k)
+    shaping = Shaping(temperature, floor=floor)
+    got = vocabulary.vocabulary_statistics(logits, shaping)
+    x = exact(logits, temperature)
+    kept = x >= x.sort(dim=-1, descending=True).values[:, min(k, vocab_size) - 1 :][:, :1]
+    law = torch.distributions.Categorical(probs=x.masked_fill(~kept, -torch.inf).softmax(-1))
+    torch.testing.assert_close(got.entropy.double(), law.entropy(), rtol=5e-5, atol=2e-5)
+    tokens = vocabulary.sample(logits, got, torch.rand(4).double().to(device), shaping)
+    assert kept.gather(1, tokens[:, None]).all()
+    weights, scale = vocabulary.soft_probabilities(logits, got, shaping)
+    torch.testing.assert_close(weights.double() * scale[:, None], law.probs, rtol=1e-4, atol=1e-6)
+
+
 def test_pack_allowed_keeps_every_bit():
     allowed = torch.rand(3, 77, generator=torch.Generator().manual_seed(0)) < 0.5
     words = pack_allowed(allowed)

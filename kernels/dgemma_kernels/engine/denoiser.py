@@ -284,6 +284,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
                 generate(self, canvas[:, :1], max_new_tokens=canvas_len, steps=1, progress=False)
                 bar.update(4)
         # Torch loads its own kernels at their first use, which takes longer than a step.
+        self._use_prediction(self._zeros(1, canvas_len), top_k=2)
         self._use_prediction(self._zeros(1, canvas_len), top_k=2, top_p=0.5)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # of the runs before each capture
@@ -300,6 +301,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
             hidden = self._forward.canvas(canvas, signal, buffers)
             self._forward.head(hidden, out=self._workspace.place(canvas.shape).logits.read().flatten(0, 1))
             self._use_prediction(canvas)
+            self._use_prediction(canvas, top_k=2)
 
     def _use_prediction(self, canvas: Tensor, **cuts: Any) -> None:
         """Sample a canvas (B, C) from the last logits, and compute their soft embedding."""

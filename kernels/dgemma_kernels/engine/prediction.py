@@ -1,6 +1,6 @@
 """Predictions of the fused denoiser: `dgemma.Prediction` with statistics from one sweep over the vocabulary.
 
-The kernel applies soft-cap, temperature, bias and allowed tokens. Top-k, top-p, `logits`, `log_prob` and `top` use
+The kernel applies soft-cap, temperature, top-k, bias and allowed tokens. Top-p, `logits`, `log_prob` and `top` use
 `dgemma.Prediction`'s PyTorch code on the same logits, one slice of positions at a time.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dgemma.diffusion.joint import ClassBias, JointBias
-from dgemma.diffusion.prediction import Allow, JointLaw, Prediction, SoftCap, Statistics, Temper, Transform
+from dgemma.diffusion.prediction import Allow, JointLaw, Prediction, SoftCap, Statistics, Temper, TopK, Transform
 from dgemma_kernels.engine.graphs import Turn, in_turn, use_here
 from dgemma_kernels.ops.automaton import kernel as automaton
 from dgemma_kernels.ops.vocabulary import kernel as vocabulary
@@ -188,7 +188,7 @@ class FusedPrediction(Prediction):
     def _logit(self, tokens: Tensor) -> Tensor:
         """The processed logits of tokens (B, C), which must be allowed: (B, C)."""
         assert self._shaping is not None
-        temperature, cap, _, bias = self._shaping
+        temperature, cap, _, bias, _ = self._shaping
         assert cap is not None
         with self.turn:
             x = self._rows.gather(1, tokens.reshape(-1, 1))[:, 0].float()
@@ -212,11 +212,12 @@ class FusedPrediction(Prediction):
 
     @cached_property
     def _shaping(self) -> vocabulary.Shaping | None:
-        """The arguments of the kernels, None if there are transforms other than cap, mask, temperature and bias."""
+        """The arguments of the kernels, None if a transform is none of cap, mask, temperature, top-k, bias."""
         rest: list[Any] = list(self.transforms)
         cap = rest.pop(0)
-        allowed = rest.pop(0).allowed if rest and isinstance(rest[0], Allow) else None
+        allow = rest.pop(0) if rest and isinstance(rest[0], Allow) else None
         temper = rest.pop(0).temperature if rest and isinstance(rest[0], Temper) else 1.0
+        top_k = rest.pop(0).k if rest and isinstance(rest[0], TopK) and rest[0].cut == math.inf else None
         bias = rest.pop(0) if rest and isinstance(rest[0], ClassBias | JointBias) else None
         if rest or not isinstance(cap, SoftCap):
             return None
@@ -228,7 +229,14 @@ class FusedPrediction(Prediction):
             values = (bias.bias if isinstance(bias, ClassBias) else bias.joint.bias).flatten(0, 1).float().contiguous()
             token_class = bias.token_class if isinstance(bias, ClassBias) else bias.joint.language.automaton.token_class
             bias = vocabulary.Bias(values, token_class)
-        return vocabulary.Shaping(temperature, cap.cap, None if allowed is None else self._pack(allowed), bias)
+        # Cap and temperature keep the order of logits, so the head's own tell which are the largest.
+        floor = None
+        if top_k is not None:
+            with self.turn:
+                raw = self._raw if allow is None else allow(self._raw, slice(None))
+                floor = vocabulary.kth_largest(raw.flatten(0, 1), top_k)
+        allowed = None if allow is None else self._pack(allow.allowed)
+        return vocabulary.Shaping(temperature, cap.cap, allowed, bias, floor)
 
     def _pack(self, allowed: Tensor) -> Tensor:
         allowed = allowed.reshape(*[1] * (3 - allowed.dim()), *allowed.shape).expand(-1, -1, self.vocab_size)

@@ -154,7 +154,7 @@ class Prediction:
             transforms = (*transforms, Temper(temperature))
         if top_k is not None:
             require(top_k >= 1, "Prediction.shaped top_k", "be >= 1", top_k, "Use None to keep every token.")
-            transforms = (*transforms, _TopK(top_k, cut))
+            transforms = (*transforms, TopK(top_k, cut))
         if top_p is not None:
             is_share = LEAST_TOP_P <= top_p <= 1
             require(is_share, "Prediction.shaped top_p", "be in (0, 1] in float32", top_p, "None keeps every token.")
@@ -330,7 +330,9 @@ class Temper(NamedTuple):
         return logits / temperature
 
 
-class _TopK(NamedTuple):
+class TopK(NamedTuple):
+    """Lowers all logits but the k largest by `cut`."""
+
     k: int
     cut: float
 

@@ -34,6 +34,7 @@ class Shaping(NamedTuple):
         None  # (A, ceil(V / 32)) int32 of `pack_allowed`, with A dividing R; a token or more per row
     )
     bias: Bias | None = None
+    floor: Tensor | None = None  # (R,), of `kth_largest`: smaller logits are forbidden
 
 
 class VocabularyStatistics(NamedTuple):
@@ -56,6 +57,7 @@ class LogitShaping(NamedTuple):
     allowed: Any  # (A, ceil(V / 32)) int32 or None
     bias: Any  # (R, K) float32 or None, and the class of each token, (V,) int32
     token_class: Any
+    floor: Any  # (R,) or None
     softcap: Any  # float or None
     rows_per_temperature: Any  # R / B
     rows_per_mask: Any  # R / A
@@ -78,6 +80,21 @@ def pack_allowed(allowed: Tensor) -> Tensor:
     bits = torch.nn.functional.pad(allowed, (0, -allowed.shape[1] % 32)).unflatten(1, (-1, 32))
     words = (bits.long() << torch.arange(32, device=allowed.device)).sum(-1)
     return words.to(torch.int32)  # the top bit wraps to the sign
+
+
+def kth_largest(logits: Tensor, k: int) -> Tensor:
+    """Return the k-th largest logit of each row, the smallest one if there are fewer: (R, V) → (R,).
+
+    The k largest logits lie in the k chunks with the largest maxima, so the vocabulary is read once.
+
+    Example: `Shaping(temperature, floor=kth_largest(logits, 64))` keeps the 64 most likely tokens.
+    """
+    chunk_len = 64
+    chunks = torch.nn.functional.pad(logits, (0, -logits.shape[1] % chunk_len), value=-torch.inf)
+    chunks = chunks.unflatten(1, (-1, chunk_len))
+    best = chunks.amax(-1).topk(min(k, chunks.shape[1]), dim=-1).indices
+    near = chunks.gather(1, best[..., None].expand(-1, -1, chunk_len)).flatten(1)
+    return near.topk(min(k, logits.shape[1]), dim=-1).values[:, -1].contiguous()
 
 
 def vocabulary_statistics(logits: Tensor, shaping: Shaping) -> VocabularyStatistics:
@@ -186,7 +203,7 @@ def processed(
         cap = tl.math.div_rn(shaping.softcap, t)
         x = _load_allowed(logits_ptr, row, token, vocab_size, shaping)
         capped = cap - _below_cap(x, shaping.softcap, cap)
-        if shaping.allowed is not None or shaping.RAGGED:
+        if shaping.allowed is not None or shaping.floor is not None or shaping.RAGGED:
             capped = tl.where(x == float("-inf"), x, capped)
         x = capped
     else:
@@ -195,7 +212,7 @@ def processed(
         x = _load_allowed(logits_ptr, row, token, vocab_size, shaping)
         quotient = x * inverse
         divided = tl.fma(tl.fma(-quotient, t, x), inverse, quotient)
-        if shaping.allowed is not None or shaping.RAGGED:
+        if shaping.allowed is not None or shaping.floor is not None or shaping.RAGGED:
             divided = tl.where(x == float("-inf"), x, divided)
         x = divided
     if shaping.bias is not None:
@@ -224,6 +241,8 @@ def _load_allowed(
         else:
             word = tl.load(words + token // 32)
         x = tl.where((word >> (token % 32)) & 1 == 1, x, float("-inf"))
+    if shaping.floor is not None:
+        x = tl.where(x >= tl.load(shaping.floor + row).to(tl.float32), x, float("-inf"))
     return x
 
 
@@ -271,7 +290,7 @@ def _sweep_kernel(
         best = tl.max(x, 0)
         delta = x - best
     weight = tl.exp2(delta * 1.4426950408889634)
-    if shaping.allowed is not None or shaping.bias is not None or shaping.RAGGED:
+    if shaping.allowed is not None or shaping.floor is not None or shaping.bias is not None or shaping.RAGGED:
         # A chunk without an allowed token has a `best` of -inf.
         outside = x == float("-inf")
         weight, delta = tl.where(outside, 0.0, weight), tl.where(outside, 0.0, delta)
@@ -397,7 +416,7 @@ def _soft_scale_kernel(
 def shape_logits(logits: Tensor, shaping: Shaping) -> LogitShaping:
     """Return the shaping of logits (R, V) as one argument of a kernel."""
     num_rows, vocab_size = logits.shape
-    temperature, softcap, allowed, bias = shaping
+    temperature, softcap, allowed, bias, floor = shaping
     assert logits.is_contiguous()
     assert num_rows % temperature.shape[0] == 0
     assert allowed is None or num_rows % allowed.shape[0] == 0
@@ -406,6 +425,7 @@ def shape_logits(logits: Tensor, shaping: Shaping) -> LogitShaping:
         allowed=allowed,
         bias=None if bias is None else bias.values,
         token_class=None if bias is None else bias.token_class,
+        floor=floor,
         softcap=softcap,
         rows_per_temperature=num_rows // temperature.shape[0],
         rows_per_mask=1 if allowed is None else num_rows // allowed.shape[0],

@@ -34,6 +34,11 @@ def vocabulary_statistics(logits: Tensor, shaping: Shaping) -> VocabularyStatist
     )
 
 
+def kth_largest(logits: Tensor, k: int) -> Tensor:
+    """Return the k-th largest logit of each row, the smallest one if there are fewer: (R, V) → (R,)."""
+    return logits.topk(min(k, logits.shape[1]), dim=-1).values[:, -1]
+
+
 def sample(logits: Tensor, statistics: VocabularyStatistics, u: Tensor, shaping: Shaping) -> Tensor:
     """Sample by inverse CDF in vocabulary order, one uniform per row: u (R,) float64 → tokens (R,)."""
     return Prediction(_processed(logits, shaping)[None]).sample(u[None])[0]
@@ -53,7 +58,7 @@ def soft_probabilities(
 
 
 def _processed(logits: Tensor, shaping: Shaping) -> Tensor:
-    temperature, softcap, allowed, bias = shaping
+    temperature, softcap, allowed, bias, floor = shaping
     num_rows, vocab_size = logits.shape
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap is not None:
@@ -62,5 +67,7 @@ def _processed(logits: Tensor, shaping: Shaping) -> Tensor:
         bits = (allowed[:, :, None] >> torch.arange(32, device=allowed.device)) & 1
         mask = bits.flatten(1)[:, :vocab_size].bool().repeat_interleave(num_rows // allowed.shape[0], 0)
         x = x.masked_fill(~mask, -torch.inf)
+    if floor is not None:
+        x = x.masked_fill(logits < floor[:, None], -torch.inf)
     x = x / temperature.repeat_interleave(num_rows // temperature.shape[0])[:, None].to(x.dtype)
     return x if bias is None else x + bias.values[:, bias.token_class.long()].to(x.dtype)
