@@ -42,6 +42,7 @@ NO_CHECKPOINT_READ = [
     (("generate", "dgemma/text", "Hi"), "dgemma/text is a model, not part of the text. Write --model before it"),
     (("generate", "--steps", "0", "Hi"), "--steps must be a whole number of at least 1, got 0"),
     (("generate", "--step", "3", "Hi"), "unknown: --step, perhaps you meant --steps"),
+    (("generate", "--output", "run.jsonl", "Hi"), "unknown: --output, perhaps you meant --out."),
     (("infill", "--loud", "Hi"), "unknown: --loud. See dgemma infill --help."),
     (("generate", "--gif", "run.png", "Hi"), "--gif must be a file that ends in .gif, got 'run.png'"),
     (

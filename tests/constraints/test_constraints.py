@@ -324,6 +324,15 @@ def test_a_string_without_a_possible_length_is_no_value():
     assert dgemma.JsonSchema({"anyOf": [empty, {"type": "null"}]}, TOKENIZER).pattern == "null"
 
 
+def test_max_items_cuts_off_prefix_items():
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = {"type": "array", "prefixItems": [{"const": 1}, {"const": 2}, False], "maxItems": 1}
+    pattern = dgemma.JsonSchema(schema, TOKENIZER).pattern
+    assert re.fullmatch(pattern, "[1]")
+    assert jsonschema.Draft202012Validator(schema).is_valid([1])
+    assert not re.fullmatch(pattern, "[1, 2]")
+
+
 # Quotes, escapes, control characters, line breaks, and characters that are in a class in only some of the standards.
 TRICKY = ['"', "\\", "n", "a", "Z", "_", "0", "-", " ", "\n", "\x85", "\u0301", "½", "٣", "\u2028", "\ufeff", "😀"]
 PATTERNS = [

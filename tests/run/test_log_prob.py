@@ -55,6 +55,12 @@ def test_the_log_prob_of_a_run_is_the_sum_over_its_steps(noise, sampler):
     assert bool(sums.isfinite().all())
 
 
+def test_a_run_that_was_not_recorded_has_no_trajectory():
+    out = dgemma.generate(small_model(), torch.ones(1, 2).long(), max_new_tokens=4, steps=1)
+    with pytest.raises(AttributeError, match=r"needs a recorded run\. Pass record=True"):
+        out.trajectory.log_prob(small_model())
+
+
 def slope(model, run, weight, direction, **options):
     """The derivative of the run's log-probability in a direction of one weight, by finite differences."""
     values = []

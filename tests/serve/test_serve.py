@@ -118,6 +118,7 @@ OPEN_CHOICE = {"type": "choice", "instructions": "?"}
         ("chat/completions", {"model": "toy"}, 400, "messages is required."),
         ("chat/completions", {"model": "toy", "messages": []}, 400, "messages must have at least 1 item, got []."),
         ("chat/completions", {"model": "toy", "messages": [{"role": "king"}]}, 400, "messages.0.role must be 'sys"),
+        ("chat/completions", {"model": "toy", "messages": [{"role": "user"}]}, 400, "messages.0.content is required."),
         ("chat/completions", {"model": "toy", "messages": [IMAGE]}, 400, "messages.0.content.0.image_url is required."),
         ("chat/completions", {"model": "gpt", "messages": MESSAGES}, 404, "The model 'gpt' does not exist."),
         ("completions", [], 400, "body must be an object, got []."),

@@ -61,7 +61,7 @@ def test_names_and_other_settings_are_passed_through():
             steps=torch.tensor([[options["steps"]]]),
             tokens_per_forward=torch.tensor([8.0 / options["steps"]]),
             cache=None,
-            trajectory=None,
+            recorded=None,
         )
 
     result = sweep(task, {"few": {"steps": 2}, "many": {"steps": 8}}, seeds=[4, 5])

@@ -87,7 +87,7 @@ class Parser(argparse.ArgumentParser):
         arguments, unknown = super().parse_known_args(*words, **options)
         if unknown:
             known = [name for action in self._actions for name in action.option_strings]
-            near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1, cutoff=0.8)
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1, cutoff=0.7)
             self.error(f"unknown: {' '.join(unknown)}" + (f", perhaps you meant {near[0]}" if near else ""))
         return arguments, unknown
 

@@ -53,7 +53,7 @@ def run_generate(arguments: argparse.Namespace) -> None:
     prefix = "" if arguments.chat else text
     is_recorded = output.is_recorded(arguments)
     out, view = _write(arguments, writer, tokens, prefix=prefix, images=images, record=is_recorded)
-    output.write_pictures(arguments, tokenizer, out.trajectory)
+    output.write_pictures(arguments, tokenizer, out.recorded)
     new = [token for token in _written(out, writer) if token != tokenizer.pad_token_id]
     answer = tokenizer.decode(new)
     if arguments.json:
@@ -337,7 +337,7 @@ def run_sudoku(arguments: argparse.Namespace) -> int:
         with BoardView() if is_watched else nullcontext() as view:
             completion = sudoku.retry(denoiser, completion, moves_seed=len(runs), on_step=view, **settings)
         runs.append(completion.generation)
-    output.write_pictures(arguments, Board(), *(run.trajectory for run in runs))
+    output.write_pictures(arguments, Board(), *(run.recorded for run in runs))
     is_right, num_steps = bool(completion.solved[0]), int(completion.steps[0])
     (puzzle,), (answer,) = sudoku.to_text(puzzles), sudoku.to_text(completion.grids.cpu().numpy().astype(puzzles.dtype))
     if arguments.json:

@@ -198,9 +198,8 @@ class _Compiler:
             _refuse("not require uniqueItems", True, where, "Check it afterwards.")
         space = self.notation.space
         least, most = schema.get("minItems", 0), schema.get("maxItems")
-        first = [
-            self.value(one, f"{where}/prefixItems/{i}", refs) for i, one in enumerate(schema.get("prefixItems", ()))
-        ]
+        prefix = schema.get("prefixItems", ())[:most]
+        first = [self.value(one, f"{where}/prefixItems/{i}", refs) for i, one in enumerate(prefix)]
         if None in first:
             return None
         item = self.value(schema.get("items", True), f"{where}/items", refs) if not first or "items" in schema else None

@@ -74,7 +74,7 @@ def generate(
     output = drain(
         run_plan(model, plan, cache), on_step=watch["on_step"], recording=trajectory, progress=watch["progress"]
     )
-    return Generation(**vars(output), trajectory=trajectory)
+    return Generation(**vars(output), recorded=trajectory)
 
 
 @takes_options(RunOptions)
@@ -93,4 +93,4 @@ def stream(
 
 def _finish(events: Events) -> Generator[StepRecord | BlockCommit, Changes, Generation]:
     output = yield from events
-    return Generation(**vars(output), trajectory=None)
+    return Generation(**vars(output), recorded=None)

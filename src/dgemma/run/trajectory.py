@@ -247,7 +247,7 @@ class Trajectory(Recording):
 
         past = list(again.commits)
         events = run_plan(model, plan, None if cache is None else cache.clone(), past=past, on_start=on_start)
-        return Generation(**vars(drain(events, on_step=on_step, recording=again)), trajectory=again)
+        return Generation(**vars(drain(events, on_step=on_step, recording=again)), recorded=again)
 
     def _check_model(self, model: Denoiser, cache: Cache | None) -> None:
         """Raise unless the run can be repeated with this model and cache."""
@@ -271,7 +271,14 @@ class Trajectory(Recording):
 class Generation(Output):
     """The result of `generate`. tokens (B, P + N) and new_tokens (B, N); steps (B, blocks)."""
 
-    trajectory: Trajectory | None
+    recorded: Trajectory | None
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The recorded run."""
+        if self.recorded is None:
+            raise AttributeError("Generation.trajectory needs a recorded run. Pass record=True to generate.")
+        return self.recorded
 
 
 class _Reached(Exception):

@@ -279,6 +279,10 @@ class Service:
 
     def _read_chat(self, body: ChatRequest) -> tuple[list[int] | str, Images | None]:
         """Return the tokens of a chat, or without a chat template the texts of all turns; and its images."""
+        for number, each in enumerate(body.messages):
+            if each.content is None and not each.tool_calls:
+                place = f"messages.{number}.content"
+                raise ApiError(400, f"{place} is required.", param=place, code="missing_required_parameter")
         images = read_images(self.model, chat_urls(body.messages), may_fetch=self.limits.fetch_images)
         if not self.tokenizer.has_chat_template:
             if body.tools or images is not None:

@@ -61,7 +61,6 @@ def roll_out(
             "progress": False,
         },
     )
-    assert out.trajectory is not None
     texts = tokenizer.decode_batch(out.new_tokens)
     rewards = list(reward(texts, [answer for answer in answers for _ in range(group)]))
     require(len(rewards) == len(texts), "reward", f"return one number for each of {len(texts)} texts", len(rewards))
