@@ -78,22 +78,22 @@ class AnswerSource:
     seed: int = 0
 
     @cached_property
-    def _rows(self) -> list[range]:
-        """The documents of each row: as many as have room, in the order of the file."""
-        rows, first, used = [], 0, 0
-        for number in range(self.file.num_documents):
-            size = sum(self._sizes(number))
-            if used + size > self.num_canvases:
-                rows.append(range(first, number))
-                first, used = number, 0
-            used += size
-        return [*rows, range(first, self.file.num_documents)]
+    def _sizes(self) -> np.ndarray:
+        """The number of canvases of each prompt and of its answer, which is cut if it is too long for a row, (2, D)."""
+        answer_len = np.diff(self.file.starts) - self.file.prompt_len
+        prompt, answer = -(-np.stack((self.file.prompt_len, answer_len)) // self.canvas_len)
+        return np.stack((prompt, np.minimum(answer, self.num_canvases - prompt)))
 
-    def _sizes(self, number: int) -> tuple[int, int]:
-        """Return the number of canvases of a prompt and of its answer, which is cut if it is too long for a row."""
-        prompt = -(-int(self.file.prompt_len[number]) // self.canvas_len)
-        length = int(self.file.starts[number + 1] - self.file.starts[number] - self.file.prompt_len[number])
-        return prompt, min(-(-length // self.canvas_len), self.num_canvases - prompt)
+    @cached_property
+    def _rows(self) -> list[list[int]]:
+        """The documents of each row. Each document goes to the fullest row that has room for it."""
+        with_room: list[list[list[int]]] = [[] for _ in range(self.num_canvases + 1)]
+        for number, size in enumerate(self._sizes.sum(0).tolist()):
+            room = next((room for room in range(size, self.num_canvases) if with_room[room]), self.num_canvases)
+            row = with_room[room].pop() if room < self.num_canvases else []
+            row.append(number)
+            with_room[room - size].append(row)
+        return [row for rows in with_room for row in rows]
 
     @property
     def num_rows(self) -> int:
@@ -115,7 +115,7 @@ class AnswerSource:
         for at, place in enumerate(order.tolist()):
             start, name = 1, 1  # after the first token, which every row has as its context
             for number in self._rows[place]:
-                prompt, answer = (self.canvas_len * size for size in self._sizes(number))
+                prompt, answer = self.canvas_len * self._sizes[:, number]
                 prompt_len = int(self.file.prompt_len[number])
                 text = self.file.document(number)[: prompt_len + answer]
                 first, middle = start + prompt - prompt_len, start + prompt

@@ -9,9 +9,11 @@ A dialogue is a list of messages, as chat templates take them, and perhaps tools
 import argparse
 import json
 import random
+import re
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from everyday import Scene
 
 phrases: dict[str, Any] = tomllib.loads(Path(__file__).with_name("dialogue_phrases.toml").read_text("utf-8"))
 Message = dict[str, Any]
+OTHER_VALUES = 0.4  # probability that a value of a record is none of its list
+CLOSED = {"weekday", "month", "season", "clock", "hour"}  # words that have no other values
 
 
 @dataclass
@@ -217,11 +221,50 @@ def remember(scene: Scene, dialogue: Dialogue) -> None:
 def _record(scene: Scene) -> tuple[dict[str, Any], str]:
     """Return a record and a sentence that contains all its values."""
     record = scene.pick(phrases["records"])
-    scene.words = {**scene.words, "words": record.get("words", {})}
+    scene.words = {**scene.words, "words": {**record.get("words", {}), **_other_values(scene.rng, record)}}
     scene.slots.clear()
-    scene.meet("h", "name")
-    scene.meet("f", "name")
+    for slot in "hf":
+        person = scene.meet(slot, "name")
+        if scene.rng.random() < OTHER_VALUES:
+            person.name = _invent_name(scene.rng)
     return record, scene.expand(scene.pick(record["say"]))
+
+
+def _other_values(rng: random.Random, record: dict[str, Any]) -> dict[str, str]:
+    """Return values for some of the words of a record that are not in their lists.
+
+    From short lists a model learns the values by heart, and answers with one of them instead of copying a new one.
+    """
+    found, text = {}, json.dumps(record).lower()
+    for name in sorted(set(re.findall(r"\[(\w+)\]", " ".join(record["fields"].values())))):
+        of = record.get("words", {}).get(name) or everyday.phrases["words"].get(name)
+        is_closed = name in CLOSED or f"[{name}." in text or not isinstance(of, str) or "[" in of or ";" in of
+        if is_closed or rng.random() > OTHER_VALUES:
+            continue
+        value = rng.choice(of.split(", "))
+        if value.lstrip("-").isdigit():
+            found[name] = str(rng.randint(10 ** (len(value) - 1), 10 ** len(value) - 1))
+        elif value[0].isupper():
+            found[name] = _invent_name(rng)
+        else:
+            same_number = [noun for noun in _nouns() if noun.endswith("s") == value.endswith("s")]
+            found[name] = ("the " if value.startswith("the ") else "") + rng.choice(same_number)
+    return found
+
+
+@cache
+def _nouns() -> list[str]:
+    """Return words that may stand after "a" or "the", from the lists."""
+    lists = (of for name, of in phrases["lists"].items() if name not in ("adjectives", "verbs"))
+    members = (member for of in lists for member in of.split(", "))
+    return sorted({noun for member in members if re.fullmatch(r"[b-df-hj-np-tv-z][a-z]+", noun := member.split()[-1])})
+
+
+def _invent_name(rng: random.Random) -> str:
+    """Return a name of two to four syllables that is in no list."""
+    starts, vowels, ends = (parts.split(", ") for parts in phrases["name_parts"])
+    syllables = (rng.choice(starts) + rng.choice(vowels) for _ in range(rng.choice((2, 2, 3, 4))))
+    return ("".join(syllables) + rng.choice(ends)).capitalize()
 
 
 def reading(scene: Scene, dialogue: Dialogue) -> None:
@@ -297,10 +340,10 @@ def tool_use(scene: Scene, dialogue: Dialogue) -> None:
 
 
 KINDS: dict[str, tuple[Callable[[Scene, Dialogue], None], int]] = {  # with how often each is written
-    "small talk": (small_talk, 12),
-    "arithmetic": (arithmetic, 9),
-    "word problem": (word_problem, 5),
-    "compare": (compare, 7),
+    "small talk": (small_talk, 10),
+    "arithmetic": (arithmetic, 24),
+    "word problem": (word_problem, 8),
+    "compare": (compare, 22),
     "fact": (fact, 9),
     "list": (listing, 5),
     "tale": (tale, 9),
@@ -308,8 +351,8 @@ KINDS: dict[str, tuple[Callable[[Scene, Dialogue], None], int]] = {  # with how 
     "advice": (advice, 7),
     "unknown": (unknown, 4),
     "remember": (remember, 4),
-    "reading": (reading, 10),
-    "extraction": (extraction, 14),
+    "reading": (reading, 16),
+    "extraction": (extraction, 22),
     "tool": (tool_use, 10),
 }
 
