@@ -37,10 +37,14 @@ def write(model, prompts, prefixes=None, **options):
     return list(dgemma.generate_many(model, prompts, prefixes=prefixes, progress=False, **OPTIONS, **options))
 
 
-def assert_same(results, model, prompts):
-    for at, (result, prompt) in enumerate(zip(results, prompts, strict=True)):
-        alone = dgemma.generate(model, torch.tensor([prompt]), seed=[at], **OPTIONS)
-        assert torch.equal(result.new_tokens, alone.new_tokens[0])
+def write_alone(model, prompts):
+    runs = (dgemma.generate(model, torch.tensor([prompt]), seed=[at], **OPTIONS) for at, prompt in enumerate(prompts))
+    return [run.new_tokens[0] for run in runs]
+
+
+def assert_same(results, expected):
+    for result, tokens in zip(results, expected, strict=True):
+        assert torch.equal(result.new_tokens, tokens)
 
 
 @pytest.mark.parametrize(
@@ -48,14 +52,14 @@ def assert_same(results, model, prompts):
 )
 def test_prompts_with_common_prefixes_write_the_tokens_of_generate(model, batch_size):
     """In float64, where no rounding decides. Prefixes are nested, repeated, too short to share, or nobody else's."""
-    prefixes = SharedPrefixes()
-    assert_same(write(model, PROMPTS, prefixes, batch_size=batch_size), model, PROMPTS)
+    prefixes, expected = SharedPrefixes(), write_alone(model, PROMPTS)
+    assert_same(write(model, PROMPTS, prefixes, batch_size=batch_size), expected)
     assert prefixes.num_kept == 3  # SYSTEM; SYSTEM with DOCUMENT; the twelve tokens
     assert prefixes.num_tokens == sum(map(len, PROMPTS))
     assert prefixes.num_read < prefixes.num_tokens - 4 * len(SYSTEM)
     for _ in range(2):
         before = prefixes.num_read
-        assert_same(write(model, PROMPTS, prefixes, batch_size=batch_size), model, PROMPTS)
+        assert_same(write(model, PROMPTS, prefixes, batch_size=batch_size), expected)
     assert prefixes.num_read - before < 4 * len(PROMPTS)  # a prompt that comes again reads less than a canvas
 
 
@@ -66,7 +70,7 @@ def test_a_long_prefix_of_one_row_takes_no_room_from_another():
     model, prefix = dgemma.DiffusionGemma(config).double(), draw(26)
     prompts = [[*prefix, 7], [*prefix, 8], [*prefix, 9], draw(24, seed=1)]
     prefixes = SharedPrefixes()
-    assert_same(write(model, prompts, prefixes, batch_size=4), model, prompts)
+    assert_same(write(model, prompts, prefixes, batch_size=4), write_alone(model, prompts))
     assert prefixes.num_reused == 2 * len(prefix)
 
 
