@@ -130,15 +130,14 @@ class Replayed(dgemma.Denoiser):
 
 
 @TWINS
-@pytest.mark.parametrize("commit", ["argmax", "canvas"])
 @pytest.mark.parametrize(
-    ("stop", "ends_at"),
+    ("commit", "stop", "ends_at"),
     [
-        (None, None),
-        (StableAndConfident(stability=1, confidence=2.5), 2),
-        (StableAndConfident(stability=2, confidence=2.5), 3),
-        (StableAndConfident(stability=0, confidence=2.5), 0),
-        (StableAndConfident(stability=2, confidence=2.5, compare="canvas"), None),
+        ("canvas", None, None),
+        ("argmax", StableAndConfident(stability=1, confidence=2.5), 2),
+        ("canvas", StableAndConfident(stability=2, confidence=2.5), 3),
+        ("argmax", StableAndConfident(stability=0, confidence=2.5), 0),
+        ("argmax", StableAndConfident(stability=2, confidence=2.5, compare="canvas"), None),
     ],
     ids=["never", "stable", "patient", "confident", "canvas"],
 )

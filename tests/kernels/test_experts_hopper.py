@@ -56,8 +56,8 @@ def interpret(routing: str, width: int, hidden: int, edits: dict[str, str] | Non
 @pytest.mark.parametrize(
     ("routing", "width", "hidden"),
     [
-        pytest.param("one-token", 1408, 448, marks=pytest.mark.slow),
-        ("every-size-of-tile", 1408, 384),
+        ("one-token", 1408, 448),
+        pytest.param("every-size-of-tile", 1408, 384, marks=pytest.mark.slow),
         pytest.param("two-experts-have-no-rows", 2048, 384, marks=pytest.mark.slow),
     ],
     ids=["one block at a time", "products of 32, 16 and 8 rows", "several tiles"],

@@ -74,8 +74,8 @@ SIZES = {"tall": (1, 128, 129, 160, 0, 161), "wide": (1, 128, 129, 160, 161, 256
 @pytest.mark.parametrize(
     ("rows", "width", "hidden"),
     # An odd and an even number of blocks of 64 hidden columns; programs with several items; the ring begins anywhere.
-    [((3, 1), 256, 192), ((70, 0, 5), 384, 128), pytest.param(None, 256, 192, marks=pytest.mark.slow)],
-    ids=["odd", "even", "all sizes of tiles"],
+    [((3, 1), 256, 192), pytest.param(None, 384, 128, marks=pytest.mark.slow)],
+    ids=["odd", "even, all sizes of tiles"],
 )
 def test_interpreted_products_match_float64(rows, width, hidden, kind, float8):
     rows = rows or SIZES[kind]

@@ -144,15 +144,16 @@ def sort(index: Tensor) -> router.ExpertTiles:
 
 @pytest.mark.usefixtures("described")
 @pytest.mark.parametrize(
-    ("routing", "dtype"),
+    ("routing", "width", "hidden", "dtype"),
     [
-        ("one-token", torch.float32),
-        ("even", torch.float16),
-        ("one-expert-has-every-row", torch.float32),
-        ("two-experts-have-no-rows", torch.float32),
+        ("one-token", D, F, torch.float32),
+        ("even", D, F, torch.float16),
+        ("even", 80, 144, torch.float16),
+        ("one-expert-has-every-row", 80, 144, torch.float32),
+        ("one-expert-has-every-row", 128, 128, torch.float32),
+        ("two-experts-have-no-rows", 128, 128, torch.float32),
     ],
 )
-@pytest.mark.parametrize(("width", "hidden"), [(D, F), (80, 144), (128, 128)], ids=["72-bytes", "ragged", "exact"])
 def test_products_match_float64_of_the_rounded_operands(routing, width, hidden, dtype, device):
     # Descriptors need rows of a multiple of 16 bytes, which 72 is not. 144 columns are three blocks, for which a
     # program loads four scales: the number must be a power of two.

@@ -38,7 +38,7 @@ def onward(noise, level, next_level):
 
 
 @pytest.mark.parametrize("kind", NOISES)
-@pytest.mark.parametrize("level", [1.0, 0.7])
+@pytest.mark.parametrize("level", [pytest.param(1.0, marks=pytest.mark.slow), 0.7])
 def test_the_exact_posterior_is_the_fixed_point(kind, level):
     """All triples (x, z_s, z_t) with their probabilities: the gradient in the logits of every canvas z_t is zero."""
     noise, share = NOISES[kind], 0.5

@@ -70,7 +70,7 @@ def loss_of_merged_runs(sampler, steps, every):
     return float(loss.detach()), torch.autograd.grad(loss, [model.bias])[0]
 
 
-@pytest.mark.parametrize("every", [3, 2])
+@pytest.mark.parametrize("every", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_exact_posterior_is_the_fixed_point_of_runs_of_one_token_per_step(every):
     loss, gradient = loss_of_merged_runs(FirstHitting(), 3, every)
     assert float(gradient.abs().max()) < 1e-12
