@@ -13,7 +13,7 @@ Commands that train a text model on one GPU, and sample from it:
     python examples/08_train_text.py --start runs/text2/checkpoint --corpus runs/corpus3 --out runs/text3 \\
         --holes 0.6 --minutes 4 --fast
     python examples/08_train_text.py --start runs/text3/checkpoint --corpus runs/corpus3 --out runs/text4 \\
-        --answers --minutes 5 --fast
+        --answers --holes 0.3 --minutes 25 --fast
     python examples/18_samples.py --model runs/text4/checkpoint --out runs/text4/samples.md
 
 With --start, training goes on from a checkpoint with a lower learning rate. Uniform noise, the harder one, then gets
@@ -170,7 +170,7 @@ def report_every(seconds: float) -> Callable[[TrainStep], None]:
 
 def main(args: argparse.Namespace, scratch: Path) -> None:
     if args.device == "cpu" and args.minutes is None and not args.prepare_only:
-        print("Without a GPU this only shows that the script runs: the text model needs about 25 minutes of an H200.")
+        print("Without a GPU this only shows that the script runs: the text model needs about 45 minutes of an H200.")
         print("To train a smaller model on a CPU in a few minutes, use `dgemma train`.", flush=True)
     out = args.out or scratch / "out"
     shape = dgemma.presets.text() if args.corpus else dgemma.presets.tiny()

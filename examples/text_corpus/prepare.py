@@ -118,7 +118,7 @@ TRAIN_TEXTS = {
     "everyday": {1: range(100_000), 2: range(100_000, 140_000), 3: range(140_000, 180_000)},
     "dialogues": {1: range(80_000), 2: range(80_000, 110_000), 3: range(110_000, 140_000)},
 }
-ANSWERS = {"dialogues": range(140_000, 220_000), "everyday": range(180_000, 240_000), "stories": range(60_000, 80_000)}
+ANSWERS = {"dialogues": range(140_000, 940_000), "everyday": range(180_000, 530_000), "stories": range(60_000, 90_000)}
 SEEDS = {"train": 0, "validation": 1, "test": 2}
 NUM_OTHER = {"validation": 50, "test": 200}  # texts of each kind
 COPIES, BOOKS_IN_ANSWERS = 3, 2  # most copies of a book in the training text; copies of each among the answers
