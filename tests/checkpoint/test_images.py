@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import Gemma4Processor, GemmaTokenizer
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
-from dgemma import ByteTokenizer, ImageProcessor, presets
+from dgemma import ByteTokenizer, ImageProcessor, Tokenizer, presets
 from dgemma.checkpoint.images import open_image, take_images
 
 BUDGETS = (70, 140, 280, 560, 1120)
@@ -71,7 +72,8 @@ def test_paths_bytes_data_urls_arrays_and_images_give_the_same_patches(tmp_path)
     image = noise(30, 20)
     (tmp_path / "a.png").write_bytes(saved(image))
     url = "data:image/png;base64," + base64.b64encode(saved(image)).decode()
-    sources = [tmp_path / "a.png", str(tmp_path / "a.png"), saved(image), url, np.asarray(image), image]
+    shouted = url.replace("data:image/png;base64", "DATA:IMAGE/PNG;BASE64")
+    sources = [tmp_path / "a.png", str(tmp_path / "a.png"), saved(image), url, shouted, np.asarray(image), image]
     images = ImageProcessor(max_soft_tokens=70)(sources)
     first, *others = images.patches.split(images.num_patches)
     assert all(torch.equal(first, other) for other in others)
@@ -95,13 +97,13 @@ def test_of_a_photo_with_depth_the_photo_is_read():
     assert open_image(stored).size == (30, 20)
 
 
-def bomb():
-    """A PNG of 100,000 × 100,000 pixels in a hundred bytes."""
+def tiny_png(width, height):
+    """A PNG of a hundred bytes, whose header has any size."""
 
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    header = struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0)
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(9))) + chunk(b"IEND", b"")
 
 
@@ -110,7 +112,12 @@ def test_bad_pictures_get_one_sentence(monkeypatch, tmp_path):
     cases = [
         (b"not a picture", "must be a picture that Pillow can read"),
         (saved(noise(90, 90))[:5000], "must be a picture that Pillow can read"),
-        (bomb(), r"must be a picture that Pillow can read \(.*exceeds limit"),
+        (
+            tiny_png(100_000, 100_000),
+            r"must be .* \(.*exceeds limit.*\)\. Save it as PNG, with at most 67,108,864 pixels",
+        ),
+        (tiny_png(0, 4), "its format is unknown, or it has no pixels"),
+        ("http://example.com/x.png", "got 'http://example.com/x.png'. Download it: other URLs are not fetched."),
         (saved(frames[0], "GIF", save_all=True, append_images=frames[1:]), "must be a still picture, got 'several"),
         (Image.new("F", (4, 4)), "must have 8 bits per channel, got 'mode F'"),
         (Image.new("RGB", (0, 4)), "must have 1 to 67,108,864 pixels, got '0 × 4'"),
@@ -186,3 +193,36 @@ def test_without_pillow_the_sentence_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ImportError, match=r"Images need Pillow. Install it: pip install -e"):
         open_image(b"")
+
+
+def test_the_tokens_of_a_chat_with_images_equal_those_of_transformers(monkeypatch, tmp_path):
+    template = """{{ bos_token }}{% for m in messages %}{{ '<|turn>' + m.role + '\n' }}
+    {%- if m.content is string %}{{ m.content | trim }}{% else %}{% for part in m.content %}
+    {%- if part.type == 'image' %}{{ '\n\n<|image|>\n\n' }}{% else %}{{ part.text | trim }}{% endif %}
+    {%- endfor %}{% endif %}{{ '<turn|>\n' }}{% endfor %}{{ '<|turn>model\n' if add_generation_prompt else '' }}"""
+    names = {"boi": "<|image>", "image": "<|image|>", "eoi": "<image|>"}
+    names |= {"boa": "<|audio>", "audio": "<|audio|>", "eoa": "<audio|>"}
+    markers = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|turn>", "<turn|>", *names.values())
+    vocab = {piece: number for number, piece in enumerate([*markers, *map(chr, range(33, 127)), "▁", "\n"])}
+    pieces = GemmaTokenizer(
+        vocab=vocab, merges=[], extra_special_tokens={f"{name}_token": marker for name, marker in names.items()}
+    )
+    pieces.add_special_tokens({"additional_special_tokens": ["<|turn>", "<turn|>"]})
+    pieces.chat_template = template
+    pieces.save_pretrained(tmp_path)
+    # Its video processor needs torchvision.
+    monkeypatch.setattr(Gemma4Processor, "check_argument_for_proper_class", lambda *_: None)
+    theirs = Gemma4Processor(None, Gemma4ImageProcessorPil(max_soft_tokens=70), pieces, None, chat_template=template)
+    shown = [noise(30, 20), noise(9, 50, seed=1), noise(64, 64, seed=2)]
+    messages = [
+        {"role": "user", "content": [{"type": "image", "image": shown[0]}, {"type": "text", "text": "What is this?"}]},
+        {"role": "model", "content": "A cat."},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "And"}, *({"type": "image", "image": i} for i in shown[1:])],
+        },
+    ]
+    expected = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    images = ImageProcessor(max_soft_tokens=70)(shown)
+    assert Tokenizer.from_pretrained(tmp_path).chat(messages, images=images) == expected["input_ids"][0]
+    assert expected["input_ids"][0].count(vocab["<|image|>"]) == sum(images.num_tokens)

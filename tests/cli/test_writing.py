@@ -251,6 +251,10 @@ def test_images_of_generate_and_chat_are_those_of_the_library(command, tmp_path)
     assert len(answers) == 2
     assert answers[0] == tokenizer.reply(new).answer
     assert first == tokenizer.decode([token for token in new if token != 0])
+    images = dgemma.ImageProcessor.from_pretrained(tmp_path / "model", max_soft_tokens=70)([pixels])
+    prompt = tokenizer.place_images(tokenizer.encode("<|image|>What?"), images)
+    found = json.loads(command("generate", *options, "--image-tokens", "70", "What?").out)
+    assert found["tokens"] == [token for token in write(model, prompt, images=images) if token != 0]
     refused = command("generate", *options, "--image", str(tmp_path / "absent.png"), "What?")
     assert refused.code == 2
     assert "absent.png" in refused.err

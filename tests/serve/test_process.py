@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from PIL import Image
 
 import dgemma
 from view.browser import Browser, find_browser
@@ -256,3 +257,35 @@ def test_the_page_chats_and_shows_the_canvas(server):
         assert list(answer) == ["name", "age"]
         assert all(url.startswith(f"http://127.0.0.1:{server.port}/") for url in browser.requests)
         assert browser.complaints == []
+
+
+@pytest.mark.skipif(find_browser() is None, reason="needs Chromium or Chrome")
+def test_the_page_shows_an_attached_picture_next_to_the_canvas(tmp_path):
+    model, tokenizer = dgemma.DiffusionGemma(dgemma.presets.tiny(vision=True)), dgemma.ByteTokenizer()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    Image.new("RGB", (30, 20), "red").save(tmp_path / "red.png")
+    server = Server(tmp_path, free_port(), "--image-tokens", "70")
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.process.terminate)
+        browser = stack.enter_context(Browser(find_browser()))
+        browser("Page.navigate", url=f"http://127.0.0.1:{server.port}/")
+        browser.wait("document.readyState === 'complete' && document.getElementById('form')")
+        browser.run("""window.shown = 0; new MutationObserver(() => {
+          shown += document.querySelector(".seen > img[src^='data:image/png'] + span .canvas span") ? 1 : 0;
+        }).observe(document.body, {childList: true, subtree: true}); 0""")
+        place = browser("DOM.querySelector", nodeId=browser("DOM.getDocument")["root"]["nodeId"], selector="#image")
+        browser("DOM.setFileInputFiles", nodeId=place["nodeId"], files=[str(tmp_path / "red.png")])
+        browser.wait("document.querySelector('#attached img') !== null")
+        settings = {"tokens": 32, "seed": 3, "steps": 3, "input": "hi"}
+        browser.run(f"for (const [id, value] of Object.entries({settings})) byId(id).value = value")
+        browser.run("byId('form').requestSubmit()")
+        browser.wait("document.querySelector('.counts') !== null")
+        text = browser.run("document.querySelector('.seen').textContent")
+        assert browser.run("[shown > 0, document.querySelector('.seen img').naturalWidth]") == [True, 30]
+        assert browser.complaints == []
+    images = dgemma.ImageProcessor.from_pretrained(tmp_path, max_soft_tokens=70)([tmp_path / "red.png"])
+    turn = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "hi"}]}]
+    prompt = torch.tensor([tokenizer.chat(turn, images=images)])
+    new = dgemma.generate(model, prompt, images=images, seed=[3], max_new_tokens=32, steps=3).new_tokens
+    assert text == tokenizer.reply(new[0]).answer.lstrip()

@@ -169,7 +169,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
         prompt_attention: bool,
     ) -> None:
         self._model, self.config, self.generation = model, model.config, generation
-        self.source, self.takes_images = model.source, model.takes_images
+        self.source, self.takes_images, self.image_tokens = model.source, model.takes_images, model.image_tokens
         four_bit = isinstance(weights.layers[0].expert_gate_up, FourBit)
         forward = Forward(
             model.config, weights, attention, batch_invariant=batch_invariant, prompt_attention=prompt_attention

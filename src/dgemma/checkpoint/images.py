@@ -121,14 +121,17 @@ def open_image(source: "ImageSource", *, most_pixels: int = _MOST_PIXELS) -> "Im
         require(fits, "image array", "be uint8 of shape (H, W, 3)", f"{source.dtype} of shape {source.shape}")
         source = Image.fromarray(source)
     name = f"image {show(source)}" if isinstance(source, str | Path) else "image"
-    problem, fix = f"{name} must be a picture that Pillow can read", "Save it again, or as PNG."
+    problem = f"{name} must be a picture that Pillow can read"
+    fix = f"Save it as PNG, with at most {most_pixels:,} pixels."
     if not isinstance(source, Image.Image):
         data = io.BytesIO(_read(source))
         with explained(problem, fix):
             try:
                 source = Image.open(data, formats=_FORMATS)
             except UnidentifiedImageError:
-                raise ValueError("its format is unknown") from None  # Pillow's message shows an address
+                raise ValueError(
+                    "its format is unknown, or it has no pixels"
+                ) from None  # Pillow's message shows an address
     # The header has the size and the mode, so nothing is decoded before these checks.
     width, height = source.size
     fits = 0 < width * height <= most_pixels
@@ -163,10 +166,10 @@ def processor_of(model: Denoiser) -> ImageProcessor:
     """
     require_vision(model)
     if model.source is not None:
-        return ImageProcessor.from_pretrained(model.source)
+        return ImageProcessor.from_pretrained(model.source, max_soft_tokens=model.image_tokens)
     vision = model.config.vision if isinstance(model.config, ModelConfig) else None
     sizes = {} if vision is None else {name: getattr(vision, name) for name in _SETTINGS[1:]}
-    return ImageProcessor(**sizes)
+    return ImageProcessor(**sizes | ({} if model.image_tokens is None else {"max_soft_tokens": model.image_tokens}))
 
 
 def encode_text(tokenizer: Tokenizer, text: str, images: Images | None) -> list[int]:
@@ -205,13 +208,17 @@ def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, A
     return [mark_all(message) for message in messages], sources
 
 
+def is_data_url(source: str) -> bool:
+    return source[:5].lower() == "data:"
+
+
 def _read(source: str | Path | bytes) -> bytes:
     """Return the bytes of a file, or of a data URL."""
     if isinstance(source, bytes):
         return source
-    if isinstance(source, str) and source.startswith("data:"):
+    if isinstance(source, str) and is_data_url(source):
         head, _, data = source.partition(",")
-        is_base64 = head.startswith("data:image/") and head.endswith(";base64")
+        is_base64 = head.lower().startswith("data:image/") and head.lower().endswith(";base64")
         require(is_base64, "image URL", "begin with data:image/…;base64,", head)
         require(len(data) <= 2 * _MOST_BYTES, "image URL", f"have at most {2 * _MOST_BYTES:,} characters", len(data))
         try:
@@ -219,4 +226,6 @@ def _read(source: str | Path | bytes) -> bytes:
         except binascii.Error as error:
             raise ValueError(f"image URL must hold base64 data, got an error: {error}.") from None
     require(isinstance(source, str | Path), "image", "be a path, bytes, an array or a PIL image", source)
+    is_url = isinstance(source, str) and "://" in source
+    require(not is_url, "image", "be a file or a data URL", source, "Download it: other URLs are not fetched.")
     return read_bytes(source, most=_MOST_BYTES)

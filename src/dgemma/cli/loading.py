@@ -59,6 +59,7 @@ def load_model(arguments: argparse.Namespace, *, dtype: torch.dtype | None = Non
     # For small 16-bit products, torch uses another kernel on some CPUs and warns about it.
     warnings.filterwarnings("ignore", message=".*mkldnn_matmul failed")
     model = DiffusionGemma.from_pretrained(arguments.model, dtype=dtype, device=device).eval()
+    model.image_tokens = getattr(arguments, "image_tokens", None)
     if getattr(arguments, "adapter", None) is not None:
         from dgemma.train import load_lora, merge_lora  # here, because other commands start faster without it
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from dgemma.checkpoint.images import ImageProcessor, encode_text
+from dgemma.checkpoint.images import ImageProcessor, encode_text, is_data_url
 from dgemma.checkpoint.tokenizer import IMAGE_MARKER, Tokenizer
 from dgemma.checks import check_types, require, typed
 from dgemma.data.documents import Document, list_files
@@ -217,7 +217,7 @@ def _crc32(tokens: np.ndarray, sizes: np.ndarray, images: Any) -> int:
 
 
 def _absolute(image: str) -> str:
-    return image if image.startswith("data:") else str(Path(image).absolute())
+    return image if is_data_url(image) else str(Path(image).absolute())
 
 
 def _encode(

@@ -47,6 +47,7 @@ class Denoiser(Generic[CacheT]):
     has_causal_mode: bool = False  # if True, `new_cache` and `causal_logits` are defined
     shares_prefixes: bool = False  # if True, `new_cache` is defined, and caches are `PrefixCache`s
     source: Path | None = None  # the checkpoint folder that it was loaded from
+    image_tokens: int | None = None  # the budget of an image; None: the checkpoint's
     # An engine's own step(state, *, cache, knobs), with the results of `dgemma.step`. If None, a run calls the latter.
     step: Callable[..., tuple[Any, Any]] | None = None
 

@@ -234,6 +234,7 @@ class Worker:
             "allowed": identify(plan.span.allowed),
             "constraint": getattr(self._options.get("constraint"), "pattern", None),
             "canvas_length": plan.canvas_len,
+            **({} if self._model.image_tokens is None else {"image_tokens": self._model.image_tokens}),
             "pad_token_id": plan.pad_token_id,
             "config": _digest(repr(self._model.config).encode()),
             "weights": fingerprint(self._model),

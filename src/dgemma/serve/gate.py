@@ -31,7 +31,7 @@ _PATHS = (
     *("/v1/infill", "/v1/systemone", "/v1/models"),
 )
 # A picture in a body, whose slashes JSON may escape. Short ones count as text: a million would take long to parse.
-_PICTURE = re.compile(rb"data:image\\?/[\w.+-]{1,32};base64,[\w+/=\\-]{1024,}", re.ASCII)
+_PICTURE = re.compile(rb"(?i:data:image\\?/[\w.+-]{1,32};base64,)[\w+/=\\-]{1024,}", re.ASCII)
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

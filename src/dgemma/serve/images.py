@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from dgemma.checkpoint.images import open_image, processor_of
+from dgemma.checkpoint.images import is_data_url, open_image, processor_of
 from dgemma.model.denoiser import Denoiser
 from dgemma.model.vision.images import Images
 from dgemma.serve.errors import ApiError
@@ -37,7 +37,7 @@ def read_images(model: Denoiser, urls: Mapping[str, str], *, may_fetch: bool) ->
         raise _refusal(place, f"must have at most {_MOST_IMAGES} images, got {len(urls)}.")
     processor, found = processor_of(model), []
     for place, url in urls.items():
-        is_data = url.startswith("data:")
+        is_data = is_data_url(url)
         if not (is_data or may_fetch):
             raise _refusal(place, "must be a data URL (data:image/png;base64,…): this server fetches no other URLs.")
         try:  # the library would open a path, so it gets data only

@@ -57,7 +57,8 @@ class Images:
         rule = f"have patches of {config.patch_dim} values and {config.pooling_kernel_size} patches per token side"
         require(fits, "images", rule, sizes, fix)
         longest, most = max(max(grid) for grid in self.grids), config.position_embedding_size
-        require(longest <= most, "images", f"have at most {most} patches per side", longest, "Lower max_soft_tokens.")
+        fix = "Lower max_soft_tokens (--image-tokens)."
+        require(longest <= most, "images", f"have at most {most} patches per side", longest, fix)
 
     def to(self, device: torch.device | str) -> Self:
         return type(self)(self.patches.to(device), self.grids, self.pooling)
