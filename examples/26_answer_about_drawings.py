@@ -204,7 +204,7 @@ def main(args: argparse.Namespace, out: Path) -> None:
 
     loss = CrossEntropy(scored="noised")
     objective = Objective(noise=NOISE, canvas_len=CANVAS, causal_weight=0.0, loss=loss, t_range=(0.3, 1.0))
-    config = TrainConfig(steps=args.steps, batch_size=32, lr=3e-3, warmup=20, precision="weights", seed=args.seed)
+    config = TrainConfig(steps=args.steps, batch_size=16, lr=3e-3, warmup=20, precision="weights", seed=args.seed)
     began = time.perf_counter()
     with ExitStack() as stack:
         if args.fast:
