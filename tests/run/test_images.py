@@ -160,7 +160,7 @@ def pictures(folder):
     return names
 
 
-def test_prompt_files_name_images_and_a_changed_picture_is_another_prompt(model, tmp_path):
+def test_prompt_files_name_images_and_a_changed_picture_is_another_prompt(model, tmp_path, monkeypatch):
     tokenizer, (first, second) = ByteTokenizer(), pictures(tmp_path)
     lines = [
         {"prompt": "What is this?", "images": [first]},
@@ -187,6 +187,10 @@ def test_prompt_files_name_images_and_a_changed_picture_is_another_prompt(model,
             ids = encode_text(tokenizer, line if isinstance(line, str) else line["prompt"], images)
         expected = dgemma.generate(model, torch.tensor([ids]), images=images, seed=result.index, **settings)
         assert torch.equal(result.new_tokens, expected.new_tokens[0])
+    monkeypatch.setattr(model, "image_tokens", 70, raising=False)
+    with pytest.raises(ValueError, match="image_tokens"):
+        next(dgemma.generate_many(model, PromptFile(tmp_path / "prompts.jsonl"), **run))
+    monkeypatch.undo()
     assert len(list(dgemma.generate_many(model, PromptFile(tmp_path / "prompts.jsonl"), **run))) == 4
     Image.new("RGB", (20, 30)).save(second)
     with pytest.raises(ValueError, match="prompt 1 differs"):
