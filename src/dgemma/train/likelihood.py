@@ -10,7 +10,7 @@ that skew the estimate. So canvases with noise are drawn more often, with lower 
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, cast
+from typing import Annotated, cast
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +49,6 @@ def evaluate(
     num_rows: Count | None = None,
     batch_size: Count = 32,
     num_samples: Annotated[int, at_least(1), at_most(_MOST_SAMPLES)] = 8,
-    levels: Literal["stratified", "independent"] = "stratified",
     lowest_level: Annotated[float, SHARE] = 1e-4,
     parametrisation: nelbo.Parametrisation = "mean",
     self_cond: bool = False,
@@ -72,14 +71,13 @@ def evaluate(
     fill. The end of a `truncated` row is unknown: its fill is hidden, so the network sees pure noise there, and only
     the text is scored.
 
-    Each canvas is noised `num_samples` times. `levels` are "stratified", with one level in each of `num_samples`
-    equally likely intervals, or "independent". The noise's schedule is ignored, because the bound does not depend on
-    it. `parametrisation` is the meaning of the logits, see `nelbo.integrand`. `self_cond` adds a first pass per canvas,
-    for self-conditioning. `sampler` adds the exact likelihood of the texts under this sampler at temperature 1, in at
-    most `steps` steps per canvas (None: one per position). It must have a fixed order, and the noise must be mask
-    noise. Each step takes a forward, so this costs as much as generating the texts. `num_bytes`, the size of all scored
-    text, adds bits per byte. The same seed gives the same number for any `batch_size`. `seed` can also be a tensor
-    (R,), with one seed per row.
+    Each canvas is noised `num_samples` times, once in each of as many equally likely intervals of the noise level. The
+    noise's schedule is ignored, because the bound does not depend on it. `parametrisation` is the meaning of the
+    logits, see `nelbo.integrand`. `self_cond` adds a first pass per canvas, for self-conditioning. `sampler` adds the
+    exact likelihood of the texts under this sampler at temperature 1, in at most `steps` steps per canvas (None: one
+    per position). It must have a fixed order, and the noise must be mask noise. Each step takes a forward, so this
+    costs as much as generating the texts. `num_bytes`, the size of all scored text, adds bits per byte. The same seed
+    gives the same number for any `batch_size`. `seed` can also be a tensor (R,), with one seed per row.
 
     Any `Denoiser` works. A `DiffusionGemma` predicts all canvases of a row in one pass, others one at a time. Without
     `causal_logits` a model's causal likelihood is NaN.
@@ -107,7 +105,6 @@ def evaluate(
         model=model,
         noise=replace(noise, schedule=Linear()),  # the integral is over the noise level
         num_samples=num_samples,
-        stratified=levels == "stratified",
         lowest_level=lowest_level,
         parametrisation=parametrisation,
         self_cond=self_cond,
@@ -136,7 +133,6 @@ class _Estimator:
     model: Denoiser
     noise: Noise
     num_samples: int
-    stratified: bool
     lowest_level: float
     parametrisation: nelbo.Parametrisation
     self_cond: bool
@@ -161,8 +157,7 @@ class _Estimator:
         bound = direct = self._cost(canvases, text, seeds, self.num_samples, lowest, nelbo.reconstruction)
         by_level, by_sample = bound.new_zeros(len(seeds), self.num_level_bins), []
         for sample in range(self.num_samples):
-            u = self._draw(canvases, seeds, sample, 1, "time")  # (B, K, 1)
-            u = (sample + u) / self.num_samples if self.stratified else u
+            u = (sample + self._draw(canvases, seeds, sample, 1, "time")) / self.num_samples  # (B, K, 1)
             level, density = _propose_levels(u, self.lowest_level, 0.0 if self.noise.kind == "mask" else _LOW_LEVELS)
             cost = self._cost(canvases, text, seeds, sample, level, nelbo.integrand) / (density * self.num_samples)
             bound = bound + cost
