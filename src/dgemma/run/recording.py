@@ -43,7 +43,7 @@ class Recording:
         written = {} if unwritten is None else list_writes(unwritten, record.state)
         after = record.state if unwritten is None else unwritten
         token_type = torch.int16 if self.plan.noise.vocab_size <= 2**15 else torch.int32
-        top = record.top(self.top) if self.top else None
+        top = record.prediction.top(self.top) if self.top else None
         none = record.entropy.new_empty(*record.canvas.shape, 0)
         columns = {
             "rows": record.rows.int(),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dgemma.checks import short_repr
 from dgemma.diffusion.decision import Decision
-from dgemma.diffusion.prediction import Prediction, Top
+from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.model.cache import Cache
 from dgemma.run.changes import Changes
@@ -52,10 +52,6 @@ class StepRecord:
         decision = Decision(tokens=self.state.canvas, write=self.accepted, renoise=self.renoised)
         law = self.knobs.sampler.law(self.prediction, self.before, decision)
         return torch.where(self.active, law.log_prob, 0.0)
-
-    def top(self, k: int) -> Top:
-        """The k best candidates of every position, computed on demand."""
-        return self.prediction.top(k)
 
 
 class Scores(NamedTuple):
