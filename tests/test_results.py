@@ -111,17 +111,21 @@ def test_times_of_images_are_the_recorded_ones():
     lines = (ROOT / "kernels/benchmarks/results/h200/images.txt").read_text()
     expected = {}
     for size in (1, 8):
-        text, seen, tower, rate = re.search(
-            rf"^batch {size}: text (\S+) ms.* images (\S+)\n.*tower (\S+) ms.*\n.*\n +(\S+) images", lines, re.M
+        text, rest, seen, tower, added, rate = re.search(
+            rf"^batch {size}: text (\S+) ms, without image tokens (\S+), with images (\S+)\n.*tower (\S+) ms.*\n"
+            r".*alone (\S+) ms\n +(\S+) images",
+            lines,
+            re.M,
         ).groups()
+        added = f"{float(added) / size:.2f}"
         their_tower, their_text, their_seen, their_rate, theirs, ours = re.search(
             rf"^transformers, batch {size}: the tower (\S+) ms\n +text (\S+) ms, with images (\S+) ms, (\S+) images"
             r".*\n  beyond the text (\S+) ms per image, ours (\S+) ms",
             lines,
             re.M,
         ).groups()
-        expected[f"dgemma, batch {size}"] = [seen, text, ours, tower, rate]
-        expected[f"transformers, batch {size}"] = [their_seen, their_text, theirs, their_tower, their_rate]
+        expected[f"dgemma, batch {size}"] = [seen, text, ours, rest, added, tower, rate]
+        expected[f"transformers, batch {size}"] = [their_seen, their_text, theirs, "–", "–", their_tower, their_rate]
     assert {row: [*cells.values()] for row, cells in read_table("docs/images.md", "Speed").items()} == expected
 
 
