@@ -69,7 +69,9 @@ class AnswerSource:
     """Rows of several prompts with their answers: a `BatchSource` of one shape, for prompts of all lengths.
 
     Canvases start at fixed places of a row, so the tokens of a prompt end where a canvas starts. The places before it
-    are frozen and belong to a document of their own, which nothing else sees. The prompt is frozen as well.
+    are frozen and belong to a document of their own, which nothing else sees. The prompt is frozen as well. Canvases
+    that are frozen as a whole are not denoised. So at most `num_open` canvases of a row are open, about as many as an
+    average row needs. Of a longer answer, the first canvases are open in one epoch, the last ones in the next.
     """
 
     file: TokenFile
@@ -78,23 +80,34 @@ class AnswerSource:
     batch_size: int
     seed: int = 0
 
+    @property
+    def num_open(self) -> int:
+        return -(-5 * self.num_canvases // 8)
+
     @cached_property
     def _sizes(self) -> np.ndarray:
-        """The number of canvases of each prompt and of its answer, which is cut if it is too long for a row, (2, D)."""
+        """The numbers of canvases of each prompt, of its answer, cut to fit a row, and of the open part, (3, D)."""
         answer_len = np.diff(self.file.starts) - self.file.prompt_len
         prompt, answer = -(-np.stack((self.file.prompt_len, answer_len)) // self.canvas_len)
-        return np.stack((prompt, np.minimum(answer, self.num_canvases - prompt)))
+        answer = np.minimum(answer, self.num_canvases - prompt)
+        return np.stack((prompt, answer, np.minimum(answer, self.num_open)))
 
     @cached_property
     def _rows(self) -> list[list[int]]:
         """The documents of each row. Each document goes to the fullest row that has room for it."""
-        with_room: list[list[list[int]]] = [[] for _ in range(self.num_canvases + 1)]
-        for number, size in enumerate(self._sizes.sum(0).tolist()):
-            room = next((room for room in range(size, self.num_canvases) if with_room[room]), self.num_canvases)
-            row = with_room[room].pop() if room < self.num_canvases else []
+        empty = self.num_canvases, self.num_open
+        rooms = [(room, opened) for room in range(self.num_canvases + 1) for opened in range(self.num_open + 1)]
+        with_room: dict[tuple[int, int], list[list[int]]] = {room: [] for room in rooms}  # the fullest first
+        for number, (prompt, answer, opened) in enumerate(self._sizes.T.tolist()):
+            if opened < 1:  # a prompt without room for an answer
+                continue
+            size = prompt + answer
+            fitting = (room for room in rooms if room[0] >= size and room[1] >= opened and with_room[room])
+            room = next(fitting, empty)
+            row = with_room[room].pop() if with_room[room] else []
             row.append(number)
-            with_room[room - size].append(row)
-        return [row for rows in with_room for row in rows]
+            with_room[room[0] - size, room[1] - opened].append(row)
+        return [row for rows in with_room.values() for row in rows]
 
     @property
     def num_rows(self) -> int:
@@ -108,21 +121,23 @@ class AnswerSource:
 
     def __call__(self, step: int, rows: range) -> TrainBatch:
         row = step * self.batch_size + torch.arange(rows.start, rows.stop)
-        order = permute(row % self.num_rows, self.num_rows, seed=self.seed, epoch=row // self.num_rows)
+        epoch = row // self.num_rows
+        order = permute(row % self.num_rows, self.num_rows, seed=self.seed, epoch=epoch)
         shape = (len(order), 1 + self.stride)
         tokens = np.full(shape, self.file.eos_token_id)
         frozen, fill, documents = np.ones(shape, dtype=bool), np.zeros(shape, dtype=bool), np.zeros(shape, dtype=int)
         lengths = []
-        for at, place in enumerate(order.tolist()):
+        for at, (place, opens_last) in enumerate(zip(order.tolist(), ((order + epoch) % 2).tolist(), strict=True)):
             start, name = 1, 1  # after the first token, which every row has as its context
             for number in self._rows[place]:
-                prompt, answer = self.canvas_len * self._sizes[:, number]
+                prompt, answer, opened = self.canvas_len * self._sizes[:, number]
                 prompt_len = int(self.file.prompt_len[number])
                 text = self.file.document(number)[: prompt_len + answer]
                 first, middle = start + prompt - prompt_len, start + prompt
                 tokens[at, first : first + len(text)] = text
                 documents[at, start:first], documents[at, first : middle + answer] = name, name + 1
-                frozen[at, middle : middle + answer] = False
+                first_open = middle + (answer - opened) * opens_last
+                frozen[at, first_open : first_open + opened] = False
                 fill[at, first + len(text) : middle + answer] = True
                 start, name = middle + answer, name + 2
             lengths.append(start)

@@ -198,19 +198,38 @@ def test_answers_continue_their_prompts(corpus, dialogues):
         assert answer.endswith("<turn|>")
 
 
-def test_the_canvases_of_an_answer_begin_where_its_prompt_ends(tmp_path, chat_tokenizer):
+@pytest.fixture
+def answer_source(tmp_path, chat_tokenizer):
+    """Make an `AnswerSource` of pairs of prompts and answers."""
     from dgemma.data.text import Document, TokenFile
 
     spec = importlib.util.spec_from_file_location("train_text", PATH.parents[1] / "08_train_text.py")
     example = importlib.util.module_from_spec(spec)
     sys.modules["train_text"] = example  # dataclasses look their module up
     spec.loader.exec_module(example)
+
+    def make(pairs, **sizes):
+        file = TokenFile.write((Document(answer, prompt) for prompt, answer in pairs), chat_tokenizer, tmp_path)
+        return example.AnswerSource(file=file, num_canvases=8, **sizes)
+
+    return make
+
+
+def test_a_row_has_at_most_five_open_canvases_and_two_epochs_open_a_whole_answer(answer_source):
+    source = answer_source([("What is 1?", " It is 1, and 1, and 1." * 9)], canvas_len=4, batch_size=1)
+    first, last = (set((~source(step, range(1)).frozen[0]).nonzero().flatten().tolist()) for step in range(2))
+    assert len(first) == len(last) == 5 * 4
+    assert sorted(first | last) == list(range(min(first), 33))
+    assert (min(first) - 1) % 4 == 0
+
+
+def test_the_canvases_of_an_answer_begin_where_its_prompt_ends(answer_source, chat_tokenizer):
     pairs = [(f"What is {n} and 1?" * (1 + n % 3), f" It is {n + 1}.") for n in range(30)]
-    file = TokenFile.write((Document(answer, prompt) for prompt, answer in pairs), chat_tokenizer, tmp_path)
-    source = example.AnswerSource(file=file, canvas_len=16, num_canvases=8, batch_size=4)
+    source = answer_source(pairs, canvas_len=16, batch_size=4)
     seen = []
     for step in range(-(-source.num_rows // 4)):
         batch = source(step, range(4))
+        assert ((~batch.frozen).sum(1) <= 5 * 16).all()
         for row in range(min(4, source.num_rows - 4 * step)):
             opened = (~batch.frozen[row]).nonzero().flatten().tolist()
             starts = [

@@ -42,7 +42,9 @@ def test_spans_follow_the_lengths_and_are_not_read_from_the_device():
         torch.tensor([False, True, True])
     )
     assert (with_text.spans, with_text.text.tolist(), len(with_text.images)) == (((2, 8), (3, 7)), [1, 2], 2)
-    assert batch.to("meta").spans == batch.spans  # meta tensors have no values to read
+    frozen = replace(batch, frozen=torch.ones_like(batch.tokens, dtype=torch.bool)).to("meta")
+    assert (frozen.spans, frozen.host_frozen.all()) == (batch.spans, True)  # meta tensors have no values to read
+    assert replace(frozen, frozen=frozen.frozen.clone()).host_frozen is None
 
 
 def test_a_rows_seed_depends_on_run_step_and_row_alone():

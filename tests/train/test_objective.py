@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from dgemma.diffusion import nelbo
 from dgemma.diffusion.schedule import ClippedLinear, OneMinusCosine
 from dgemma.train import Bound, CrossEntropy, LeaveOneOut, Loss, RowMean, TrainBatch, one_pass
 from dgemma.train.objective import Objective
+from dgemma_kernels import accelerate_training
 
 VOCAB, CANVAS_LEN, EOS, MASK = 40, 6, 1, 4
 CONFIG = dgemma.presets.tiny().replace(
@@ -598,3 +600,25 @@ def test_rows_without_an_answer_add_nothing_to_a_step_that_has_one(model, canvas
 
 def _without(logits: Tensor, token: int) -> Tensor:
     return logits.masked_fill(torch.arange(VOCAB) == token, -torch.inf)
+
+
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_canvases_that_are_frozen_as_a_whole_are_not_denoised(calls, accelerated):
+    torch.manual_seed(2)
+    model = DiffusionGemma(CONFIG, dtype=torch.float64)
+    frozen = torch.zeros(3, 20, dtype=torch.bool)
+    frozen[0, 3:9] = frozen[0, 15:] = frozen[2] = True  # a first canvas, a last one without its fill, and a whole row
+    lengths = {"prompt_len": torch.tensor([3, 0, 2]), "length": torch.tensor([20, 6, 20])}
+    batch = replace(BATCH, frozen=frozen, documents=(torch.arange(20) > 11).long().expand(3, -1), **lengths)
+    whole = replace(batch)
+    object.__setattr__(whole, "host_frozen", None)  # as if the batch were made on a GPU: all canvases are denoised
+    loss, found = make(canvases="all", holes_prob=0.5, masks=MaskNoise(VOCAB, mask_token_id=MASK)), []
+    with accelerate_training(model) if accelerated else nullcontext():
+        for rows in (batch, whole):
+            terms = loss(model, rows, seeds=SEEDS)
+            found.append((terms, torch.autograd.grad(loss.reduce(terms), list(model.parameters()))))
+    assert [call["z"].shape[1] for call in calls] == [2, 2, 3, 3]
+    (terms, gradients), (expected, expected_gradients) = found
+    assert terms.counts["decoder"].tolist() == expected.counts["decoder"].tolist()
+    torch.testing.assert_close((terms.sums, gradients), (expected.sums, expected_gradients), rtol=1e-11, atol=1e-13)
+    assert loss.total_counts(batch, SEEDS) == loss.total_counts(whole, SEEDS)

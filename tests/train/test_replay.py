@@ -48,19 +48,22 @@ def test_a_shape_is_captured_when_it_comes_for_the_third_time(monkeypatch):
 
 
 def test_texts_of_other_lengths_share_a_graph_if_their_sizes_are_equal():
-    def rows(prompt_len, length):
+    def rows(prompt_len, length, closed):
+        frozen = torch.zeros(2, 49, dtype=torch.bool)
+        frozen[closed] = True  # a whole canvas, which is not denoised
         documents = (torch.arange(49) >= 20).long().expand(2, -1)
         tokens = torch.randint(5, 512, (2, 49))
-        return TrainBatch(
-            tokens=tokens, prompt_len=torch.tensor(prompt_len), length=torch.tensor(length), documents=documents
-        )
+        lengths = {"prompt_len": torch.tensor(prompt_len), "length": torch.tensor(length)}
+        return TrainBatch(tokens=tokens, documents=documents, frozen=frozen, **lengths)
 
-    captured, new = rows([1, 3], [49, 30]), rows([7, 1], [33, 49])
-    assert sizes_of(captured, 16) == sizes_of(new, 16) != sizes_of(rows([1, 2], [49, 49]), 16)
+    captured, new = rows([1, 3], [49, 30], (0, slice(17, 33))), rows([7, 1], [33, 49], (1, slice(1, 17)))
+    assert sizes_of(captured, 16) == sizes_of(new, 16) != sizes_of(rows([1, 2], [49, 49], (0, slice(17, 33))), 16)
+    assert sizes_of(captured, 16).num_open == 2 != sizes_of(rows([1, 3], [49, 30], (0, 17)), 16).num_open
     model = dgemma.DiffusionGemma(dgemma.presets.tiny())
     objective = Objective(noise=dgemma.UniformNoise(512), canvas_len=16, canvases="all")
     alone = objective(model, new, seeds=torch.arange(2))
-    object.__setattr__(new, "spans", captured.spans)  # as in a replay, which sees the numbers of the captured batch
+    for name in ("spans", "host_frozen"):  # as in a replay, which sees the numbers of the captured batch
+        object.__setattr__(new, name, getattr(captured, name))
     replayed = objective(model, new, seeds=torch.arange(2))
     for name, sums in alone.sums.items():
         assert torch.equal(replayed.sums[name], sums)

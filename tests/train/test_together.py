@@ -37,11 +37,13 @@ def adapted_model(dtype=torch.float64, *, quantized=False, **config_changes):
 def rows(*, packed=False):
     generator = torch.Generator().manual_seed(3)
     documents = (torch.arange(60) >= 30).long().expand(2, -1) if packed else None
+    frozen = (torch.arange(60) < 40).expand(2, -1) if packed else None  # whole canvases, which are not denoised
     return TrainBatch(
         tokens=torch.randint(5, 512, (2, 60), generator=generator),
         prompt_len=torch.tensor([24, 20]),
         length=torch.tensor([60, 48]),
         documents=documents,
+        frozen=frozen,
     )
 
 

@@ -3,9 +3,10 @@
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,6 +42,8 @@ class TrainBatch:
     images: tuple[Images | None, ...] | None = None  # of each row, in the order of their tokens
     # (prompt_len, length) of each row on the host: shapes follow from them without waiting for a device.
     spans: tuple[tuple[int, int], ...] | None = None
+    # `frozen` on the host, for the same reason; None if the batch was made on a device.
+    host_frozen: np.ndarray | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         tokens, fix = self.tokens, "Give one value per row or per token."
@@ -56,7 +59,10 @@ class TrainBatch:
         fits = self.images is None or len(self.images) == len(tokens)
         require_field(fits, self, "images", f"have one entry per row, {len(tokens)}")
         # `replace(batch, length=...)` passes the spans of the old batch. So on a CPU, spans are always computed again.
-        if self.spans is None or (type(self.length) is Tensor and self.length.device.type == "cpu"):
+        on_host = type(self.length) is Tensor and self.length.device.type == "cpu"
+        if on_host and self.frozen is not None:
+            object.__setattr__(self, "host_frozen", self.frozen.numpy())
+        if self.spans is None or on_host:
             spans = tuple(zip(self.prompt_len.tolist(), self.length.tolist(), strict=True))
             object.__setattr__(self, "spans", spans)
         assert self.spans is not None
@@ -92,10 +98,13 @@ class TrainBatch:
         images = self.images and tuple(
             None if row is None else replace(row, patches=transform(row.patches)) for row in self.images
         )
-        return replace(self, **self._map_tensors(transform), images=images)
+        batch = replace(self, **self._map_tensors(transform), images=images)
+        if batch.host_frozen is None:  # it is on a device now
+            object.__setattr__(batch, "host_frozen", self.host_frozen)
+        return batch
 
     def _map_tensors(self, transform: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: transform(value) for name, value in values.items() if isinstance(value, Tensor)}
 
 

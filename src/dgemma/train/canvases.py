@@ -59,6 +59,7 @@ class CanvasSizes(NamedTuple):
 
     num_tokens: int  # with the fill
     num_canvases: int  # of the row with most
+    num_open: int  # canvases that are not frozen as a whole, of the row with most
     prefix_len: int
     aligned: bool
     longest: int  # tokens of the longest row, without the fill
@@ -71,9 +72,14 @@ def sizes_of(batch: TrainBatch, canvas_len: int) -> CanvasSizes:
     blocks = {(prompt, max(0, -((prompt - length) // canvas_len))) for prompt, length in spans}
     most = max(1, *(count for _, count in blocks))
     last_starts = {prompt + (count - 1) * canvas_len for prompt, count in blocks if count > 0}
+    num_tokens, num_open = max(1, *(prompt + count * canvas_len for prompt, count in blocks)), most
+    if batch.host_frozen is not None and most > 1:
+        frozen, span = _fit(torch.from_numpy(batch.host_frozen), num_tokens, False), torch.tensor(batch.spans)
+        num_open = max(1, int(_find_open(frozen, span[:, 0], span[:, 1], most, canvas_len).sum(1).max()))
     return CanvasSizes(
-        num_tokens=max(1, *(prompt + count * canvas_len for prompt, count in blocks)),
+        num_tokens=num_tokens,
         num_canvases=most,
+        num_open=num_open,
         prefix_len=max(last_starts, default=0),
         aligned=most == 1 and len(last_starts) == 1 and all(count > 0 for _, count in blocks),
         longest=max(length for _, length in spans),
@@ -92,17 +98,20 @@ def cut_canvases(
 ) -> Canvases:
     """Cut the answers of a batch into canvases.
 
-    choose: (B,) in [0, 1), picks one canvas per row; None takes all. truncated: the fill after a truncated answer is
-    "scored" or "unscored", or the whole row is "rejected". causal_scope: the causal term scores the "sequence", only
-    the "answer", or nothing (None). causal_fill: whether it also scores the fill.
+    choose: (B,) in [0, 1), picks one canvas per row; None takes all that are not frozen as a whole. truncated: the fill
+    after a truncated answer is "scored" or "unscored", or the whole row is "rejected". causal_scope: the causal term
+    scores the "sequence", only the "answer", or nothing (None). causal_fill: whether it also scores the fill.
     """
     sizes, device = sizes_of(batch, canvas_len), batch.tokens.device
     text = _fill_rows(batch, sizes.num_tokens, fill_token)
     num_canvases, is_used, scored_end = _find_answers(batch, canvas_len, truncated)
-    if choose is None:
-        index = torch.arange(sizes.num_canvases, device=device).expand(batch.batch_size, -1)
-    else:
+    index = torch.arange(sizes.num_open, device=device).expand(batch.batch_size, -1)
+    if choose is not None:
         index = torch.minimum((choose * num_canvases).long(), (num_canvases - 1).clamp(min=0))[:, None]
+    elif sizes.num_open < sizes.num_canvases:
+        opened = _find_open(text.frozen, batch.prompt_len, batch.length, sizes.num_canvases, canvas_len)
+        # A row with fewer open canvases gets canvases after its last one, of which nothing is scored.
+        index = (opened.cumsum(1)[:, None] <= index[..., None]).sum(-1)
     starts = batch.prompt_len[:, None] + index * canvas_len
     position = starts[..., None] + torch.arange(canvas_len, device=device)  # (B, K, C)
     inside = position.clamp(max=sizes.num_tokens - 1)
@@ -134,6 +143,13 @@ def cut_canvases(
         causal_len=causal_scored.shape[1],
         aligned=sizes.aligned,
     )
+
+
+def _find_open(frozen: Tensor, prompt_len: Tensor, length: Tensor, num_canvases: int, canvas_len: int) -> Tensor:
+    """Return which canvases of each row have a token that is not frozen, (B, num_canvases) bool."""
+    edges = prompt_len[:, None] + torch.arange(num_canvases + 1, device=frozen.device) * canvas_len
+    before = F.pad((~frozen).cumsum(1), (1, 0)).gather(1, edges.clamp(max=frozen.shape[1]))
+    return (before.diff(dim=1) > 0) & (edges[:, :-1] < length[:, None])
 
 
 class _Text(NamedTuple):

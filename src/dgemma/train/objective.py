@@ -101,7 +101,7 @@ class Objective:
     noise: Noise
     canvas_len: Count
     fill_token: int = 1  # end-of-text, after the end of an answer
-    # Per row: "one" canvas, drawn uniformly among those with text, or "all", in one pass.
+    # Per row: "one" canvas, drawn uniformly among those with text, or "all" that have unfrozen tokens, in one pass.
     canvases: Literal["one", "all"] = "one"
     t_range: tuple[float, float] = (1e-4, 1 - 1e-4)  # range of the time t, drawn uniformly per canvas
     # To train one network for two noises: each canvas gets `masks` instead of `noise` with probability `masks_prob`.
