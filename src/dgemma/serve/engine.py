@@ -141,7 +141,8 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive()
+        # A thread that refused all requests takes a moment to end.
+        return not self._stopping and self._thread.is_alive()
 
     @property
     def status(self) -> str:
@@ -206,7 +207,7 @@ class Engine:
 
     def _append(self, item: Any, queue: deque[Any]) -> None:
         with self._changed:
-            if self._stopping or not self.is_alive:
+            if not self.is_alive:
                 raise shut_down()
             if len(self._queue) + len(self._calls) >= self.max_queue:
                 self._make_room(item.client)
