@@ -1,4 +1,4 @@
-"""The parts of the experts' benchmarks that run without a GPU: parity before timing, and the sweep of tiles."""
+"""The parts of the benchmarks that run without a GPU: parity before timing, the sweep of tiles, the calls compared."""
 
 import importlib
 import sys
@@ -78,3 +78,17 @@ def test_a_sweep_times_every_tile_and_prints_the_best_correct_pair(bench, monkey
     assert report.lines[-1]["name"] == "both 8: 16 rows, 64x64 w4 s2 and 64x64 w4 s2"
     assert "BEST at 8: 9000.0 us per layer" in printed
     assert tables == configs.EXPERTS["fp8"]
+
+
+def test_a_call_is_compared_with_the_median_of_its_shape(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    workloads = importlib.import_module("workloads")
+    monkeypatch.setattr(workloads, "draw_tokens", lambda *shape: torch.zeros(shape, dtype=torch.int64))
+    seconds = iter([1.0] * 8 + [1.6])  # the last call of some shape is slow
+    monkeypatch.setattr(workloads, "seconds_of", lambda call: next(seconds))
+    results = workloads.Results(bandwidth=0.0)
+    workloads.time_calls(results, None, num_calls=11)  # three shapes, three times each
+    (calls,) = results.parts["calls"]
+    assert [calls[name] for name in ("calls", "shapes", "above_1_5", "slowest_ratio")] == [9, 3, 1, 1.6]
+    assert results.parts["slowest"][0]["ms"] == [1000.0, 1000.0, 1600.0]
+    assert next(seconds, None) is None
