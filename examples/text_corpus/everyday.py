@@ -1,14 +1,13 @@
-"""Write everyday prose by rule: scenes, letters, plans, habits, recipes, directions, facts.
+"""Write everyday prose by rule: whole texts, scenes, letters, recipes, directions, facts.
 
     python examples/text_corpus/everyday.py --count 3 --seed 7 --kind letter
 
-A text has one scene (a kitchen, a train, a school). The phrases are in the files `everyday_*.toml`. They use the marks
-of `stories.py`, and these:
+Some texts have a scene (a kitchen, a train, a school). The phrases are in the files `everyday_*.toml`. They use the
+marks of `stories.py`, and these:
 
 - `[h]` is the hero as the subject of a sentence: a name, or a pronoun where it is clear; `[h.name]` is the name.
 - `[h.was]`, `[h.has]`, `[h:want]`: a verb that agrees with the hero, who may be "I" or "we".
-- `[do]` is something that one does in this scene: `[do.past]`, `[do.ing]` and `[do.third]` inflect its first
-  word, and `[do.now]` is the present that agrees with the hero.
+- `[hobby]` is something that one does: `[hobby.past]`, `[hobby.ing]` and `[hobby.third]` inflect its first word.
 - `[dish.plural]` is the plural. `[dish*]` is another word each time, and none is remembered.
 
 More than half of the texts come from `everyday_at_home.toml`, `everyday_in_town.toml` and `everyday_in_short.toml`.
@@ -99,16 +98,10 @@ class Scene(Story):
         if isinstance(value, Person):
             text = self._mention(value, attribute, verb)
         elif isinstance(value, str):
-            text = self._inflect(value, attribute) if attribute else value
+            text = _INFLECT[attribute](value) if attribute else value
         else:
             text = self.expand(value[int(attribute or 0)])
         return text[0].upper() + text[1:] if name[0].isupper() else text
-
-    def _inflect(self, phrase: str, form: str) -> str:
-        """Return a form of a verb or noun; "now" is the present that agrees with the hero."""
-        if form != "now":
-            return _INFLECT[form](phrase)
-        return phrase if self.slots["h"].person in _SPEAKERS else _third(phrase)
 
     def _mention(self, person: Person, attribute: str, verb: str) -> str:
         if verb:
@@ -127,7 +120,7 @@ class Scene(Story):
 
     def _look_up(self, name: str) -> Any:
         word, number, star = _NUMBERED.fullmatch(name).groups()  # type: ignore[union-attr]
-        of = self.words["do"] if word == "do" else self.words.get("words", {}).get(word) or phrases["words"][word]
+        of = self.words.get("words", {}).get(word) or phrases["words"][word]
         value = self._choose(of.split(", ") if isinstance(of, str) else of)
         if not star:
             self.slots[word + number] = value
@@ -216,8 +209,6 @@ def narrative(scene: Scene) -> None:
     scene.meet("h", "me me name name name we")
     _other(scene)
     events = _in_order(scene, "events", scene.rng.randint(2, 5))
-    if scene.rng.random() < 0.25:
-        events.insert(scene.rng.randint(1, len(events)), scene.pick(phrases["asides"]))
     start = scene.pick(scene.words["open"])
     if scene.rng.random() < 0.4:
         start += " " + events.pop(0)
@@ -231,9 +222,9 @@ def narrative(scene: Scene) -> None:
         scene.tell(scene.pick(scene.words["end"] if scene.rng.random() < 0.7 else phrases["ends"]))
 
 
-def telling(scene: Scene) -> None:
+def telling(scene: Scene, sources: tuple[str, ...] = ("at_home", "in_town", "in_short")) -> None:
     """Tell a text that was written as a whole, so that each sentence follows from the last; or a few short ones."""
-    source = scene.rng.choice(("at_home", "in_town", "in_short"))
+    source = scene.rng.choice(sources)
     for _ in range(scene.rng.randint(1, 3) if source == "in_short" else 1):
         chosen = scene.pick(phrases[source])
         scene.words = {**scene.words, "words": chosen.get("words", {})}
@@ -242,31 +233,6 @@ def telling(scene: Scene) -> None:
         scene.meet("h", chosen.get("hero", "me me name name name"))
         _other(scene)
         scene.tell(chosen["text"])
-
-
-def errands(scene: Scene) -> None:
-    """String together what somebody did, with times, reasons and feelings."""
-    scene.meet("h", "me name name mine")
-    _other(scene)
-    frames = [scene.pick(phrases["did"]) for _ in range(scene.rng.randint(3, 6))]
-    scene.tell(" ".join(frames[:3]))
-    scene.tell(" ".join(frames[3:]))
-    if scene.rng.random() < 0.4:
-        scene.tell(scene.pick(phrases["ends"]))
-
-
-def habits(scene: Scene) -> None:
-    """Describe what somebody usually does, in the present."""
-    scene.meet("h", "me name name mine we")
-    _other(scene)
-    scene.tell(" ".join(scene.pick(phrases["habits"]) for _ in range(scene.rng.randint(3, 6))))
-
-
-def plan(scene: Scene) -> None:
-    """Say what somebody will do."""
-    scene.meet("h", "me we name")
-    _other(scene)
-    scene.tell(" ".join(scene.pick(phrases["plans"]) for _ in range(scene.rng.randint(3, 5))))
 
 
 def letter(scene: Scene) -> None:
@@ -289,23 +255,13 @@ def diary(scene: Scene) -> None:
     _other(scene)
     scene.tell(scene.pick(phrases["dates"]))
     scene.tell(" ".join((scene.pick(scene.words["open"]), *_in_order(scene, "events", scene.rng.randint(2, 4)))))
-    scene.tell(scene.pick(phrases["did"]) + " " + scene.pick(phrases["diary_ends"]))
-
-
-def conversation(scene: Scene) -> None:
-    """Let two people talk, with what they say in quotes."""
-    scene.meet("h", "name name me")
-    _other(scene)
-    scene.tell(scene.pick(phrases["talk_starts"]))
-    for _ in range(scene.rng.randint(1, 2)):
-        scene.tell(scene.pick(scene.words["talk"]))
-    scene.tell(scene.pick(phrases["talks"]))
-    scene.tell(scene.pick(phrases["talk_ends"]))
+    scene.tell(scene.pick(phrases["diary_ends"]))
 
 
 def recipe(scene: Scene) -> None:
     """Explain how a dish is made, from one of the recipes."""
     chosen = scene.pick(phrases["recipes"])
+    scene.words = chosen
     scene.set(meal=[chosen["name"]], needs=[chosen["needs"]])
     scene.tell(scene.pick(phrases["recipe_starts"]))
     steps = []
@@ -313,7 +269,7 @@ def recipe(scene: Scene) -> None:
         text = scene.expand(("{First|To begin with}, " if number == 0 else scene.rng.choice(phrases["links"])) + step)
         steps.append(f"{text[0].upper()}{text[1:]}.")
     scene.tell(" ".join(steps))
-    scene.tell(scene.pick(phrases["recipe_ends"]))
+    scene.tell(scene.pick(chosen["ends"]))
 
 
 def directions(scene: Scene) -> None:
@@ -339,67 +295,29 @@ def forecast(scene: Scene) -> None:
     scene.tell(" ".join((scene.pick(phrases["forecast_starts"]), *forecasts)))
 
 
-def opinion(scene: Scene) -> None:
-    """Give somebody's opinion, with reasons."""
-    scene.meet("h", "me name")
-    _other(scene)
-    scene.set(likes=phrases["likes"])
-    scene.tell(" ".join(scene.pick(phrases["opinions"]) for _ in range(scene.rng.randint(2, 4))))
-
-
-def sentences(scene: Scene) -> None:
-    """Write plain sentences about one scene, each of which stands alone."""
-    scene.meet("h", "name me mine")
-    _other(scene)
-    pool = ("did", "did", "plain", "habits", "plans", "plain")
-    chosen = []
-    for _ in range(scene.rng.randint(4, 7)):
-        scene.clear.clear()
-        chosen.append(scene.expand(scene.pick(phrases[scene.rng.choice(pool)])))
-    scene.text.append(" ".join(chosen))
-
-
-def _vary(scene: Scene, template: str) -> str:
-    """Give some sentences a beginning ("After a while, ...") and some an end (", although it was raining")."""
-    start = re.match(r"\[[HFG](?=[.\]])|(The|A|An|There|It|They|Then)\b", template)
-    if start and scene.rng.random() < 0.12:
-        template = f"{scene.pick(phrases['leads'])}, {template[0].lower() if start[1] else '['}" + (
-            template[1:] if start[1] else template[1].lower() + template[2:]
-        )
-    if re.search(r"[\w}\]]\.$", template) and not template.endswith(('."', '?"', '}."')) and scene.rng.random() < 0.06:
-        template = template[:-1] + scene.pick(phrases["tails"]) + "."
-    return template
-
-
 def _other(scene: Scene) -> None:
     scene.meet("f", "name kin kin friend")
     scene.meet("g", "role")
 
 
 def _in_order(scene: Scene, name: str, count: int) -> list[str]:
-    """Choose templates that are close to each other in a list, keep their order, and vary them."""
+    """Choose templates that are close to each other in a list, and keep their order."""
     choices = scene.words[name]
     width = min(count + 1, len(choices))  # one of them is left out
     start = scene.rng.randint(0, len(choices) - width)
     chosen = sorted(scene.rng.sample(range(start, start + width), min(count, width)))
-    return [_vary(scene, choices[at]) for at in chosen]
+    return [choices[at] for at in chosen]
 
 
 KINDS: dict[str, tuple[Callable[[Scene], None], int]] = {  # with how often each is written
-    "telling": (telling, 90),
-    "narrative": (narrative, 16),
-    "errands": (errands, 2),
-    "habits": (habits, 3),
-    "plan": (plan, 3),
+    "telling": (telling, 100),
+    "narrative": (narrative, 12),
     "letter": (letter, 6),
-    "diary": (diary, 4),
-    "conversation": (conversation, 6),
-    "recipe": (recipe, 5),
+    "diary": (diary, 3),
+    "recipe": (recipe, 6),
     "directions": (directions, 4),
-    "facts": (facts, 6),
+    "facts": (facts, 8),
     "forecast": (forecast, 3),
-    "opinion": (opinion, 4),
-    "sentences": (sentences, 1),
 }
 
 
