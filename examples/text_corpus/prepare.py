@@ -7,7 +7,8 @@
 Stories, everyday prose and dialogues are written by rule. In the first text they are the larger part. The second, with
 which training goes on, has more of the books, and single sentences from WordNet. The third has the same books in short
 passages, so that a text may begin with any sentence. It also has answers.jsonl: prompts with their answers, one per
-turn of a dialogue, and beginnings of texts and of passages with their continuations. No two stages share a text.
+turn of a dialogue, and beginnings of texts and of passages with their continuations. A fifth of their tokens are of
+books. No two stages share a text.
 
 The first stage also trains the tokenizer, with the markers of turns and tools and with chat_template.jinja.
 
@@ -118,10 +119,10 @@ TRAIN_TEXTS = {
     "everyday": {1: range(100_000), 2: range(100_000, 140_000), 3: range(140_000, 180_000)},
     "dialogues": {1: range(80_000), 2: range(80_000, 110_000), 3: range(110_000, 140_000)},
 }
-ANSWERS = {"dialogues": range(140_000, 940_000), "everyday": range(180_000, 530_000), "stories": range(60_000, 90_000)}
+ANSWERS = {"dialogues": range(140_000, 590_000), "everyday": range(180_000, 580_000), "stories": range(60_000, 120_000)}
 SEEDS = {"train": 0, "validation": 1, "test": 2}
 NUM_OTHER = {"validation": 50, "test": 200}  # texts of each kind
-COPIES, BOOKS_IN_ANSWERS = 3, 2  # most copies of a book in the training text; copies of each among the answers
+COPIES, BOOKS_IN_ANSWERS = 3, 4  # most copies of a book in the training text; copies of each among the answers
 BEGINNING = (2, 24)  # words of a text whose continuation is an answer
 LONGEST_PROMPT = 900  # characters, about three canvases
 # Of the published vocabulary, in its order: tools, their calls and results, quotes in calls, turns.

