@@ -117,6 +117,21 @@ def test_a_grammar_is_expanded_to_its_depth():
 
 
 @pytest.mark.parametrize(
+    ("constraint", "accepted"),
+    [
+        (lambda: dgemma.Grammar('start: "a.b+"i', TOKENIZER), ["a.b+", "A.B+"]),
+        (lambda: dgemma.Grammar("start: A A\nA: /(?P<name>a)/", TOKENIZER), ["aa"]),
+        (lambda: dgemma.JsonSchema({"items": {"pattern": "^(?<name>a)$"}}, TOKENIZER), ['["a","a"]']),
+        (lambda: dgemma.JsonSchema({"prefixItems": [{"title": "any"}, {"const": (1,)}]}, TOKENIZER), ['["a",[1]]']),
+    ],
+    ids=["literal", "repeated-terminal", "repeated-pattern", "annotated"],
+)
+def test_only_texts_of_the_source_are_accepted(constraint, accepted):
+    built = constraint()
+    assert [text for text in ("a.b+", "A.B+", "axb+", "aa", '["a","a"]', '["a",[1]]') if fits(built, text)] == accepted
+
+
+@pytest.mark.parametrize(
     ("grammar", "rule"),
     [
         ('start: "a" b\nb: "(" b ")"', "'b', 'start'"),
@@ -159,6 +174,8 @@ def test_a_recorded_run_is_replayed_with_its_constraint(tmp_path):
     ("make", "message"),
     [
         (lambda: dgemma.Regex("a(", TOKENIZER).automaton, "must be a regular expression"),
+        (lambda: dgemma.Regex("a)(b", TOKENIZER).automaton, "must open each bracket that it closes"),
+        (lambda: dgemma.Grammar("%declare A\nstart: A", TOKENIZER), r"the terminals that it declares, got \['A'\]"),
         (lambda: dgemma.Regex("[a&&b]", TOKENIZER).automaton, "it matches no text"),
         (lambda: dgemma.JsonSchema({"not": {}}, TOKENIZER), "got 'not'"),
         (lambda: dgemma.JsonSchema({"type": "integer", "minimum": 3, "maximum": 2}, TOKENIZER), "no value fits"),
@@ -270,7 +287,7 @@ def test_long_repetitions_are_built_at_once_even_if_the_text_could_begin_inside_
 
 
 def test_anchors_are_refused():
-    for pattern in ("^a", "a$|b", r"\Aa", r"(?:a|b\z)"):
+    for pattern in ("^a", "a$|b", r"\Aa", r"(?:a|b\z)", r"(?-u:\b)a", r"(?-u:\B)a"):
         with pytest.raises(ValueError, match="must have no anchors"):
             dgemma.Regex(pattern, TOKENIZER).automaton  # noqa: B018
     for fine in (r"\^", "[$]", "[^a]", r"\\A", "[]^]"):
@@ -282,8 +299,9 @@ def test_anchors_are_refused():
     [
         ({"type": "string", "pattern": 5}, "must be a JSON schema, got .*'int' object has no attribute"),
         ({"enum": 5}, "must be a JSON schema"),
-        ({"type": "integer", "minimum": float("inf")}, "must have whole numbers as bounds"),
-        ({"type": "integer", "minimum": float("nan")}, "must have whole numbers as bounds"),
+        ({"type": "integer", "minimum": 0.5}, "must have whole numbers as bounds"),
+        ({"const": float("nan")}, "NaN is no number of JSON"),
+        ({"items": {"$ref": "#name"}, "$defs": {"a": {"$anchor": "name", "const": 1}}}, "refer only to parts"),
         ({"type": "integer", "minimum": "5"}, "must be a JSON schema"),
         ({"type": "object", "properties": ["a"]}, "must be a JSON schema"),
         (
@@ -294,7 +312,7 @@ def test_anchors_are_refused():
             "must expand to at most 10000000 characters of patterns",
         ),
     ],
-    ids=["pattern", "enum", "infinite", "nan", "text", "list", "references"],
+    ids=["pattern", "enum", "half", "nan", "anchor", "text", "list", "references"],
 )
 def test_malformed_and_exploding_schemas_are_refused(schema, message):
     with pytest.raises(ValueError, match=message):

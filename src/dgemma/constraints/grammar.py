@@ -39,10 +39,12 @@ def _pattern(grammar: str, depth: int, lark: Any) -> str:
         raise ValueError(f"Grammar.grammar must be in Lark's notation, got an error: {reason}") from None
     ignored, fix = parser.ignore_tokens, "Write white space into the rules."
     require(not ignored, "Grammar.grammar", "not use %ignore", ignored, fix)
-    terminals = {terminal.name: _terminal(terminal) for terminal in parser.terminals}
+    terminals = {terminal.name: f"(?:{terminal.pattern.to_regexp()})" for terminal in parser.terminals}
     rules: dict[str, list[list[Any]]] = {}
     for rule in parser.rules:
         rules.setdefault(rule.origin.name, []).append(list(rule.expansion))
+        absent = [symbol.name for symbol in rule.expansion if symbol.is_term and symbol.name not in terminals]
+        require(not absent, "Grammar.grammar", "define the terminals that it declares", absent)
     endless, fix = _endless_rules(rules), "Give each an alternative that does not lead back to it."
     require(not endless, "Grammar.grammar", "have rules whose texts can end", endless, fix)
     pattern = _expand("start", rules, terminals, depth, (), Size("Grammar.grammar"))
@@ -104,9 +106,3 @@ def _expand(
                 return base
             return f"(?:{base}(?:{more})*)" if at == 0 else f"(?:(?:{more})*{base})"
     return either([sequence(symbols) for symbols in expansions])
-
-
-def _terminal(terminal: Any) -> str:
-    flags = "".join(sorted(set(terminal.pattern.flags) & set("imsx")))
-    written = terminal.pattern.to_regexp() if not flags else f"(?{flags}:{terminal.pattern.value})"
-    return f"(?:{written})"

@@ -6,11 +6,12 @@ Each is translated into a regular expression. outlines-core turns it into an aut
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from dgemma.checks import require, show
 from dgemma.constraints.build import build_automaton
@@ -23,8 +24,10 @@ from dgemma.constraints.token_automaton import TokenAutomaton, marker, plain_byt
 from dgemma.constraints.token_text import marker_id, token_texts
 from dgemma.printing import install_command
 
-# Escapes, sets and single characters. A set that is not closed is one part too; else a search would start at each "[".
-_PATTERN_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\\?\Z)|.", re.DOTALL)
+# Escapes, sets, beginnings of named groups, and single characters. A set that is not closed is one part too; else a
+# search would start at each "[".
+_PATTERN_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\\?\Z)|\(\?P?<\w+>|.", re.DOTALL)
+_ANCHORS = frozenset({"^", "$", r"\A", r"\z", r"\b", r"\B", r"\<", r"\>"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,15 +67,19 @@ class Regex:
         name = type(self).__name__
         if importlib.util.find_spec("outlines_core") is None:
             raise ImportError(f"Constraints need outlines-core. Install it with: {install_command('constraints')}")
-        if {"^", "$", r"\A", r"\z"} & set(_PATTERN_PARTS.findall(self.pattern)):
-            fix = "A pattern always covers the whole text."
-            require(False, f"{name}.pattern", "have no anchors such as ^ and $", self.pattern, fix)
+        parts = _PATTERN_PARTS.findall(self.pattern)
+        fix = "A pattern always covers the whole text."
+        require(_ANCHORS.isdisjoint(parts), f"{name}.pattern", "have no anchors such as ^ and \\b", self.pattern, fix)
+        depths = itertools.accumulate((part[0] == "(") - (part == ")") for part in parts)
+        require(min(depths, default=0) >= 0, f"{name}.pattern", "open each bracket that it closes", self.pattern)
+        # Names of groups have no meaning here, and the pattern of a schema or a grammar can repeat one.
+        pattern = "".join("(" if part.startswith("(") else part for part in parts)
         texts = [None if text is None else plain_bytes(text) for text in token_texts(self.tokenizer)]
         for token in {ord(char) - ord(marker(0)) for char in self.pattern}:
             if 0 <= token < len(texts):
                 texts[token] = marker(token).encode()
         try:
-            return build_automaton(self.pattern, texts, name)
+            return build_automaton(pattern, texts, name)
         except NoText as error:
             raise ValueError(f"{name} must accept a text, got {show(self._source)}: {error}.") from None
         except BadPattern as error:
@@ -172,15 +179,18 @@ def _read_schema(schema: Any) -> Any:
         return schema.model_json_schema()
     if isinstance(schema, type) and dataclasses.is_dataclass(schema):
         return importlib.import_module("pydantic").TypeAdapter(schema).json_schema()
-    if isinstance(schema, str):
-        try:
-            with refuse_deep("JsonSchema.schema"):
-                return json.loads(schema)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"JsonSchema.schema must be JSON, got {show(schema)}: {error}.") from None
     rule = "be a dictionary, JSON text, a pydantic model or a dataclass"
-    require(isinstance(schema, Mapping | bool), "JsonSchema.schema", rule, schema)
-    return schema
+    require(isinstance(schema, str | Mapping | bool), "JsonSchema.schema", rule, schema)
+    with refuse_deep("JsonSchema.schema"):
+        try:
+            text = schema if isinstance(schema, str) else json.dumps(schema)  # Python's values may be no JSON
+            return json.loads(text, parse_constant=_refuse_constant)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"JsonSchema.schema must be JSON, got {show(schema)}: {error}.") from None
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def _describe_tool(tool: Any) -> Mapping[str, Any]:

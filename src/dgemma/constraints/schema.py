@@ -69,12 +69,12 @@ class _Compiler:
         return pattern
 
     def _value(self, schema: Schema, where: str, refs: tuple[str, ...]) -> str | None:
-        if schema is True or schema == {}:
-            return self._anything()
         if schema is False:
             return None
-        if not isinstance(schema, Mapping):
+        if schema is not True and not isinstance(schema, Mapping):
             _refuse("hold schemas", schema, where)
+        if schema is True or schema.keys() <= _ANNOTATIONS:
+            return self._anything()
         combiner = next((name for name in _COMBINERS if name in schema), None)
         if combiner is not None:
             rest = {"type"} if combiner in ("const", "enum") else set()
@@ -96,7 +96,7 @@ class _Compiler:
     def _ref(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
         name = schema["$ref"]
         target = self._target(name)
-        if not str(name).startswith("#") or target is None:
+        if target is None:
             _refuse("refer only to parts of itself (#/...)", {"$ref": name}, where)
         if refs.count(name) >= self.notation.depth:
             return None
@@ -153,8 +153,9 @@ class _Compiler:
 
     def _target(self, name: Any) -> Schema | None:
         """The part of the schema that a reference names, None if there is none."""
-        target = self.root
-        for part in str(name).split("/")[1:]:
+        first, *parts = str(name).split("/")
+        target = self.root if first == "#" else None
+        for part in parts:
             part = part.replace("~1", "/").replace("~0", "~")
             target = target.get(part) if isinstance(target, Mapping) else None
         return target
