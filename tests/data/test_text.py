@@ -362,7 +362,7 @@ def test_a_source_refuses_rows_beyond_its_batch(tmp_path):
 
 
 def write_chat(path, *turns, **more):
-    messages = [{"role": role, "content": content} for role, content in turns]
+    messages = [dict(zip(("role", "content", "tool_calls"), turn, strict=False)) for turn in turns]
     path.write_text(json.dumps({"messages": messages, **more}) + "\n")
 
 
@@ -398,8 +398,9 @@ def test_a_chat_gives_a_document_per_turn_of_the_model(tmp_path):
         ([("user", "hi"), ("bot", "ho")], {}, "chat.jsonl:1 turn 2 must have a role of assistant"),
         ([("user", 3), ("assistant", "ho")], {}, 'chat.jsonl:1 turn 1 must have a text as "content", got 3'),
         ([("user", "hi"), ("assistant", "ho")], {"tools": "all"}, 'chat.jsonl:1 "tools" must be a list'),
+        ([("user", "hi"), ("assistant", 3, [{}])], {}, 'chat.jsonl:1 turn 2 must have a text as "content", got 3'),
     ],
-    ids=["no-answer", "no-question", "role", "content", "tools"],
+    ids=["no-answer", "no-question", "role", "content", "tools", "call"],
 )
 def test_a_chat_that_does_not_fit_is_named_by_its_line(tmp_path, turns, more, message):
     write_chat(tmp_path / "chat.jsonl", *turns, **more)

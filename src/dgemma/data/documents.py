@@ -163,8 +163,9 @@ def _read_chat(item: Mapping[str, Any], place: str) -> Iterator[Document]:
     for number, turn in enumerate(turns, start=1):
         owner, role, content = f"{place} turn {number}", turn.get("role"), turn.get("content")
         require(role in _ROLES, owner, f"have a role of {', '.join(_ROLES)}", turn)
-        may_be_other = bool(turn.get("tool_calls")) if role in _OWN_ROLES else isinstance(content, list)
-        require(isinstance(content, str) or may_be_other, owner, 'have a text as "content"', content)
+        is_call = role in _OWN_ROLES and content is None and bool(turn.get("tool_calls"))
+        has_parts = role not in _OWN_ROLES and isinstance(content, list)
+        require(isinstance(content, str) or is_call or has_parts, owner, 'have a text as "content"', content)
     require(isinstance(tools, list | None), f'{place} "tools"', "be a list", tools)
     own = [number for number, turn in enumerate(turns) if turn["role"] in _OWN_ROLES]
     is_reply = bool(own) and own[0] > 0
