@@ -268,7 +268,9 @@ def test_reply_reads_tool_calls(tokenizer):
     assert (second.name, second.arguments) == ("now", {})
 
 
-@pytest.mark.parametrize("body", ["call:find{city:", "find", "call:find{[}", "call:find{3}"])
+@pytest.mark.parametrize(
+    "body", ["call:find{city:", "find", "call:find{[}", "call:find{3}", "call:find{a:" + 9999 * "["]
+)
 def test_a_malformed_tool_call_keeps_its_text(tokenizer, body):
     (call,) = tokenizer.reply(f"<|tool_call>{body}<tool_call|>").tool_calls
     assert (call.name, call.arguments, call.text) == ("find", None, body)
@@ -473,6 +475,7 @@ def test_byte_chat_has_the_published_form():
     [
         ([{"role": "tool", "content": "3"}], {}, "role must be user or assistant"),
         ("Hi", {"tools": [{"name": "find"}]}, "tools must be None"),
+        ([{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}], {}, "content must be a text, or a list"),
     ],
 )
 def test_byte_chat_refuses_what_it_cannot_write(messages, options, message):

@@ -418,7 +418,15 @@ def test_an_unreachable_hub_is_one_error(monkeypatch):
         resolve("someone/some-model")
 
 
-@pytest.mark.parametrize("name", ["missing", "/missing/folder", "a/b/c", "../x", "http://host/x", Path("a/b")])
+@pytest.mark.parametrize("size", ["5TB", "-1GB", "²GB"])
+def test_a_shard_of_no_known_size_is_refused(tmp_path, size):
+    with pytest.raises(ValueError, match="max_shard_size must be a number of bytes, or a text such as '5GB'"):
+        random_model().save_pretrained(tmp_path, max_shard_size=size)
+
+
+@pytest.mark.parametrize(
+    "name", ["missing", "/missing/folder", "a/b/c", "../x", "~ghost", "http://host/x", Path("a/b")]
+)
 def test_a_name_that_is_neither_folder_nor_hub_id_is_refused(name):
     with pytest.raises(FileNotFoundError, match="neither a folder nor a hub id"):
         resolve(name)

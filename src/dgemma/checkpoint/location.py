@@ -1,5 +1,6 @@
 """Places of checkpoints: folders, checkpoints that ship with dgemma, and ids of the Hugging Face hub."""
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ _FIX = "Pass a checkpoint folder or owner/name."
 
 def resolve(path_or_repo: str | Path, files: Sequence[str] = CHECKPOINT_FILES) -> Path:
     """Return the folder of a checkpoint: a local one, an asset "dgemma/NAME", or `files` downloaded from a hub id."""
-    folder = Path(path_or_repo).expanduser()
+    folder = Path(os.path.expanduser(path_or_repo))  # unlike Path.expanduser, it keeps the name of an unknown user
     if str(path_or_repo) and folder.is_dir():
         if not (folder / "config.json").is_file() and (folder / "final" / "config.json").is_file():
             raise FileNotFoundError(f"{folder} is the folder of a training run. Use its result, {folder / 'final'}.")

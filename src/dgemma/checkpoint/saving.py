@@ -107,7 +107,7 @@ def _pack(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
 def _num_bytes(size: int | str) -> int:
     number, unit = (size[:-2], size[-2:].upper()) if isinstance(size, str) else (str(as_int(size)), "")
     factor = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}.get(unit, 0)
-    limit = int(number) * factor if number.strip().isdigit() else 0
+    limit = int(number) * factor if number.strip().isdecimal() else 0
     require(limit > 0, "save_pretrained max_shard_size", "be a number of bytes, or a text such as '5GB'", size)
     return limit
 

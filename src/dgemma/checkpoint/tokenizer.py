@@ -9,7 +9,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dgemma.checkpoint.location import resolve, stored_folder
 from dgemma.checks import as_int, as_lists, require, typed
-from dgemma.files import new_files, read_bytes, write_bytes, write_json, writing
+from dgemma.files import new_files, parse_json, read_bytes, write_bytes, write_json, writing
 from dgemma.model.config import read_published
 from dgemma.model.vision.images import Images
 from dgemma.printing import one_line, printable
@@ -592,7 +592,8 @@ def _without_thought(message: Message) -> dict[str, Any]:
 def _plain_text(content: Any) -> str:
     """Return a message's content as text. A list of parts is joined, with a marker for every image."""
     if isinstance(content, list | tuple) and all(isinstance(part, Mapping) for part in content):
-        content = "".join(IMAGE_MARKER if part.get("type") == "image" else str(part.get("text")) for part in content)
+        texts = [IMAGE_MARKER if part.get("type") == "image" else part.get("text") for part in content]
+        content = "".join(texts) if all(isinstance(text, str) for text in texts) else content
     require(isinstance(content, str), "ByteTokenizer.chat content", "be a text, or a list of parts", content)
     return content
 
@@ -613,8 +614,7 @@ def _parse_tool_call(text: str) -> ToolCall:
         else:
             piece = re.sub(r"([{,]\s*)([\w.-]+)(\s*:)", r'\1"\2"\3', piece)
             pieces[index] = re.sub(r"\bNone\b", "null", piece)  # the published template writes null as None
-    try:
-        arguments = json.loads("".join(pieces))
-    except ValueError:
-        arguments = None
-    return ToolCall(name=name.strip(), arguments=arguments if isinstance(arguments, dict) else None, text=text)
+    arguments = None
+    with suppress(ValueError):
+        arguments = parse_json("".join(pieces), "a tool call")
+    return ToolCall(name=name.strip(), arguments=arguments, text=text)

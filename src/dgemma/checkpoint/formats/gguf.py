@@ -3,6 +3,7 @@
 Types whose values are code · scale + bias keep their codes. The others are dequantised by the `gguf` package.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -62,7 +63,7 @@ _FREQUENCIES = "rope_freqs.weight"  # read into the config, not into a weight
 
 def find_gguf(path: str | Path) -> Path | None:
     """Return the GGUF file that a path names: a file, or the only one in a folder without safetensors; else None."""
-    path = Path(path).expanduser()
+    path = Path(os.path.expanduser(path))
     if path.suffix == ".gguf":
         return path
     if not path.is_dir() or any(path.glob("*.safetensors")):
