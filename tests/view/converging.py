@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dgemma
+from dgemma.data import sudoku
 from dgemma.model.cache import PrefixCache
 
 TEXT = (
@@ -106,3 +107,24 @@ def writer_of(text: str, tokenizer: dgemma.Tokenizer, canvas_len: int) -> tuple[
     ids = tokenizer.encode(text, bos=False)
     ids += [tokenizer.eos_token_id] * (-len(ids) % canvas_len)
     return Converging(torch.tensor(ids), canvas_len, vocab_size=tokenizer.vocab_size), ids
+
+
+def record_board(**options: Any) -> tuple[dgemma.Generation, str]:
+    """Return a recorded run that writes a Sudoku of which the first four cells are frozen, and its 81 digits."""
+    digits = [(3 * (y % 3) + y // 3 + x) % 9 + 1 for y in range(9) for x in range(9)]
+    canvas = sudoku.canvas_tokens([digits])
+    frozen = torch.arange(81)[None] < 4
+    out = dgemma.generate(
+        Converging(canvas[0], sudoku.NUM_CELLS, vocab_size=sudoku.VOCAB_SIZE),
+        sudoku.prompt_tokens(torch.tensor([digits]) * frozen + 4 * (torch.arange(81) == 9)),
+        canvas=torch.where(frozen, canvas, -1),
+        frozen=frozen,
+        noise=sudoku.sudoku_noise("mask"),
+        sampler=dgemma.EntropyBound(bound=0.5),
+        temperature=1.0,
+        allowed=list(sudoku.DIGIT_TOKENS),
+        max_new_tokens=81,
+        record=True,
+        **options,
+    )
+    return out, "".join(map(str, digits))

@@ -13,7 +13,7 @@ import dgemma
 from dgemma.printing import progress_bar
 from dgemma.view.screen import Ink, Screen, Wrap
 from dgemma.view.terminal import BoardView, LiveView
-from view.converging import Words, writer_of
+from view.converging import Words, record_board, writer_of
 
 TEXT = "Sense is found in noise, a little at a time, wherever the model is sure."
 _ESCAPE = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])")
@@ -105,17 +105,23 @@ def run(view, text=TEXT, tokenizer=None, canvas_len=40, on_step=None, **options)
         return dgemma.generate(model, prompt, on_step=on_step or view, **(chosen | options))
 
 
+def watched(view, read):
+    """Return a callback that draws a step, and the list of what `read` finds after every step."""
+    seen = []
+
+    def look(record):
+        view(record)
+        seen.append(read(record))
+
+    return look, seen
+
+
 @pytest.mark.parametrize("columns", [120, 40])
 def test_text_settles_in_place_at_any_width(monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     screen = Terminal(columns)
     view = LiveView(dgemma.ByteTokenizer(), file=screen, leave=True, prefix="Q: ")
-    seen = []
-
-    def look(record):
-        view(record)
-        seen.append(screen.screen)
-
+    look, seen = watched(view, lambda record: screen.screen)
     run(view, on_step=look)
     text, _, status = screen.screen.rpartition("\n\n")
     assert " ".join(text.split()) == "Q: " + TEXT
@@ -130,13 +136,9 @@ def test_text_settles_in_place_at_any_width(monkeypatch, columns):
 
 
 def test_nothing_is_shown_after_a_decided_stop_token():
-    screen, seen = Terminal(), []
+    screen = Terminal()
     view = LiveView(dgemma.ByteTokenizer(), file=screen)
-
-    def look(record):
-        view(record)
-        seen.append(screen.screen.partition("\n")[0])
-
+    look, seen = watched(view, lambda record: screen.screen.partition("\n")[0])
     run(view, "The text ends here.<eos> What follows is not returned.", on_step=look)
     assert seen[-1] == "The text ends here."
 
@@ -168,12 +170,7 @@ def test_no_color_removes_colours_and_still_distinguishes_decided_tokens_and_gue
     monkeypatch.setenv("NO_COLOR", "1")
     screen = Terminal()
     view = LiveView(dgemma.ByteTokenizer(), file=screen, leave=True)
-    seen = []
-
-    def look(record):
-        view(record)
-        seen.append((screen.screen.partition("\n")[0], int(record.accepted.sum())))
-
+    look, seen = watched(view, lambda record: (screen.screen.partition("\n")[0], int(record.accepted.sum())))
     process = dgemma.UniformNoise(384) if noise == "uniform" else dgemma.MaskNoise(384)
     run(view, on_step=look, noise=process, sampler=dgemma.EntropyBound(bound=0.5, greedy=True))
     assert screen.styles <= {"0", "1", "2"}
@@ -190,12 +187,7 @@ def test_noise_has_the_width_of_an_average_token_and_does_not_move_the_prompt(mo
     tokenizer, screen = Words(words), Terminal(40)
     text = "".join(words[7 * i % 200] for i in range(32))
     view = LiveView(tokenizer, file=screen, prefix="A prompt that ends near the line's end")
-    seen = []
-
-    def look(record):
-        view(record)
-        seen.append(screen.screen.rpartition("\n\n")[0].split("\n"))
-
+    look, seen = watched(view, lambda record: screen.screen.rpartition("\n\n")[0].split("\n"))
     run(view, text, tokenizer, canvas_len=32, on_step=look, steps=12)
     assert {lines[0] for lines in seen} == {"A prompt that ends near the line's end"}
     assert max(map(len, seen)) - min(map(len, seen)) <= 2
@@ -268,12 +260,8 @@ def test_only_the_chosen_row_is_shown_and_finished_blocks_can_be_hidden():
 def test_only_the_holes_of_a_text_are_counted(tail):
     tokenizer, screen = dgemma.ByteTokenizer(), Terminal()
     model, ids = writer_of(TEXT, tokenizer, 40)
-    view, seen = LiveView(tokenizer, file=screen, keep_blocks=False), []
-
-    def look(record):
-        view(record)
-        seen.append(screen.screen.rpartition("\n")[2])
-
+    view = LiveView(tokenizer, file=screen, keep_blocks=False)
+    look, seen = watched(view, lambda record: screen.screen.rpartition("\n")[2])
     # A text of 60 with canvases of 40: each hole has a canvas, and the second contains the end of the text.
     options = {"sampler": dgemma.EntropyBound(bound=0.5), "steps": 3, "stop": None, "tail_token_id": tail}
     with view:
@@ -287,12 +275,8 @@ def test_only_the_holes_of_a_text_are_counted(tail):
 def test_an_edit_counts_only_its_own_steps():
     tokenizer, screen = dgemma.ByteTokenizer(), Terminal()
     model, ids = writer_of(TEXT, tokenizer, 40)
-    view, seen = LiveView(tokenizer, file=screen, keep_blocks=False), []
-
-    def look(record):
-        view(record)
-        seen.append(re.search(r"step (\d+/\d+)", screen.screen)[1])
-
+    view = LiveView(tokenizer, file=screen, keep_blocks=False)
+    look, seen = watched(view, lambda record: re.search(r"step (\d+/\d+)", screen.screen)[1])
     with view:
         dgemma.edit(model, torch.tensor([ids[:40]]), noise_level=0.3, steps=10, stop=None, on_step=look)
     assert seen == ["1/3", "2/3", "3/3"]
@@ -357,32 +341,13 @@ def test_every_frame_keeps_all_words_within_the_columns():
         assert max(map(len, lines)) <= 13
 
 
-def test_a_board_shows_clues_guesses_and_blanks():
-    solution = [(3 * (y % 3) + y // 3 + x) % 9 + 1 for y in range(9) for x in range(9)]
-    tokenizer = dgemma.ByteTokenizer()
+def test_a_board_shows_clues_and_digits_in_their_places():
     screen = Terminal()
-    first = tokenizer.token_id("0")
-    view = BoardView(file=screen, leave=True, digits=lambda tokens: torch.where(tokens < first, 0, tokens - first) % 10)
-    canvas = torch.full((1, 81), -1)
-    canvas[0, :40] = torch.tensor(solution[:40]) + first
-    seen = []
-
-    def look(record):
-        view(record)
-        seen.append(screen.screen)
-
-    run(
-        view,
-        "".join(map(str, solution)),
-        canvas_len=81,
-        on_step=look,
-        canvas=canvas,
-        frozen=canvas >= 0,
-        allowed=[first + d for d in range(1, 10)],
-    )
+    with BoardView(file=screen, leave=True) as view:
+        _, solution = record_board(on_step=view)
     board = screen.screen.split("\n")
     assert board[1] == "│ 1 2 3 │ 4 5 6 │ 7 8 9 │"
-    assert [int(d) for line in board for d in line if d.isdigit() and "│" in line] == solution
+    assert "".join(d for line in board for d in line if d.isdigit() and "│" in line) == solution
     assert len(board) == 14
     assert "1" in screen.styles
 

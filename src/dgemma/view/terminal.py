@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Self, TextIO
 
 import torch
@@ -211,20 +211,12 @@ class LiveView(View):
         block, step, num_steps, done, entropy, num_awaited, num_decided, positions = self._canvas
         if done:
             num_new = len(self._finished) + len(positions) if self.keep_blocks else self._num_filled + num_awaited
-            speed = num_new / self.num_forwards
-            long, short, shortest = (
-                f"{speed:.1f} {unit}" for unit in ("tokens per forward", "tokens/forward", "tok/fwd")
-            )
+            found = f"{num_new / self.num_forwards:.1f} tokens per forward"
         else:
-            long = short = f"{num_decided} of {num_awaited} accepted"
-            shortest = f"{num_decided}/{num_awaited}"
-        forms = (
-            f"block {block + 1} · step {step}/{num_steps} · mean entropy {entropy:.2f} nats · {long}",
-            f"block {block + 1} · step {step}/{num_steps} · entropy {entropy:.2f} · {short}",
-            f"step {step}/{num_steps} · {short}",
-            f"{step}/{num_steps} · {shortest}",
-        )
-        return next((form for form in forms if len(form) <= columns), forms[-1])
+            found = f"{num_decided} of {num_awaited} accepted"
+        short = f"step {step}/{num_steps} · {found}"
+        long = f"block {block + 1} · step {step}/{num_steps} · mean entropy {entropy:.2f} nats · {found}"
+        return next((form for form in (long, short) if len(form) <= columns), found)
 
     def _commit(self, tokens: list[int]) -> None:
         if self.keep_blocks:
@@ -260,9 +252,8 @@ class LiveView(View):
 class BoardView(View):
     """Live Sudoku board: clues bold, digits coloured by confidence, · for cells without a confident guess.
 
-    The first 81 positions of the canvas are the cells. `digits` turns canvas tokens (81,) into digits, with 0 for a
-    blank cell. By default it reads the tokens of `dgemma.data.sudoku`. Clues are the frozen cells, or `givens` (81,) if
-    only the prompt has them.
+    The first 81 positions of the canvas are the cells, in the tokens of `dgemma.data.sudoku`. Clues are the frozen
+    cells, or `givens` (81,) if only the prompt has them.
 
     Example: `with BoardView() as view: generate(model, prompt, on_step=view, ...)`.
     """
@@ -270,18 +261,12 @@ class BoardView(View):
     def __init__(
         self,
         *,
-        digits: Callable[[Tensor], Tensor] | None = None,
         givens: Sequence[int] | Tensor | None = None,
         row: int = 0,
         file: TextIO | None = None,
         leave: bool = False,
     ) -> None:
         super().__init__(row=row, file=file, leave=leave)
-        if digits is None:
-            from dgemma.data.sudoku import canvas_digits
-
-            digits = canvas_digits
-        self._digits = digits
         self._givens = None if givens is None else torch.as_tensor(givens).tolist()
 
     @property
@@ -290,10 +275,12 @@ class BoardView(View):
         return self.screen.live and self.screen.columns >= len(board.LINES[0]) and self.screen.lines > len(board.LINES)
 
     def draw(self) -> list[list[Ink]]:
+        from dgemma.data.sudoku import canvas_digits  # not needed for texts
+
         if self._canvas is None:
             return []
         cells = self._canvas.positions[: board.NUM_CELLS]
-        digits = self._digits(torch.tensor([cell.token for cell in cells])).tolist()
+        digits = canvas_digits(torch.tensor([cell.token for cell in cells])).tolist()
         lines = [[Ink(character, FAINT) for character in line] for line in board.LINES]
         for cell in range(board.NUM_CELLS):
             line, column = board.place_of(cell)
