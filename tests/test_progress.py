@@ -38,6 +38,12 @@ def test_piped_output_is_plain_and_quiet_shows_nothing(monkeypatch):
     assert work(monkeypatch, Terminal(), show=False) == ""
 
 
+def test_a_process_without_standard_error_shows_nothing(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    with progress_bar(desc="denoising", unit="step", show=True) as bar:
+        assert bar.disable
+
+
 def test_a_notebook_shows_the_bar(monkeypatch):
     monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
     assert "denoising" in work(monkeypatch, io.StringIO())

@@ -61,7 +61,8 @@ def progress_bar(*, desc: str, unit: str, show: bool, total: int | None = None) 
     """
     from tqdm.auto import tqdm
 
-    is_visible = sys.stderr.isatty() or "ipykernel" in sys.modules
+    # Without standard error, as in a service, sys.stderr is None.
+    is_visible = "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
     return tqdm(desc=desc, unit=unit, total=total, delay=2.0, leave=False, disable=not (show and is_visible))
 
 

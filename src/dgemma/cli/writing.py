@@ -339,7 +339,7 @@ def run_sudoku(arguments: argparse.Namespace) -> int:
         runs.append(completion.generation)
     output.write_pictures(arguments, Board(), *(run.recorded for run in runs))
     is_right, num_steps = bool(completion.solved[0]), int(completion.steps[0])
-    (puzzle,), (answer,) = sudoku.to_text(puzzles), sudoku.to_text(completion.grids.cpu().numpy().astype(puzzles.dtype))
+    (puzzle,), (answer,) = sudoku.to_text(puzzles), sudoku.to_text(completion.grids)
     if arguments.json:
         result = {"puzzle": puzzle, "solution": answer, "right": is_right, "steps": num_steps, "attempts": len(runs)}
         output.print_json(result)

@@ -102,13 +102,12 @@ class _Compiler:
             return None
         return self.value(target, name, (*refs, name))
 
-    def _const(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
-        return self._enum({**schema, "enum": [schema["const"]]}, where, refs)
-
     def _enum(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
         types = _types_of(schema) if "type" in schema else tuple(_KEYWORDS)
-        fitting = [value for value in schema["enum"] if types is None or _kind_of(value) & set(types)]
+        fitting = [value for value in _values_of(schema) or () if types is None or _kind_of(value) & set(types)]
         return either([self._literal(value) for value in fitting])
+
+    _const = _enum
 
     def _anyof(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
         return either([self.value(one, f"{where}/anyOf/{i}", refs) for i, one in enumerate(schema["anyOf"])])

@@ -179,6 +179,6 @@ def parse(text: str | list[str] | tuple[str, ...]) -> Digits:
     return (np.frombuffer(joined, dtype=np.uint8) - ord("0")).astype(np.int8).reshape(-1, 81)
 
 
-def to_text(digits: NDArray[Any]) -> list[str]:
+def to_text(digits: Any) -> list[str]:
     """Return 81 characters per puzzle of digits (N, 81), 0 for a blank."""
     return ["".join(map(str, row)) for row in read_board("to_text digits", digits).tolist()]
