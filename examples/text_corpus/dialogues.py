@@ -224,9 +224,9 @@ def tale(scene: Scene, dialogue: Dialogue) -> None:
 def writing(scene: Scene, dialogue: Dialogue) -> None:
     """Ask for a text of the everyday kinds: a recipe, a letter, a forecast, facts."""
     kind = scene.pick(list(phrases["write"]))
-    text = everyday.Scene(scene.rng, words=scene.rng.choice(everyday.phrases["scenes"]))
+    text = everyday.Scene(scene.rng)
     everyday.KINDS[kind][0](text)
-    scene.slots |= {name: text.slots[name] for name in ("meal", "to") if name in text.slots}
+    scene.slots |= {name: text.expand(text.slots[name]) for name in ("meal", "to", "about") if name in text.slots}
     dialogue.ask(scene.expand(scene.pick(phrases["write"][kind])), "\n\n".join(text.text))
 
 

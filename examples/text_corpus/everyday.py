@@ -1,16 +1,15 @@
-"""Write everyday prose by rule: whole texts, scenes, letters, recipes, directions, facts.
+"""Write everyday prose by rule: whole texts, letters, recipes, directions, facts.
 
     python examples/text_corpus/everyday.py --count 3 --seed 7 --kind letter
 
-Some texts have a scene (a kitchen, a train, a school). The phrases are in the files `everyday_*.toml`. They use the
-marks of `stories.py`, and these:
+The phrases are in the files `everyday_*.toml`. They use the marks of `stories.py`, and these:
 
 - `[h]` is the hero as the subject of a sentence: a name, or a pronoun where it is clear; `[h.name]` is the name.
 - `[h.was]`, `[h.has]`, `[h:want]`: a verb that agrees with the hero, who may be "I" or "we".
 - `[hobby]` is something that one does: `[hobby.past]`, `[hobby.ing]` and `[hobby.third]` inflect its first word.
 - `[dish.plural]` is the plural. `[dish*]` is another word each time, and none is remembered.
 
-More than half of the texts come from `everyday_at_home.toml`, `everyday_in_town.toml` and `everyday_in_short.toml`.
+Most of the texts come from `everyday_at_home.toml`, `everyday_in_town.toml` and `everyday_in_short.toml`.
 Each entry there is a whole text, so its sentences follow from each other. `hero` says who the hero may be. `words` are
 chosen once per text; where one has parts, separated by semicolons, `[trouble.1]` is the second part.
 """
@@ -28,7 +27,7 @@ from typing import Any
 from stories import Story
 
 phrases: dict[str, Any] = {}
-for _name in ("words", "phrases", "scenes", "facts", "at_home", "in_town", "in_short"):
+for _name in ("words", "phrases", "facts", "at_home", "in_town", "in_short"):
     phrases |= tomllib.loads(Path(__file__).with_name(f"everyday_{_name}.toml").read_text("utf-8"))
 _NUMBERED = re.compile(r"(.*?)([0-9]*)(\*?)")
 _SAID_I = re.compile(r"\b(said|asked|answered|thought) (I|we)\b(?! )")
@@ -63,7 +62,7 @@ class Person:
 
 @dataclass
 class Scene(Story):
-    """A text in progress, with the words of its scene; the words of all scenes complete them."""
+    """A text in progress, with its own words; the words of all texts complete them."""
 
     words: dict[str, Any] = field(default_factory=dict)
     clear: dict[str, Person] = field(default_factory=dict)  # whom "he" and "she" mean at this point
@@ -204,24 +203,6 @@ def _doubling() -> frozenset[str]:
     return frozenset(phrases["doubling"].split())
 
 
-def narrative(scene: Scene) -> None:
-    """Tell what happened: a beginning, events in order, perhaps words that were said, and an end."""
-    scene.meet("h", "me me name name name we")
-    _other(scene)
-    events = _in_order(scene, "events", scene.rng.randint(2, 5))
-    start = scene.pick(scene.words["open"])
-    if scene.rng.random() < 0.4:
-        start += " " + events.pop(0)
-    scene.tell(start)
-    cut = scene.rng.randint(0, len(events))
-    scene.tell(" ".join(events[:cut]))
-    if scene.rng.random() < 0.5 and "talk" in scene.words:
-        scene.tell(scene.pick(scene.words["talk"]))
-    scene.tell(" ".join(events[cut:]))
-    if scene.rng.random() < 0.85:
-        scene.tell(scene.pick(scene.words["end"] if scene.rng.random() < 0.7 else phrases["ends"]))
-
-
 def telling(scene: Scene, sources: tuple[str, ...] = ("at_home", "in_town", "in_short")) -> None:
     """Tell a text that was written as a whole, so that each sentence follows from the last; or a few short ones."""
     source = scene.rng.choice(sources)
@@ -236,15 +217,15 @@ def telling(scene: Scene, sources: tuple[str, ...] = ("at_home", "in_town", "in_
 
 
 def letter(scene: Scene) -> None:
-    """Write a letter, a message or a postcard about a scene, in the first person."""
-    scene.meet("h", "me me we")
-    _other(scene)
+    """Write a letter in the first person."""
+    scene.meet("h", "me")
     to, sender = (scene.pick(phrases["people"]["name"][g].split(", ")) for g in scene.rng.choice(("mf", "fm", "ff")))
-    scene.slots |= {"to": to, "sender": sender}
+    chosen = scene.pick(phrases["letters"])
+    scene.words = chosen
+    scene.slots |= {"to": to, "sender": sender, "about": chosen["about"]}
     scene.tell(scene.pick(phrases["greetings"]))
-    events = _in_order(scene, "events", scene.rng.randint(2, 4))
-    scene.tell(scene.pick(phrases["letter_starts"]) + " " + scene.pick(scene.words["open"]))
-    scene.tell(" ".join(events))
+    start = scene.pick(phrases["letter_starts"]) + " " if scene.rng.random() < 0.4 else ""
+    scene.tell(start + chosen["text"])
     scene.tell(scene.pick(phrases["letter_ends"]))
     scene.tell(scene.pick(phrases["farewells"]))
 
@@ -252,10 +233,10 @@ def letter(scene: Scene) -> None:
 def diary(scene: Scene) -> None:
     """Write an entry of a diary."""
     scene.meet("h", "me")
-    _other(scene)
     scene.tell(scene.pick(phrases["dates"]))
-    scene.tell(" ".join((scene.pick(scene.words["open"]), *_in_order(scene, "events", scene.rng.randint(2, 4)))))
-    scene.tell(scene.pick(phrases["diary_ends"]))
+    scene.tell(scene.pick(phrases["diaries"])["text"])
+    if scene.rng.random() < 0.4:
+        scene.tell(scene.pick(phrases["diary_ends"]))
 
 
 def recipe(scene: Scene) -> None:
@@ -300,18 +281,8 @@ def _other(scene: Scene) -> None:
     scene.meet("g", "role")
 
 
-def _in_order(scene: Scene, name: str, count: int) -> list[str]:
-    """Choose templates that are close to each other in a list, and keep their order."""
-    choices = scene.words[name]
-    width = min(count + 1, len(choices))  # one of them is left out
-    start = scene.rng.randint(0, len(choices) - width)
-    chosen = sorted(scene.rng.sample(range(start, start + width), min(count, width)))
-    return [choices[at] for at in chosen]
-
-
 KINDS: dict[str, tuple[Callable[[Scene], None], int]] = {  # with how often each is written
     "telling": (telling, 100),
-    "narrative": (narrative, 12),
     "letter": (letter, 6),
     "diary": (diary, 3),
     "recipe": (recipe, 6),
@@ -326,7 +297,7 @@ def write_everyday(number: int, seed: int = 0, kind: str | None = None) -> str:
     rng = random.Random(f"everyday {seed} {number}")
     weights = [weight for _, weight in KINDS.values()]
     kind = kind or rng.choices(list(KINDS), weights)[0]
-    scene = Scene(rng, words=rng.choice(phrases["scenes"]))
+    scene = Scene(rng)
     KINDS[kind][0](scene)
     return "\n\n".join(scene.text)
 
