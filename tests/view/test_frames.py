@@ -5,7 +5,9 @@ import pytest
 import torch
 
 import dgemma
-from dgemma.view.frames import read_frames, read_prompt_tokens, settled
+from dgemma.model.vision.images import Images
+from dgemma.view.frames import read_frames, read_prompt, read_prompt_tokens, settled
+from dgemma.view.pieces import Pieces
 from view.converging import record, writer_of
 
 
@@ -21,6 +23,16 @@ def test_a_row_has_every_blocks_noise_and_then_its_own_steps(recorded):
         assert frames.canvas[1].tolist() == first.next_canvas[row].tolist()
         assert frames.entropy[0].max() == 0
         assert np.array_equal(frames.entropy[1], first.entropy[row].numpy())
+
+
+@pytest.mark.parametrize(("length", "text"), [(9, "Hi <|image><|image|><image|>!"), (2, "… <image|>!")])
+def test_a_picture_takes_one_place_in_the_text_of_a_prompt(length, text):
+    tokenizer = dgemma.ByteTokenizer()
+    model, images = writer_of("A cat.", tokenizer, 8)[0], Images(torch.zeros(18, 768, dtype=torch.uint8), ((3, 6),), 3)
+    prompt = tokenizer.place_images(tokenizer.encode("Hi <|image|>!"), images)
+    assert prompt.count(tokenizer.token_id("<|image|>")) == 2
+    out = dgemma.generate(model, torch.tensor([prompt]), max_new_tokens=8, steps=1, record=True)
+    assert read_prompt(out.trajectory, 0, Pieces(tokenizer), num_tokens=length) == text
 
 
 def test_a_prompt_that_is_only_in_the_cache_is_not_in_the_frames():

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dgemma.checkpoint.tokenizer import IMAGE_MARKER, Tokenizer
 from dgemma.checks import as_int, require
 from dgemma.printing import printable
 from dgemma.run.records import RecordedStep
@@ -64,10 +65,13 @@ def check_canvas(trajectory: Trajectory, tokenizer: object, *, owner: str) -> No
 
 
 def read_prompt(trajectory: Trajectory, row: int, pieces: Pieces, *, num_tokens: int) -> str:
-    """Return a row's prompt as text, shortened to its last `num_tokens` tokens."""
-    tokens = read_prompt_tokens(trajectory, row)
+    """Return a row's prompt as text, shortened to its last `num_tokens` tokens. A picture is one token."""
+    tokens, tokenizer = read_prompt_tokens(trajectory, row), pieces.tokenizer
+    if isinstance(tokenizer, Tokenizer):
+        image = tokenizer.token_id(IMAGE_MARKER)
+        tokens = [new for new, old in zip(tokens, [None, *tokens], strict=False) if not new == old == image]
     last = tokens[-num_tokens:]
-    text = " ".join(map(str, last)) if pieces.tokenizer is None else printable(pieces.tokenizer.decode(last))
+    text = " ".join(map(str, last)) if tokenizer is None else printable(tokenizer.decode(last))
     return ("… " if len(last) < len(tokens) else "") + text
 
 
