@@ -6,7 +6,7 @@ import socket
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from dgemma.train.lora import LoRA, add_lora
 from dgemma.train.objective import Objective
 from dgemma.train.parallel import Parallel
 from fork_server import fork_server
+from image_prompts import IMAGE, random_images
 
 CONFIG = dgemma.presets.tiny().replace(
     vocab_size=61,  # not divisible by any number of processes
@@ -36,6 +37,7 @@ CONFIG = dgemma.presets.tiny().replace(
     global_head_dim=8,
     canvas_length=8,
 )
+SEEING = CONFIG.replace(vision_config=dgemma.presets.tiny(vision=True).vision_config, carried={"image_token_id": IMAGE})
 OBJECTIVE = Objective(noise=dgemma.UniformNoise(CONFIG.vocab_size), canvas_len=8, canvases="all")
 
 
@@ -54,6 +56,16 @@ def uneven_source(step: int, rows: range) -> TrainBatch:
     return TrainBatch(tokens=batch.tokens, prompt_len=torch.zeros(len(rows), dtype=torch.int64), length=length)
 
 
+def source_with_images(step: int, rows: range) -> TrainBatch:
+    """Rows of `source` whose first ones have an image of two tokens. The second of two processes has only text."""
+    batch = source(step, rows)
+    tokens = batch.tokens.where(batch.tokens != IMAGE, 3)
+    seeing = torch.tensor([row < 3 for row in rows])
+    tokens[seeing, 1:3] = IMAGE
+    images = tuple(random_images([(6, 3)], seed=row) if row < 3 else None for row in rows)
+    return replace(batch, tokens=tokens, frozen=tokens == IMAGE, images=images)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A training run: arguments of FullySharded and TrainConfig, and the step after which it is interrupted."""
@@ -64,6 +76,7 @@ class Job:
     stop: int | None = None
     dies: int | None = None  # the rank whose process exits after the first step
     lora: bool = False
+    model: dgemma.ModelConfig = CONFIG
     objective: Objective = OBJECTIVE
     source: BatchSource = source
     dtype: torch.dtype = torch.float64  # hides the order of summation, but not errors in the method
@@ -82,7 +95,7 @@ def run_together(job: Job) -> None:
 def _train(job: Job, parallel: Parallel) -> None:
     # Only the main process has the right weights. Other even ranks have no weights, and odd ranks have wrong ones.
     on_meta = parallel.rank % 2 == 0 and not parallel.is_main and not job.lora
-    model = dgemma.DiffusionGemma(CONFIG, dtype=job.dtype, device="meta" if on_meta else "cpu")
+    model = dgemma.DiffusionGemma(job.model, dtype=job.dtype, device="meta" if on_meta else "cpu")
     if not on_meta:
         model.reset_parameters(torch.Generator().manual_seed(parallel.rank))
     if job.lora:

@@ -15,7 +15,17 @@ from safetensors.torch import load_file
 import dgemma
 from dgemma.train.distributed import FullySharded, spread_experts
 from dgemma.train.log import TrainLog
-from several_processes import CONFIG, OBJECTIVE, Job, launch, run_alone, run_together, uneven_source
+from several_processes import (
+    CONFIG,
+    OBJECTIVE,
+    SEEING,
+    Job,
+    launch,
+    run_alone,
+    run_together,
+    source_with_images,
+    uneven_source,
+)
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}  # sums have another order, which three steps of Adam amplify
 
@@ -41,11 +51,13 @@ def runs(tmp_path_factory):
     mixed = {"dtype": torch.float32, "config": {"precision": "mixed"}}
     adapted = {"lora": True}
     apart = {"expert_parallel": 2}
+    seeing = {"model": SEEING, "source": source_with_images}
 
     run_alone(Job(out=folder / "alone"))
     run_alone(replace(growing, stop=1))
     run_alone(Job(out=folder / "mixed_1", **mixed))
     run_alone(Job(out=folder / "adapted_1", **adapted))
+    run_alone(Job(out=folder / "seeing_1", **seeing))
     on_four = [replace(job, out=folder / job.out) for job in ON_FOUR.values()]
     failures = launch(4, run_together, [*on_four, replace(shrinking, parallel=apart, stop=1)])
     on_two = [
@@ -54,6 +66,7 @@ def runs(tmp_path_factory):
         replace(growing, parallel=apart),
         Job(out=folder / "mixed_2", parallel=apart, **mixed),
         Job(out=folder / "adapted_2", parallel=apart, **adapted),
+        Job(out=folder / "seeing_2", **seeing),
         Job(out=folder / "minutes", config={"steps": None, "minutes": 1e-6}),
     ]
     failures += launch(2, run_together, on_two)
@@ -137,6 +150,11 @@ def test_adapters_on_sharded_experts_train_as_on_one_process(runs):
     torch.testing.assert_close(
         *(load_file(run / "final" / "adapters" / "adapter_model.safetensors") for run in (two, one)), **EXACT
     )
+
+
+@pytest.mark.slow
+def test_one_process_may_have_images_and_another_only_text(runs):
+    _assert_same_run(runs / "seeing_2", runs / "seeing_1")
 
 
 @pytest.mark.slow

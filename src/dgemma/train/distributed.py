@@ -72,7 +72,8 @@ class FullySharded(Parallel):
         self._expert_mesh: DeviceMesh = split["expert"]
         self._data_mesh: DeviceMesh = split["replica", "data"] if replicas > 1 else split["data"]
         self._root: _Root | None = None
-        self._running = False
+        self._vision: nn.Module | None = None
+        self._running = self._has_images = False
 
     def __enter__(self) -> Self:
         return self
@@ -117,6 +118,9 @@ class FullySharded(Parallel):
         root = MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False)
         self._root = _Root(model)
         fully_shard(self._root, mesh=self._mesh, mp_policy=root)
+        self._vision = getattr(model, "vision", None)
+        if self._vision is not None:
+            self._vision.register_forward_hook(self._note_images)
         # If one process ran the layers less often than the others, the others would wait forever.
         layers[0].register_forward_pre_hook(lambda *_: self._meet(into_layers=True), prepend=True)
         for module in self._root.modules():
@@ -138,13 +142,20 @@ class FullySharded(Parallel):
 
     def forward(self, model: nn.Module, run: Callable[[], Result]) -> Result:
         assert self._root is not None, "call prepare first"
-        self._running = True
+        self._running, self._has_images = True, False
         result: Result = self._root(run)
         self._meet(into_layers=False)
         self._running = False
         if not torch.is_grad_enabled():  # otherwise the backward reshards
             cast(FSDPModule, self._root).reshard()
+        elif self._vision is not None and self.any(self._has_images) and not self._has_images:
+            # FSDP sums the gradients that a process has. All must have the same ones, also those with text alone.
+            for weight in self._vision.parameters():
+                weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
         return result
+
+    def _note_images(self, *_: Any) -> None:
+        self._has_images = True
 
     @torch.compiler.disable
     def _meet(self, *, into_layers: bool) -> None:
