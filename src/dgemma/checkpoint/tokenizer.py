@@ -273,6 +273,7 @@ class Tokenizer(ABC):
         Example: `prompt, answer = tokenizer.chat_turn([{"role": "user", ...}, {"role": "assistant", ...}])`.
         """
         *before, last = messages
+        _check_parts(last)
         history, content = [self._guard(_without_thought(message)) for message in before], last.get("content")
         thinking = isinstance(content, str) and _THOUGHT.search(content) is not None
         prompt = self.chat(before, thinking=thinking, tools=tools)
@@ -580,28 +581,35 @@ def _require_text(text: Any, **flags: Any) -> None:
 
 def _without_thought(message: Message) -> dict[str, Any]:
     """Return a message for the history. The thought channel of a model turn is removed."""
+    _check_parts(message)
     content = message.get("content")
     if message.get("role") not in ("assistant", "model") or content is None:
         return dict(message)
     if isinstance(content, str):
         return {**message, "content": _THOUGHT.sub("", content).strip()}
     require(isinstance(content, list | tuple), "Tokenizer.chat content", "be a text or a list of parts", content)
-    return {**message, "content": [_clean_part(part) for part in content]}
+    cleaned = [{**part, "text": _THOUGHT.sub("", part["text"]).strip()} if _is_text(part) else part for part in content]
+    return {**message, "content": cleaned}
+
+
+def _check_parts(message: Message) -> None:
+    """Raise for parts that templates leave out or replace by the marker of a video. Tools may answer in other parts."""
+    content, rule = message.get("content"), 'be {"type": "text", "text": "…"} or {"type": "image"}'
+    for part in content if isinstance(content, list | tuple) and message.get("role") != "tool" else ():
+        is_image = isinstance(part, Mapping) and part.get("type") == "image"
+        require(is_image or _is_text(part), "a part of Tokenizer.chat content", rule, part)
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
 
 
 def _plain_text(content: Any) -> str:
     """Return a message's content as text. A list of parts is joined, with a marker for every image."""
-    if isinstance(content, list | tuple) and all(isinstance(part, Mapping) for part in content):
-        texts = [IMAGE_MARKER if part.get("type") == "image" else part.get("text") for part in content]
-        content = "".join(texts) if all(isinstance(text, str) for text in texts) else content
+    if isinstance(content, list | tuple):
+        content = "".join(part["text"] if _is_text(part) else IMAGE_MARKER for part in content)
     require(isinstance(content, str), "ByteTokenizer.chat content", "be a text, or a list of parts", content)
     return content
-
-
-def _clean_part(part: Any) -> Any:
-    if isinstance(part, dict) and isinstance(part.get("text"), str):
-        return {**part, "text": _THOUGHT.sub("", part["text"]).strip()}
-    return part
 
 
 def _parse_tool_call(text: str) -> ToolCall:
