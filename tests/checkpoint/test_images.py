@@ -189,6 +189,17 @@ def test_images_take_their_places_in_a_chat_and_bos_stays_first():
         take_images([{"role": "user", "content": [{"type": "image"}]}])
 
 
+def test_parts_of_other_kinds_are_refused():
+    """Published templates leave them out, or write the marker of a video that nothing replaces."""
+    tokenizer, message = ByteTokenizer(), r'content must be {"type": "text", "text": "…"} or {"type": "image"}, got'
+    for part in ({"type": "video", "video": "a.mp4"}, {"type": "audio"}, {"type": "text"}, "text", None):
+        question, answer = ({"role": role, "content": [part]} for role in ("user", "assistant"))
+        with pytest.raises(ValueError, match=message):
+            tokenizer.chat([question])
+        with pytest.raises(ValueError, match=message):
+            tokenizer.chat_turn([{"role": "user", "content": "x"}, answer])
+
+
 def test_without_pillow_the_sentence_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ImportError, match=r"Images need Pillow. Install it: pip install -e"):

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -248,9 +249,11 @@ def test_images_of_generate_and_chat_are_those_of_the_library(command, tmp_path)
     first = json.loads(command("generate", *options, "--chat", "What?").out)["text"]
     answers = [json.loads(line)["text"] for line in command("chat", *options, stdin=b"What?\nWhy?\n").out.splitlines()]
     new = write(model, tokenizer.chat(turn, images=images), images=images)
-    assert len(answers) == 2
-    assert answers[0] == tokenizer.reply(new).answer
     assert first == tokenizer.decode([token for token in new if token != 0])
+    assert answers[0] == tokenizer.reply(new).answer
+    turns = [*turn, {"role": "assistant", "content": answers[0]}, {"role": "user", "content": "Why?"}]
+    new = write(model, tokenizer.chat(turns, images=images), images=images, seed=1)
+    assert answers[1:] == [tokenizer.reply(new).answer]
     images = dgemma.ImageProcessor.from_pretrained(tmp_path / "model", max_soft_tokens=70)([pixels])
     prompt = tokenizer.place_images(tokenizer.encode("<|image|>What?"), images)
     found = json.loads(command("generate", *options, "--image-tokens", "70", "What?").out)
@@ -258,3 +261,8 @@ def test_images_of_generate_and_chat_are_those_of_the_library(command, tmp_path)
     refused = command("generate", *options, "--image", str(tmp_path / "absent.png"), "What?")
     assert refused.code == 2
     assert "absent.png" in refused.err
+    Image.new("1", (10_000, 10_000)).save(tmp_path / "large.png")
+    with warnings.catch_warnings():  # Pillow's warning would be a second sentence
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        refused = command("generate", *options, "--image", str(tmp_path / "large.png"), "What?")
+    assert "large.png' must have 1 to 67,108,864 pixels, got '10000 × 10000'. Resize it." in refused.err

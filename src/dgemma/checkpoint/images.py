@@ -19,11 +19,12 @@ from einops import rearrange
 
 from dgemma.checkpoint.location import resolve, stored_folder
 from dgemma.checkpoint.tokenizer import IMAGE_MARKER, Tokenizer, explained
-from dgemma.checks import Checked, Count, require, show
+from dgemma.checks import Checked, Count, require
 from dgemma.files import read_bytes, read_json
 from dgemma.model.config import ModelConfig
 from dgemma.model.denoiser import Denoiser, require_vision
 from dgemma.model.vision.images import Images
+from dgemma.printing import printable
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -120,7 +121,8 @@ def open_image(source: "ImageSource", *, most_pixels: int = _MOST_PIXELS) -> "Im
         fits = source.dtype == np.uint8 and source.ndim == 3 and source.shape[2] == 3 and source.size > 0
         require(fits, "image array", "be uint8 of shape (H, W, 3)", f"{source.dtype} of shape {source.shape}")
         source = Image.fromarray(source)
-    name = f"image {show(source)}" if isinstance(source, str | Path) else "image"
+    is_path = isinstance(source, Path) or (isinstance(source, str) and not is_data_url(source))
+    name = f"image {printable(str(source))}" if is_path else "image"
     problem = f"{name} must be a picture that Pillow can read"
     fix = f"Save it as PNG, with at most {most_pixels:,} pixels."
     if not isinstance(source, Image.Image):

@@ -58,6 +58,7 @@ def load_model(arguments: argparse.Namespace, *, dtype: torch.dtype | None = Non
         output.print_note(f"Most CPUs are slow in {arguments.dtype}. Without --dtype the model runs in float32.")
     # For small 16-bit products, torch uses another kernel on some CPUs and warns about it.
     warnings.filterwarnings("ignore", message=".*mkldnn_matmul failed")
+    warnings.filterwarnings("ignore", message="Image size .* exceeds limit")  # a sentence refuses it
     model = DiffusionGemma.from_pretrained(arguments.model, dtype=dtype, device=device).eval()
     model.image_tokens = getattr(arguments, "image_tokens", None)
     if getattr(arguments, "adapter", None) is not None:
