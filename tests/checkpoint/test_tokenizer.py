@@ -475,7 +475,7 @@ def test_byte_chat_has_the_published_form():
     [
         ([{"role": "tool", "content": "3"}], {}, "role must be user or assistant"),
         ("Hi", {"tools": [{"name": "find"}]}, "tools must be None"),
-        ([{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}], {}, "content must be a text, or a list"),
+        ([{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}], {}, "a part of Tokenizer.chat content"),
     ],
 )
 def test_byte_chat_refuses_what_it_cannot_write(messages, options, message):
