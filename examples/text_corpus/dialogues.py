@@ -522,6 +522,8 @@ def write_dialogue(number: int, seed: int = 0, kind: str | None = None) -> Dialo
         write(lambda scene, dialogue: _exchange(scene, scene.pick(phrases["hello"]), dialogue))
     for chosen in rng.choices(list(KINDS), [weight for _, weight in KINDS.values()], k=rng.choice((1, 1, 1, 2))):
         write(KINDS[chosen][0])
+    if rng.random() < 0.05 and len(dialogue.messages[-1]["content"]) < 200:
+        dialogue.ask(_type(rng, rng.choice(phrases["again"])), dialogue.messages[-1]["content"])
     if rng.random() < 0.1:
         write(lambda scene, dialogue: _exchange(scene, scene.pick(phrases["goodbye"]), dialogue))
     return dialogue
