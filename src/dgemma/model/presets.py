@@ -78,7 +78,7 @@ def _preset(name: str, layer_types: tuple[str, ...], **others: Any) -> ModelConf
 def tiny(*, vision: bool = False) -> ModelConfig:
     """Return a config of about 300,000 weights with every feature of the published model, for tests.
 
-    With `vision` it also reads images, with a tower of 30,000 weights. An image token covers 12 × 12 pixels.
+    With `vision` it also reads images, with a tower of 38,000 weights. An image token covers 12 × 12 pixels.
 
     Example: `DiffusionGemma(presets.tiny())`.
     """
