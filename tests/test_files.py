@@ -88,6 +88,9 @@ def test_several_files_are_written_before_the_first_is_replaced(tmp_path):
         path.write_text("old")
     with pytest.raises(FileNotFoundError), files.new_files(paths) as (a, b):
         (a.write_text("new"), b.with_name("nothing").read_text())
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="Is a directory"), files.new_files([paths[0], tmp_path / "folder"]) as (a, _):
+        a.write_text("new")
     assert [path.read_text() for path in paths] == ["old", "old"]
 
 

@@ -186,6 +186,8 @@ def new_files(paths: Sequence[Path]) -> Iterator[list[Path]]:
         try:
             modes = []
             for path, target in zip(new, paths, strict=True):
+                if target.is_dir():  # it cannot be replaced
+                    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
                 path.touch()
                 modes.append(stat.S_IMODE((target if target.exists() else path).stat().st_mode))
             yield new
