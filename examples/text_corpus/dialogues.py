@@ -216,9 +216,14 @@ def _lines(names: list[str]) -> str:
 
 def tale(scene: Scene, dialogue: Dialogue) -> None:
     """Ask for a short story about an animal, a person or a thing."""
-    scene.set(hero=phrases["heroes"])
-    scene.slots["who"] = scene.slots["hero"][0]
-    _exchange(scene, [phrases["tale_requests"], phrases["tales"]], dialogue)
+    looks, kinds, *pronouns = scene.pick(phrases["heroes"]).split("; ")
+    kind = scene.rng.choice(kinds.split(", "))
+    who = f"a {scene.rng.choice(looks.split(', '))} {kind}"
+    if scene.rng.random() < 0.2:
+        names = everyday.phrases["people"]["name"]["f" if pronouns[0] == "she" else "m"].split(", ")
+        who += f" called {_invent_name(scene.rng) if scene.rng.random() < OTHER_VALUES else scene.rng.choice(names)}"
+    scene.slots |= {"who": scene.expand(who), "hero": ["", kind, *pronouns]}
+    dialogue.ask(*(scene.expand(scene.pick(phrases[part])) for part in ("tale_requests", "tales")))
 
 
 def writing(scene: Scene, dialogue: Dialogue) -> None:
