@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.utils.rnn import pad_sequence
 
 from dgemma.checkpoint.images import encode_text, processor_of
 from dgemma.checkpoint.tokenizer import Tokenizer
@@ -17,7 +18,6 @@ from dgemma.cli import loading, output
 from dgemma.cli.loading import Writer
 from dgemma.data import sudoku
 from dgemma.model.vision.images import Images
-from dgemma.printing import progress_bar
 from dgemma.run.generate import generate
 from dgemma.run.knobs import warn_of_noise
 from dgemma.run.many import PromptFile, generate_many
@@ -182,23 +182,30 @@ def run_infill(arguments: argparse.Namespace) -> None:
         """Return ids and holes, with this length for holes of any length."""
         return _tokenise(text, _HOLE.pattern, writer.tokenizer, lambda hole: [pad] * (hole.count("_") or length))
 
-    lengths = _LENGTHS if any("[" in hole for hole in _HOLE.findall(text)) else ()
-    scores = {}
-    with progress_bar(desc="trying lengths", unit="length", total=len(lengths), show=not arguments.quiet) as bar:
-        for length in lengths:
-            scores[length] = _score(writer, *cut(length))
-            bar.update()
-    ids, is_hole = cut(max(scores, key=scores.__getitem__, default=0))
+    has_any_length = any("[" in hole for hole in _HOLE.findall(text))
+    texts = [cut(length) for length in _LENGTHS]
+    ids, is_hole = texts[_find_likeliest(arguments, writer, texts) if has_any_length else 0]
     _fill(arguments, text, writer, infill, ids, holes=writer.tokens(is_hole))
 
 
 @torch.inference_mode()
-def _score(writer: Writer, ids: list[int], is_hole: list[bool]) -> float:
-    """Fill the holes; return the log-likelihood of the whole text in the causal mode, which can compare lengths."""
-    holes = writer.tokens(is_hole)
-    tokens = infill(writer.denoiser, writer.tokens(ids), holes=holes, progress=False, **writer.settings).tokens
-    log_probs = writer.denoiser.causal_logits(tokens)[:, :-1].log_softmax(-1)
-    return float(log_probs.gather(-1, tokens[:, 1:, None]).sum())
+def _find_likeliest(
+    arguments: argparse.Namespace, writer: Writer, texts: Sequence[tuple[list[int], list[bool]]]
+) -> int:
+    """Fill the holes of several texts, and return the index of the most likely one.
+
+    Texts of different lengths are compared by their log-likelihood in the causal mode.
+    """
+    columns = [torch.tensor((ids, is_hole, [True] * len(ids))).T for ids, is_hole in texts]
+    model = writer.denoiser
+    tokens, holes, real = pad_sequence(columns, batch_first=True).to(model.device).unbind(-1)
+    options = {**writer.settings, "seed": [writer.settings["seed"]] * len(texts), "progress": not arguments.quiet}
+    scores = []
+    for row, kept in zip(infill(model, tokens, holes.bool(), attention_mask=real, **options).tokens, real, strict=True):
+        text = row[None, kept.bool()]
+        log_probs = model.causal_logits(text)[:, :-1].log_softmax(-1)
+        scores.append(float(log_probs.gather(-1, text[:, 1:, None]).sum()))
+    return scores.index(max(scores))
 
 
 def run_edit(arguments: argparse.Namespace) -> None:
