@@ -55,6 +55,18 @@ def test_the_log_prob_of_a_run_is_the_sum_over_its_steps(noise, sampler):
     assert bool(sums.isfinite().all())
 
 
+def test_a_knob_that_changes_after_the_last_step_of_a_block_applies_to_the_next_block():
+    sums = torch.zeros(2, dtype=torch.float64)
+
+    def cool_down(record: dgemma.StepRecord) -> Any:
+        sums.add_(record.log_prob.detach())
+        return {"temperature": 0.3} if (int(record.block[0]), int(record.step[0])) == (0, 2) else None
+
+    model = small_model()
+    run = recorded(model, torch.tensor([[1], [2]]), temperature=1.0, on_step=cool_down, sampler=EntropyBound(bound=1.0))
+    torch.testing.assert_close(run.log_prob(model).detach(), sums, rtol=1e-9, atol=1e-9)
+
+
 def test_a_run_that_was_not_recorded_has_no_trajectory():
     out = dgemma.generate(small_model(), torch.ones(1, 2).long(), max_new_tokens=4, steps=1)
     with pytest.raises(AttributeError, match=r"needs a recorded run\. Pass record=True"):

@@ -401,3 +401,12 @@ def test_a_recorded_infill_under_a_constraint_can_be_replayed(model):
     words = dgemma.Regex("[a-z]{3,6}", dgemma.ByteTokenizer())
     out = infill(model, text(2, 40), [(3, 8)], constraint=words, record=True, **options("mask"))
     assert out.trajectories[0].replay(model).difference(out.trajectories[0]) is None
+
+
+def test_an_allowed_table_that_is_shorter_than_the_text_leaves_the_rest_free_under_a_constraint(model):
+    words = dgemma.Regex("[a-z]{5}", dgemma.ByteTokenizer())
+    allowed = torch.ones(1, 4, VOCAB, dtype=torch.bool)
+    allowed[0, 3] = torch.arange(VOCAB) == dgemma.ByteTokenizer().encode("q", bos=False)[0]
+    out = infill(model, text(2, 40), [(3, 8)], constraint=words, allowed=allowed, **options("mask"))
+    written = [dgemma.ByteTokenizer().decode(row) for row in out.tokens[:, 3:8]]
+    assert all(word.startswith("q") and word.isalpha() and len(word) == 5 for word in written)

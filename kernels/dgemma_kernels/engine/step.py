@@ -20,7 +20,7 @@ from dgemma.diffusion.state import DenoiseState, watch
 from dgemma.model.denoiser import Denoiser
 from dgemma.run.knobs import Knobs
 from dgemma.run.records import StepRecord
-from dgemma.run.step import Settled, decide, predict, record_step, settle, shape_prediction
+from dgemma.run.step import Settled, decide, predict, settle, shape_prediction
 from dgemma_kernels.engine import published
 from dgemma_kernels.engine.cache import CacheBuffers, FusedCache
 from dgemma_kernels.engine.graphs import CaptureError, Replay, copy_all, remembered, side_stream
@@ -224,9 +224,9 @@ class _StaticStep:
         """Take the step on the logits of the forward."""
         ready = _ReadyDenoiser(self.workspace, self._place.logits)
         prediction, settled = _predict_and_settle(ready, self._state, self.knobs)
-        record = record_step(self._state, prediction, settled, cache=_NO_CACHE, knobs=self.knobs)
         self._prediction = prediction
-        results = (_carried(settled.state), _tensor_fields(record), tuple(prediction.statistics))
+        record = {name: value for name, value in settled._asdict().items() if name != "state"}
+        results = (_carried(settled.state), record, tuple(prediction.statistics))
         after, fields_of_record, statistics = tree_map(
             lambda x: x.contiguous() if isinstance(x, Tensor) else x, results
         )
@@ -300,11 +300,6 @@ def _drawing(state: DenoiseState) -> type[DenoiseState]:
     if not published.draws_by_seed(state):
         return kind
     return type(f"Drawing{kind.__name__}", (kind,), {"draw": staticmethod(draws.uniform)})
-
-
-def _tensor_fields(record: Any) -> dict[str, Tensor]:
-    values = {f.name: getattr(record, f.name) for f in fields(record)}
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def _list_shapes(leaves: list) -> tuple[Any, ...]:

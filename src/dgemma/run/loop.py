@@ -123,7 +123,8 @@ def run_events(
             unwritten = snapshot(event.state) if recording is not None and on_step is not None else None
             changes = on_step(event) if on_step is not None else None
             if recording is not None:
-                here = event if rows is None else replace(event, rows=torch.searchsorted(rows, event.rows))
-                recording.add_step(here, changes, unwritten=unwritten)
+                if rows is not None:
+                    event = replace(event, before=replace(event.before, rows=torch.searchsorted(rows, event.rows)))
+                recording.add_step(event, changes, unwritten=unwritten)
         elif recording is not None:
             recording.add_commit(event)

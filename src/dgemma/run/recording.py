@@ -11,15 +11,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from dgemma.checks import as_int, require, typed
-from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.prediction import Prediction, Top
 from dgemma.diffusion.state import DenoiseState
 from dgemma.run import stored
 from dgemma.run.changes import Changes, knob_changes, list_changes, list_writes, merge_changes
 from dgemma.run.knobs import Knobs
 from dgemma.run.plan import Plan
-from dgemma.run.records import BlockCommit, Change, Moment, RecordedStep, StepRecord
+from dgemma.run.records import COLUMNS, BlockCommit, Change, Moment, RecordedStep, StepRecord
 
-_COLUMNS = tuple(f.name for f in fields(RecordedStep) if f.type is Tensor)
 StepPlace = tuple[int, int]  # a block, and a step's place in it
 
 
@@ -42,29 +41,15 @@ class Recording:
         """
         written = {} if unwritten is None else list_writes(unwritten, record.state)
         after = record.state if unwritten is None else unwritten
-        token_type = torch.int16 if self.plan.noise.vocab_size <= 2**15 else torch.int32
-        top = record.prediction.top(self.top) if self.top else None
         none = record.entropy.new_empty(*record.canvas.shape, 0)
-        columns = {
-            "rows": record.rows.int(),
-            "step": record.step,
-            "seeds": record.seeds,
-            "temperature": record.temperature.float(),
-            "noise_level": record.noise_level,
-            "done": after.done,
-            "canvas": record.canvas.to(token_type),
-            "next_canvas": after.canvas.to(token_type),
-            "draft": after.draft.to(token_type),
-            "argmax": record.argmax.to(token_type),
-            "accepted": record.accepted,
-            "renoised": record.renoised,
-            "open": after.open,
-            "entropy": record.entropy.float(),
-            "confidence": record.confidence.float(),
-            "top_tokens": (none if top is None else top.tokens).to(token_type),
-            "top_probabilities": (none if top is None else top.probabilities).half(),
-        }
-        columns = {name: tensor.detach().cpu() for name, tensor in columns.items()}
+        top = record.prediction.top(self.top) if self.top else Top(none, none)
+        values = {"next_canvas": after.canvas, "done": after.done, "draft": after.draft, "open": after.open}
+        values |= {"top_tokens": top.tokens, "top_probabilities": top.probabilities}
+        columns = {}
+        for name, column in COLUMNS.items():
+            is_small = column.most == "V" and self.plan.noise.vocab_size <= 2**15
+            tensor = values[name] if name in values else getattr(record, name)
+            columns[name] = tensor.detach().to(torch.int16 if is_small else column.dtypes[-1]).cpu()
         block, index = self.place()
         self.steps.append(RecordedStep(block=block, index=index, **columns))
         self._add_change((block, index + 1), changes, Moment(record.state, record.cache, record.knobs), written)
@@ -104,7 +89,7 @@ class Recording:
 
         Example: `trajectory.array("accepted").sum(-1)` counts the tokens that each step accepted.
         """
-        require(name in _COLUMNS, "Trajectory.array name", f"be one of {', '.join(_COLUMNS)}", name)
+        require(name in COLUMNS, "Trajectory.array name", f"be one of {', '.join(COLUMNS)}", name)
         kind = getattr(self.steps[0], name).dtype if self.steps else torch.int64
         absent = False if kind == torch.bool else float("nan") if kind.is_floating_point else -1
         return self._spread(name, absent)
@@ -145,7 +130,7 @@ class Recording:
 
         Example: `trajectory.save("run.safetensors")`.
         """
-        steps = {name: torch.cat([getattr(step, name) for step in self.steps]) for name in _COLUMNS if self.steps}
+        steps = {name: torch.cat([getattr(step, name) for step in self.steps]) for name in COLUMNS if self.steps}
         sizes = [(step.block, step.index, len(step.rows)) for step in self.steps]
         content = {"plan": self.plan, "top": self.top, "steps": steps, "sizes": sizes}
         stored.save(path, {**content, "commits": self.commits, "changes": self.changes})
@@ -175,7 +160,7 @@ class Recording:
             where = f"block {mine.block}, step {mine.index}"
             if (mine.block, mine.index) != (theirs.block, theirs.index) or not torch.equal(mine.rows, theirs.rows):
                 return f"{where}: the unfinished rows"
-            for name in _COLUMNS:
+            for name in COLUMNS:
                 differs = ~_same(getattr(mine, name), getattr(theirs, name)).flatten(1).all(1)
                 if bool(differs.any()):
                     return f"{where}, row {int(mine.rows[differs][0])}: {name}"

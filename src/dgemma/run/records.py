@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from operator import attrgetter
+from typing import Annotated, Any, NamedTuple, Self, get_type_hints
 
 import torch
 from torch import Tensor
@@ -20,28 +21,33 @@ from dgemma.run.knobs import Knobs
 class StepRecord:
     """One denoising step of B rows and C positions. `state` is the state after the step."""
 
-    block: Tensor  # (B,)
-    step: Tensor  # (B,)
-    seeds: Tensor  # (B,)
-    temperature: Tensor  # (B,)
-    noise_level: Tensor  # (B,) of the canvas
-    canvas: Tensor  # (B, C) before the step
-    argmax: Tensor  # (B, C)
-    entropy: Tensor  # (B, C)
-    confidence: Tensor  # (B, C)
+    prediction: Prediction  # shaped by temperature, allowed tokens, top-k and top-p
     accepted: Tensor  # (B, C) bool: written
     renoised: Tensor  # (B, C) bool: returned to noise
     active: Tensor  # (B,) bool: rows that were not done before the step
-    rows: Tensor  # (B,) row numbers in the whole batch; finished rows are not included
     num_forwards: int = 1  # calls of the network in this step; a guided step takes two
     verdict: Tensor | None = None  # (3, B) int64, see `judge`; None: the loop calls `judge`
-    prediction: Prediction  # shaped by temperature, allowed tokens, top-k and top-p
     before: DenoiseState  # the state before the step, without its self-conditioning
     state: DenoiseState
     cache: Cache  # the cache that the step used
     knobs: Knobs
 
+    block = property(attrgetter("before.block"))  # (B,)
+    step = property(attrgetter("before.step"))  # (B,)
+    seeds = property(attrgetter("before.seeds"))  # (B,)
+    temperature = property(attrgetter("before.temperature"))  # (B,)
+    rows = property(attrgetter("before.rows"))  # (B,) row numbers in the whole batch, without finished rows
+    canvas = property(attrgetter("before.canvas"))  # (B, C) before the step
+    argmax = property(attrgetter("prediction.argmax"))  # (B, C)
+    entropy = property(attrgetter("prediction.entropy"))  # (B, C)
+    confidence = property(attrgetter("prediction.confidence"))  # (B, C)
+
     __repr__ = short_repr
+
+    @property
+    def noise_level(self) -> Tensor:
+        """The noise level of the canvas before the step, (B,)."""
+        return self.knobs.sampler.noise_level(self.before)
 
     @property
     def log_prob(self) -> Tensor:
@@ -80,31 +86,53 @@ class Scores(NamedTuple):
         return type(self)(self.tokens[at, :, : 1 + k], self.log_probs[at, :, : 1 + k])
 
 
+class Column(NamedTuple):
+    """The form of a column: a letter per dimension, its dtypes, and its least and greatest value; see `stored.py`."""
+
+    dims: str
+    dtypes: tuple[torch.dtype, ...]  # a file may have any of them; the last one is written
+    least: float | None = None
+    most: float | str | None = None
+
+
+INTS = (torch.int64, torch.int16, torch.int32)
+_Tokens = Annotated[Tensor, Column("RC", INTS, 0, "V")]  # written in int16 if the vocabulary is small
+_Flags = Annotated[Tensor, Column("RC", (torch.bool,))]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RecordedStep:
     """One step of R unfinished rows, C positions and k candidates, on the CPU in small types."""
 
     block: int
     index: int  # the step's place in its block, from 0: the `step` of `at`, `moment` and `fork`
-    rows: Tensor  # (R,) row numbers in the batch
-    step: Tensor  # (R,) int64, the step number used in random draws; above `index` if the run began at a lower level
-    seeds: Tensor  # (R,) int64
-    temperature: Tensor  # (R,) float32
-    noise_level: Tensor  # (R,) float64
-    done: Tensor  # (R,) bool, after the step
-    canvas: Tensor  # (R, C) int, before the step
-    next_canvas: Tensor  # (R, C) int, after it
-    draft: Tensor  # (R, C) int: the commit if the canvas ended after this step
-    argmax: Tensor  # (R, C) int
-    accepted: Tensor  # (R, C) bool
-    renoised: Tensor  # (R, C) bool
-    open: Tensor  # (R, C) bool, after the step
-    entropy: Tensor  # (R, C) float32, nats
-    confidence: Tensor  # (R, C) float32
-    top_tokens: Tensor  # (R, C, k) int, best first
-    top_probabilities: Tensor  # (R, C, k) float16
+    rows: Annotated[Tensor, Column("R", INTS, 0, "B")]  # row numbers in the batch
+    # the step number used in random draws; above `index` if the run began at a lower level
+    step: Annotated[Tensor, Column("R", (torch.int64,))]
+    seeds: Annotated[Tensor, Column("R", (torch.int64,))]
+    temperature: Annotated[Tensor, Column("R", (torch.float32,), 0, 1e9)]
+    noise_level: Annotated[Tensor, Column("R", (torch.float64,), 0, 1)]
+    done: Annotated[Tensor, Column("R", (torch.bool,))]  # after the step
+    canvas: _Tokens  # before the step
+    next_canvas: _Tokens  # after it
+    draft: _Tokens  # the commit if the canvas ended after this step
+    argmax: _Tokens
+    accepted: _Flags
+    renoised: _Flags
+    open: _Flags  # after the step
+    entropy: Annotated[Tensor, Column("RC", (torch.float32,), 0, 1e9)]  # nats
+    confidence: Annotated[Tensor, Column("RC", (torch.float32,), 0, 1)]
+    top_tokens: Annotated[Tensor, Column("RCK", INTS, 0, "V")]  # best first
+    top_probabilities: Annotated[Tensor, Column("RCK", (torch.float16,), 0, 1)]
 
     __repr__ = short_repr
+
+
+COLUMNS: dict[str, Column] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(RecordedStep, include_extras=True).items()
+    if hasattr(hint, "__metadata__")
+}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

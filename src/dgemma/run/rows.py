@@ -58,7 +58,7 @@ class Rows:
         return self._start(model, len(self.blocks), knobs)
 
     def _start(self, model: Denoiser, block: int, knobs: Knobs) -> DenoiseState:
-        """Start a block of the plan. A row with a plan per canvas overrides it."""
+        """Start a block of the plan."""
         plan = self.plan
         return start_state(
             knobs,

@@ -56,8 +56,14 @@ def step(denoiser: Denoiser, state: DenoiseState, *, cache: Cache, knobs: Knobs)
     prediction = predict(denoiser, state, cache=cache, knobs=knobs)
     decision = decide(prediction, state, knobs)
     settled = settle(state, prediction, decision, knobs)
-    record = record_step(state, prediction, settled, cache=cache, knobs=knobs)
-    return settled.state, replace(record, num_forwards=denoiser.num_forwards)
+    return settled.state, StepRecord(
+        **settled._asdict(),
+        prediction=prediction,
+        before=replace(state, self_cond=None),  # the record does not keep the last prediction
+        cache=cache,
+        knobs=knobs,
+        num_forwards=denoiser.num_forwards,
+    )
 
 
 def take_step(
@@ -167,33 +173,6 @@ def _stop(after: DenoiseState, prediction: Prediction, knobs: Knobs) -> tuple[Te
         stopped, memory = ask(knobs.stop, prediction, watched)
         done = done | stopped
     return done, memory
-
-
-def record_step(
-    before: DenoiseState, prediction: Prediction, settled: Settled, *, cache: Cache, knobs: Knobs
-) -> StepRecord:
-    """Describe the step that led from the state `before` to the settled one."""
-    return StepRecord(
-        block=before.block,
-        step=before.step,
-        seeds=before.seeds,
-        temperature=before.temperature,
-        noise_level=knobs.sampler.noise_level(before),
-        canvas=before.canvas,
-        argmax=prediction.argmax,
-        entropy=prediction.entropy,
-        confidence=prediction.confidence,
-        accepted=settled.accepted,
-        renoised=settled.renoised,
-        active=settled.active,
-        rows=before.rows,
-        verdict=settled.verdict,
-        prediction=prediction,
-        before=replace(before, self_cond=None),  # the record does not keep the last prediction
-        state=settled.state,
-        cache=cache,
-        knobs=knobs,
-    )
 
 
 def judge(prediction: Prediction, state: DenoiseState) -> Tensor:

@@ -15,29 +15,14 @@ from dgemma.checks import as_int, check_types, require, require_tensor
 from dgemma.files import open_tensors, parse_json, write_tensors
 from dgemma.run.arguments import MOST_STEPS
 from dgemma.run.plan import Plan
-from dgemma.run.records import BlockCommit, Change
+from dgemma.run.records import COLUMNS, INTS, BlockCommit, Change
 from dgemma.values import describe_value, find_unknown, rebuild_value
 
 _KIND, _HEADER = "trajectory", "dgemma"  # the metadata entry _HEADER holds everything but the tensors
-_INTS = (torch.int16, torch.int32, torch.int64)
 _LONG, _BOOL, _ROUNDING = (torch.int64,), (torch.bool,), 1e-3
 # The tensors and numbers of a file by name: a letter per dimension, dtypes, least and greatest value. "B" is the batch,
 # "R" the rows of all steps together, "L" blocks, "C" positions of a canvas, "K" candidates, "V" the vocabulary, and "."
 # any size. A greatest value of "B" or "V" is the largest row number or token.
-_COLUMNS: dict[str, tuple[str, tuple[torch.dtype, ...], float | None, Any]] = {
-    "rows": ("R", _INTS, 0, "B"),
-    "step": ("R", _LONG, None, None),
-    "seeds": ("R", _LONG, None, None),
-    "temperature": ("R", (torch.float32,), 0, 1e9),
-    "noise_level": ("R", (torch.float64,), 0, 1),
-    "done": ("R", _BOOL, None, None),
-    **dict.fromkeys(("canvas", "next_canvas", "draft", "argmax"), ("RC", _INTS, 0, "V")),
-    **dict.fromkeys(("accepted", "renoised", "open"), ("RC", _BOOL, None, None)),
-    "entropy": ("RC", (torch.float32,), 0, 1e9),
-    "confidence": ("RC", (torch.float32,), 0, 1),
-    "top_tokens": ("RCK", _INTS, 0, "V"),
-    "top_probabilities": ("RCK", (torch.float16,), 0, 1),
-}
 _PLAN = {
     "num_blocks": ("", None, 1, 1 << 31),
     "num_steps": ("", None, 1, MOST_STEPS),
@@ -45,10 +30,10 @@ _PLAN = {
     "pad_token_id": ("", None, 0, "V"),
     "first_block": ("", None, 0, 1 << 62),
     "noise_level": ("", None, 1e-300, 1),
-    "prompt_tokens": ("B.", _INTS, 0, "V"),
+    "prompt_tokens": ("B.", INTS, 0, "V"),
     "attention_mask": ("B.", None, None, None),
-    "num_cached": ("B", _INTS, None, None),
-    "text_len": ("B", _INTS, None, None),
+    "num_cached": ("B", INTS, None, None),
+    "text_len": ("B", INTS, None, None),
     "seeds": ("LB", _LONG, None, None),
     "span.canvas": ("B.", _LONG, -1, "V"),
     "span.frozen": ("B.", _BOOL, None, None),
@@ -56,10 +41,10 @@ _PLAN = {
     "span.allowed": ("..V", _BOOL, None, None),
 }
 _COMMIT = {
-    "tokens": ("BC", _INTS, 0, "V"),
+    "tokens": ("BC", INTS, 0, "V"),
     "finished": ("B", _BOOL, None, None),
-    "steps": ("B", _INTS, None, None),
-    "forwards": ("B", _INTS, None, None),
+    "steps": ("B", INTS, None, None),
+    "forwards": ("B", INTS, None, None),
 }
 
 
@@ -108,11 +93,11 @@ def _check(
     fits = fits and all(0 <= block < plan.num_blocks and 0 <= step < plan.num_steps for block, step in places)
     fits = fits and all(1 <= number <= plan.batch_size for number in num_rows)
     require(fits, "sizes", "be a block, a step and a number of rows, in order", sizes)
-    fits = steps.keys() == (_COLUMNS.keys() if sizes else set())
+    fits = steps.keys() == (COLUMNS.keys() if sizes else set())
     fits = fits and all(isinstance(column, Tensor) for column in steps.values())
     require(fits, "steps", "be the recorded columns", steps)
     if steps:
-        _check_values("steps", steps, _COLUMNS, {**numbers, "R": sum(num_rows)})
+        _check_values("steps", steps, COLUMNS, {**numbers, "R": sum(num_rows)})
         in_order = all(bool((rows.diff() > 0).all()) for rows in steps["rows"].split(num_rows))
         require(in_order, "steps.rows", "ascend within a step", steps["rows"])
     fits = [commit.block for commit in commits] == list(range(min(len(commits), plan.num_blocks)))

@@ -4,7 +4,6 @@ A canvas sees the text to its left as prefix, but nothing to its right. So each 
 which puts most of the following text inside it. A hole close to the end of a canvas is left to the next canvas.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Unpack, cast
@@ -20,7 +19,6 @@ from dgemma.diffusion.state import DenoiseState
 from dgemma.model.cache import Cache
 from dgemma.model.config import ModelConfig
 from dgemma.model.denoiser import Denoiser, check_denoiser
-from dgemma.model.vision.places import join_images
 from dgemma.printing import progress_bar
 from dgemma.run import arguments
 from dgemma.run.arguments import Span
@@ -101,16 +99,14 @@ class InfillOptions(CanvasOptions, WatchOptions, total=False):
 
 
 @takes_options(CanvasOptions)
-def infill_row(model: Denoiser, tokens: Tensor, holes: Holes, **options: Unpack[CanvasOptions]) -> "HoleRow":
+def infill_row(model: Denoiser, tokens: Tensor, holes: Holes, **options: Unpack[CanvasOptions]) -> "HoleRows":
     """Return a text (1, N) with holes as a row of a `Batch`, which writes the tokens of `infill`.
 
     Example: `batch.add(infill_row(model, tokens, [(3, 6)], seed=1))`.
     """
     require(options.get("constraint") is None, "infill_row constraint", "be None", options.get("constraint"))
     tokens, real, writer = _read_options("infill", model, tokens, cast(InfillOptions, options))
-    todo = _read_todo(tokens, real, holes, writer)
-    (row,) = _text_rows(tokens, real, todo)
-    return HoleRow(writer, row)
+    return HoleRows(writer, tokens, real, _read_todo(tokens, real, holes, writer))
 
 
 @takes_options(InfillOptions)
@@ -188,38 +184,27 @@ class _TextRow:
     text: Tensor  # (n,) int64
     todo: Tensor  # (n,) bool
     place: Placement = _UNPLACED  # of the next canvas
-    num_read: int = 0  # tokens already in the prefix
     first_start: int = 1  # the first position that a canvas may cover, after the images
 
     def under(self, values: Tensor, canvas_len: int, beyond: int) -> Tensor:
-        """Return the part of values (n,) that the canvas covers, (C,). Positions after the text get `beyond`."""
+        """Return the part of values (n, ...) under the canvas, (C, ...). Positions after the text get `beyond`."""
         part = values[self.place.start : self.place.start + canvas_len]
-        return F.pad(part, (0, canvas_len - len(part)), value=beyond)
+        return torch.cat((part, part.new_full((canvas_len - len(part), *part.shape[1:]), beyond)))
 
-    def read(self) -> Tensor:
-        """Return the text left of the canvas that is not yet in the prefix."""
-        start, self.num_read = self.num_read, self.place.start
-        return self.text[start : self.place.start]
-
-    def keep(self, draft: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the holes that the placement keeps, from a finished canvas (C,).
-
-        Return their places (k,) on the canvas and in the row of the batch.
-        """
+    def keep(self, values: Tensor, canvas: Tensor) -> None:
+        """Copy the holes that the placement keeps from a canvas (C,) into values (n,)."""
         start, keep_until = self.place
         kept = self.todo[start:keep_until].nonzero()[:, 0]
-        self.text[start + kept] = draft.cpu()[kept]
-        self.todo[start + kept] = False
-        return kept.to(draft.device), self.columns[start + kept].to(draft.device)
+        values[start + kept] = canvas.cpu()[kept]
 
 
 @dataclass(frozen=True)
 class _Writer:
-    """Writes canvas after canvas until every hole is written; each row has its own placement."""
+    """The settings of `infill` or `edit`."""
 
     name: str  # of the function, for errors
     model: Denoiser
-    plan: Plan  # a template of one canvas, which `plan_canvas` completes; `span.allowed` covers the whole text
+    plan: Plan  # a template of one canvas, which `HoleRows` completes; `span.allowed` covers the whole text
     tail_token_id: int | None
     on_step: OnStep | None
     record_top: int | None  # None records nothing
@@ -229,43 +214,32 @@ class _Writer:
 
     def write(self, tokens: Tensor, real: Tensor, todo: Tensor) -> Infilling:
         """Write the positions `todo` of `tokens`, of which `real` are not padding; all (B, N)."""
-        device = tokens.device
-        out, log_probs = tokens.clone(), torch.zeros(tokens.shape, device=device)
-        steps, forwards = torch.zeros(2, tokens.shape[0], dtype=torch.int64, device=device)
-        rows = _text_rows(tokens, real, todo)
-        for row in rows:
-            row.first_start = self._first_start(row)
-        language = None if self.constraint is None else self._language(rows)
+        out, log_probs = tokens.clone(), torch.zeros(tokens.shape, device=tokens.device)
+        steps, forwards = torch.zeros(2, len(tokens), dtype=torch.int64, device=tokens.device)
+        rows, knobs, trajectories = HoleRows(self, tokens, real, todo), self.plan.knobs, []
+        scored = [torch.zeros(len(row.text)) for row in rows.texts]
         cache: Cache | None = None
-        knobs, trajectories = self.plan.knobs, []
         show = self.progress and not shows_progress(self.on_step)
         with progress_bar(desc="denoising", unit="step", show=show) as bar:
-            for number in itertools.count():
-                for row in rows:
-                    row.place = place_canvas(row.todo, self.plan.canvas_len, row.first_start)
-                plan = self.plan_canvas(rows, number, knobs, language, device)
+            while not rows.ended:
+                plan = replace(rows.plan, knobs=knobs)
                 trajectory = None if self.record_top is None else Trajectory(plan, top=self.record_top)
-                cache = self._read_prefix(cache, rows, plan)
-                index = torch.tensor([row.index for row in rows], device=device)
-                state = replace(Rows(plan).start(self.model, knobs), rows=index)
+                cache = rows.read(self.model, cache if self.record_top is None else None)
+                state = rows.start(self.model, knobs)
                 events = denoise_canvas(self.model, state, cache, knobs)
                 drafts, num_steps, num_forwards, knobs = run_events(
                     events, bar, on_step=self.on_step, recording=trajectory, rows=state.rows
                 )
-                scores = self._score(state, cache, drafts)
+                for row, score in zip(rows.open, self._score(state, cache, drafts), strict=True):
+                    row.keep(scored[row.index], score)
+                commit = rows.write(drafts, num_steps, num_forwards)
                 if trajectory is not None:
-                    trajectory.add_commit(Rows(plan).write(drafts, num_steps, num_forwards))
+                    trajectory.add_commit(replace(commit, block=0))
                     trajectories.append(trajectory)
-                steps[index] += num_steps
-                forwards[index] += num_forwards
-                for row, draft, score in zip(rows, drafts, scores, strict=True):
-                    kept, columns = row.keep(draft)
-                    out[row.index, columns] = draft[kept]
-                    log_probs[row.index, columns] = score[kept]
-                unfinished = [i for i, row in enumerate(rows) if bool(row.todo.any())]
-                if not unfinished:
-                    break
-                rows, cache = [rows[i] for i in unfinished], cache.select(torch.tensor(unfinished, device=device))
+                steps[state.rows] += num_steps
+                forwards[state.rows] += num_forwards
+        for row, score in zip(rows.texts, scored, strict=True):
+            out[row.index, row.columns], log_probs[row.index, row.columns] = row.text.to(out), score.to(log_probs)
         return Infilling(
             tokens=out,
             log_probs=log_probs,
@@ -274,114 +248,126 @@ class _Writer:
             trajectories=None if self.record_top is None else tuple(trajectories),
         )
 
-    def _first_start(self, row: _TextRow) -> int:
-        """Return the first position of a row that a canvas may cover: after the first token and after the images."""
-        if self.plan.images is None:
-            return 1
-        assert isinstance(self.model.config, ModelConfig)
-        start = max((row.text == self.model.config.image_token_id).nonzero().flatten().tolist(), default=0) + 1
-        require(not bool(row.todo[:start].any()), f"{self.name} images", "stand before the first hole", start)
-        return start
-
-    def _language(self, rows: list[_TextRow]) -> HoleLanguage:
-        """The constraint over the texts of all rows without padding."""
-        holes, allowed = pad_sequence([row.todo for row in rows], batch_first=True), self.plan.span.allowed
-        if allowed is not None and allowed.shape[1] > 1:
-            tables = [allowed[row.index if len(allowed) > 1 else 0, row.columns.to(allowed.device)] for row in rows]
-            allowed = pad_sequence(tables, batch_first=True, padding_value=True)
-        return HoleLanguage(self.name, self.constraint, holes, allowed, self.plan.noise)
-
-    def plan_canvas(
-        self, rows: list[_TextRow], number: int, knobs: Knobs, language: HoleLanguage | None, device: torch.device
-    ) -> Plan:
-        """Plan the next canvas of every row as a separate run, whose prompt is the text left of the canvas."""
-        canvas_len = self.plan.canvas_len
-        text = torch.stack([row.under(row.text, canvas_len, -1) for row in rows]).to(device)
-        frozen = torch.stack([row.under(~row.todo, canvas_len, False) for row in rows]).to(device)
-        kept = torch.tensor([row.place.keep_until - row.place.start for row in rows], device=device)
-        awaited = ~frozen & (torch.arange(canvas_len, device=device) < kept[:, None])
-        text_len = [min(len(row.text) - row.place.start, canvas_len) for row in rows]
-        canvas, allowed = torch.full_like(text, -1), _allowed_under(self.plan.span.allowed, rows, canvas_len)
-        prefix, is_prefix = _pad_rows([row.text[: row.place.start] for row in rows], device)
-        plan = replace(
-            self.plan,
-            prompt_tokens=prefix,
-            attention_mask=is_prefix,
-            knobs=knobs,
-            seeds=self.plan.seeds[:, [row.index for row in rows]],
-            eos_token_ids=(),
-            span=Span(canvas=canvas, allowed=allowed, awaited=awaited),
-            first_block=number,
-            text_len=torch.tensor(text_len, device=device) if min(text_len) < canvas_len else None,
-            language=None if language is None else language.canvases(rows, canvas_len).to(device),
-            images=None if self.plan.images is None else tuple(self.plan.images[row.index] for row in rows),
-        )
-        if self.from_text:
-            # The level is that of the first step, which is rarely exactly the requested one.
-            canvas = _corrupt(text, allowed, Rows(plan).start(self.model, knobs), plan)
-        canvas = torch.where(frozen, text, canvas)
-        # Under mask noise, positions after the text are frozen masks by default. The sampler spends all its steps on
-        # the holes, and the masks tell the network that the text may go on. A network that takes the level of each
-        # position is an exception, because it would read level 0 at frozen masks.
-        tail = self.tail_token_id
-        if tail is None and plan.noise.kind == "mask" and not self.model.takes_position_levels:
-            tail = plan.noise.mask_token
-        if tail is not None and plan.text_len is not None:
-            is_tail = torch.arange(canvas_len, device=device) >= plan.text_len[:, None]
-            canvas, frozen = torch.where(is_tail, tail, canvas), frozen | is_tail
-        return replace(plan, span=replace(plan.span, canvas=canvas, frozen=frozen))
-
-    def _read_prefix(self, cache: Cache | None, rows: list[_TextRow], plan: Plan) -> Cache:
-        """Encode the text left of each row's canvas: its new part, or all of it for a recorded run."""
-        unread = [row.read() for row in rows]
-        if self.record_top is not None or cache is None:
-            return self.model.encode_with(join_images(plan.images), plan.prompt_tokens, None, plan.attention_mask)
-        tokens, is_new = _pad_rows(unread, plan.prompt_tokens.device)
-        return self.model.encode(tokens, cache, is_new) if tokens.shape[1] else cache
-
     def _score(self, state: DenoiseState, cache: Cache, drafts: Tensor) -> Tensor:
         """The log-probability of every draft given the canvas before its first step, (R, C)."""
         prediction = self.model.denoise_at(state.noise_level, state.canvas, cache, frozen=state.frozen)
         return prediction.shaped(allowed=state.noise.proposable(None, state.device)).log_prob(drafts).float()
 
 
-class HoleRow(Rows):
-    """One text with holes. Each of its blocks is a canvas over the first hole that is left."""
+class HoleRows(Rows):
+    """Texts with holes, of which `todo` (B, N) are to write. Each block is a canvas over the first holes of each row.
 
-    def __init__(self, writer: _Writer, row: _TextRow) -> None:
-        self._writer, self._row = writer, row
-        super().__init__(self._next_plan(0))
-        self.unread = row.read()[None].to(writer.model.device)
+    `plan` is that of the next canvases, of the rows that still have holes. They are in `open`.
+    """
 
-    def _next_plan(self, number: int) -> Plan:
-        writer, self._row.place = self._writer, place_canvas(self._row.todo, self._writer.plan.canvas_len)
-        return writer.plan_canvas([self._row], number, writer.plan.knobs, None, writer.model.device)
+    def __init__(self, writer: _Writer, tokens: Tensor, real: Tensor, todo: Tensor) -> None:
+        super().__init__(writer.plan)
+        self._writer, self.texts = writer, []
+        for index, (text, kept, holes) in enumerate(zip(tokens.cpu(), real.cpu(), todo.cpu(), strict=True)):
+            row = _TextRow(index, kept.nonzero()[:, 0], text[kept], holes[kept])
+            row.first_start = self._first_start(row)
+            self.texts.append(row)
+        self._language = None if writer.constraint is None else self._read_constraint(writer.constraint)
+        self.open = self.texts
+        self._staying: list[int] | None = None  # the places of open rows in the cache; None: all
+        self._place()
+
+    def read(self, model: Denoiser, cache: Cache | None = None) -> Cache:
+        if cache is not None and self._staying is not None:
+            cache = cache.select(torch.tensor(self._staying, device=self.left.device))
+        return super().read(model, cache)
 
     def start(self, model: Denoiser, knobs: Knobs) -> DenoiseState:
-        return Rows(self.plan).start(model, knobs)  # the plan is for one canvas
+        index = torch.tensor([row.index for row in self.open], device=self.left.device)
+        return replace(self._start(model, 0, knobs), rows=index)  # the plan is for one canvas
 
     def write(self, drafts: Tensor, steps: Tensor, forwards: Tensor) -> BlockCommit:
-        """Keep the tokens of the holes that the canvas has finished."""
+        """Keep the tokens of the holes that the canvases have finished, and place the next ones."""
         commit = super().write(drafts, steps, forwards)
-        self._row.keep(drafts[0])
-        self.ended = not bool(self._row.todo.any())
-        if not self.ended:
-            self.plan = self._next_plan(len(self.blocks))
-            self.unread = self._row.read()[None].to(drafts.device)
+        for row, draft in zip(self.open, drafts, strict=True):
+            row.keep(row.text, draft)
+            row.todo[: row.place.keep_until] = False
+        stay = [at for at, row in enumerate(self.open) if bool(row.todo.any())]
+        self._staying = stay if len(stay) < len(self.open) else None
+        self.open, self.ended = [self.open[at] for at in stay], not stay
+        if stay:
+            self._place()
         return commit
 
     @property
     def new_tokens(self) -> Tensor:
-        """The text so far, (1, N)."""
-        return self._row.text[None]
+        """The text so far of a single row, (1, N)."""
+        (row,) = self.texts
+        return row.text[None]
 
+    def _first_start(self, row: _TextRow) -> int:
+        """Return the first position of a row that a canvas may cover: after the first token and after the images."""
+        writer = self._writer
+        if writer.plan.images is None:
+            return 1
+        assert isinstance(writer.model.config, ModelConfig)
+        start = max((row.text == writer.model.config.image_token_id).nonzero().flatten().tolist(), default=0) + 1
+        require(not bool(row.todo[:start].any()), f"{writer.name} images", "stand before the first hole", start)
+        return start
 
-def _text_rows(tokens: Tensor, real: Tensor, todo: Tensor) -> list[_TextRow]:
-    """Return the rows of a batch without padding: tokens, real tokens and those to write, all (B, N)."""
-    return [
-        _TextRow(index, kept.nonzero()[:, 0], text[kept], holes[kept])
-        for index, (text, kept, holes) in enumerate(zip(tokens.cpu(), real.cpu(), todo.cpu(), strict=True))
-    ]
+    def _read_constraint(self, constraint: Constraint) -> HoleLanguage:
+        """The constraint over the texts of all rows without padding."""
+        holes, allowed = pad_sequence([row.todo for row in self.texts], batch_first=True), self.plan.span.allowed
+        if allowed is not None:
+            tables = [_allowed_in(row, allowed) for row in self.texts]
+            allowed = pad_sequence(tables, batch_first=True, padding_value=True)
+        return HoleLanguage(self._writer.name, constraint, holes, allowed, self.plan.noise)
+
+    def _place(self) -> None:
+        """Place the next canvas of every open row, and plan it as a run whose prompt is the text left of the canvas."""
+        writer, rows, device = self._writer, self.open, self.left.device
+        template, canvas_len, num_read = writer.plan, writer.plan.canvas_len, [row.place.start for row in rows]
+        for row in rows:
+            row.place = place_canvas(row.todo, canvas_len, row.first_start)
+        text = torch.stack([row.under(row.text, canvas_len, -1) for row in rows]).to(device)
+        frozen = torch.stack([row.under(~row.todo, canvas_len, False) for row in rows]).to(device)
+        kept = torch.tensor([row.place.keep_until - row.place.start for row in rows], device=device)
+        awaited = ~frozen & (torch.arange(canvas_len, device=device) < kept[:, None])
+        text_len = [min(len(row.text) - row.place.start, canvas_len) for row in rows]
+        canvas, allowed = torch.full_like(text, -1), template.span.allowed
+        if allowed is not None and allowed.shape[:2] != (1, 1):
+            tables = [_allowed_in(row, allowed) for row in rows]
+            if allowed.shape[1] > 1:
+                tables = [row.under(table, canvas_len, True) for row, table in zip(rows, tables, strict=True)]
+            allowed = torch.stack(tables)
+        prefix, is_prefix = _pad_rows([row.text[: row.place.start] for row in rows], device)
+        self.left = torch.arange(len(rows), device=device)
+        self.plan = plan = replace(
+            template,
+            prompt_tokens=prefix,
+            attention_mask=is_prefix,
+            seeds=template.seeds[:, [row.index for row in rows]],
+            eos_token_ids=(),
+            span=Span(canvas=canvas, allowed=allowed, awaited=awaited),
+            first_block=len(self.blocks),
+            text_len=torch.tensor(text_len, device=device) if min(text_len) < canvas_len else None,
+            language=None if self._language is None else self._language.canvases(rows, canvas_len).to(device),
+            images=None if template.images is None else tuple(template.images[row.index] for row in rows),
+        )
+        if writer.from_text:
+            # The level is that of the first step, which is rarely exactly the requested one.
+            canvas = _corrupt(text, allowed, self._start(writer.model, 0, plan.knobs), plan)
+        canvas = torch.where(frozen, text, canvas)
+        # Under mask noise, positions after the text are frozen masks by default. The sampler spends all its steps on
+        # the holes, and the masks tell the network that the text may go on. A network that takes the level of each
+        # position is an exception, because it would read level 0 at frozen masks.
+        tail = writer.tail_token_id
+        if tail is None and plan.noise.kind == "mask" and not writer.model.takes_position_levels:
+            tail = plan.noise.mask_token
+        if tail is not None and plan.text_len is not None:
+            is_tail = torch.arange(canvas_len, device=device) >= plan.text_len[:, None]
+            canvas, frozen = torch.where(is_tail, tail, canvas), frozen | is_tail
+        self.plan = replace(plan, span=replace(plan.span, canvas=canvas, frozen=frozen))
+        if writer.record_top is None:
+            new = [row.text[start : row.place.start] for row, start in zip(rows, num_read, strict=True)]
+            self.unread, self.unread_mask = _pad_rows(new, device)
+        else:  # a replay encodes the whole prefix of each canvas again
+            self.unread, self.unread_mask, self.unread_images = prefix, is_prefix, plan.images
 
 
 def _pad_rows(parts: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -390,20 +376,10 @@ def _pad_rows(parts: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor
     return pad_sequence(parts, batch_first=True).to(device), is_real.to(device)
 
 
-def _allowed_under(allowed: Tensor | None, rows: list[_TextRow], canvas_len: int) -> Tensor | None:
-    """The part of allowed (B or 1, N or 1, V) under each row's canvas, (R, C or 1, V); all True after its end."""
-    if allowed is None:
-        return None
-    if allowed.shape[1] == 1:
-        return allowed if allowed.shape[0] == 1 else allowed[[row.index for row in rows]]
-    anything = F.pad(allowed, (0, 0, 0, 1), value=True)  # (B or 1, N + 1, V)
-    end = allowed.shape[1]
-    return torch.stack(
-        [
-            anything[row.index if len(allowed) > 1 else 0, row.under(row.columns.clamp(max=end), canvas_len, end)]
-            for row in rows
-        ]
-    )
+def _allowed_in(row: _TextRow, allowed: Tensor) -> Tensor:
+    """The tokens that are allowed in a row, (n or 1, V), of allowed (B or 1, N or 1, V)."""
+    table = allowed[min(row.index, len(allowed) - 1)]
+    return table if len(table) == 1 else table[row.columns.to(table.device)]
 
 
 def _corrupt(text: Tensor, allowed: Tensor | None, state: DenoiseState, plan: Plan) -> Tensor:
@@ -437,6 +413,8 @@ def _read_options(name: str, model: Denoiser, tokens: Any, options: InfillOption
     if allowed is not None:
         shape = (tokens.shape[0], tokens.shape[1])
         allowed = arguments.read_allowed(f"{name} allowed", allowed, plan.noise, shape, tokens.device)
+        if allowed.shape[1] > 1:
+            allowed = F.pad(allowed, (0, 0, 0, tokens.shape[1] - allowed.shape[1]), value=True)
     real, mask = torch.ones_like(tokens, dtype=torch.bool), settings["attention_mask"]
     if mask is not None:
         rule = f"be 1 for real tokens and 0 for padding, of the tokens' shape {tuple(tokens.shape)}"
