@@ -169,8 +169,11 @@ def test_a_spliced_language_keeps_the_gaps_between_its_holes(donor):
     probabilities = logits.softmax(-1)
     probabilities[0::2, 2:] = 0
     exact = probabilities.gather(1, TEXTS.T).prod(0)
-    host = splice_languages(whole, there, torch.tensor([1]), 2)
-    for language in (host.select(first), splice_languages(there, whole.select(first), first, 1)):
+    host = splice_languages(whole, there, torch.tensor([1]), torch.Size([2, CANVAS_LEN]))
+    for language in (
+        host.select(first),
+        splice_languages(there, whole.select(first), first, torch.Size([1, CANVAS_LEN])),
+    ):
         assert total_variation(law_of(sampler(logits, language)), exact / exact.sum()) < 1e-9
     if donor == "plain":
         exact = conditional(logits.softmax(-1), there)

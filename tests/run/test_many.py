@@ -6,11 +6,13 @@ import re
 import time
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 
 import dgemma
 from dgemma import ByteTokenizer, Prediction
+from dgemma.constraints.token_automaton import TokenAutomaton
 from dgemma.run.batch import Batch
 from dgemma.run.loop import drain, run_plan
 from dgemma.run.plan import read_plan
@@ -216,6 +218,36 @@ def test_rows_with_given_tokens_over_several_blocks_share_a_batch_with_plain_row
         assert torch.equal(row.new_tokens, want.new_tokens)
         assert torch.equal(torch.stack(row.steps, dim=1), want.steps)
     assert rows[1].new_tokens[0, 10:30].tolist() == [21] * 20
+
+
+class AnyText(dgemma.Regex):
+    """The language of all texts, as a constraint."""
+
+    def __init__(self):
+        automaton = TokenAutomaton(np.zeros(64, np.int32), np.zeros((1, 1), np.int32), np.ones(1, bool))
+        self.__dict__.update(automaton=automaton, pattern="", tokenizer=None)
+
+
+def test_a_plain_row_waits_for_all_its_positions_next_to_a_constrained_row():
+    """It has a stop token with a frozen token after it, so that the text goes on. Under a constraint it would end."""
+    canvas = torch.full((1, 16), -1)
+    canvas[0, [3, 12]] = 21
+    options = {"max_new_tokens": 16, "steps": 8, "noise": dgemma.MaskNoise(64), "sampler": dgemma.Confidence()}
+    options |= {"eos_token_ids": [21], "stop": None}
+    model, own = Conditioned(), ({"canvas": canvas, "frozen": canvas >= 0}, {"constraint": AnyText()})
+    rows, wanted = [], []
+    for at, more in enumerate(own):
+        prompt = torch.tensor([PROMPTS[at]])
+        rows.append(Rows(read_plan(model, prompt, seed=[at], **options, **more), index=at))
+        wanted.append(dgemma.generate(model, prompt, seed=[at], **options, **more))
+    batch = Batch(model)
+    for row in rows:
+        batch.add(row)
+    while len(batch):
+        batch.step()
+    for row, want in zip(rows, wanted, strict=True):
+        assert torch.equal(row.new_tokens, want.new_tokens)
+        assert torch.equal(torch.stack(row.steps, dim=1), want.steps)
 
 
 def run(path, prompts=PROMPTS, **changes):

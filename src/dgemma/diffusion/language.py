@@ -29,27 +29,28 @@ class Language(NamedTuple):
     def ended(self, text: Tensor) -> Tensor:
         """The positions after the end of the text, (B, C) bool, in a canvas of tokens `text` (B, C)."""
         is_stop = self.automaton.is_stop[self.automaton.token_class[text].long()]
+        is_stop = is_stop if self.may_end is None else is_stop & self.may_end
         return (is_stop.cumsum(1) > is_stop) | self.automaton.is_end[self.start][:, None]
 
 
-def splice_languages(mine: Language | None, donor: Language | None, rows: Tensor, state_rows: int) -> Language | None:
-    """Replace `rows` (R,) of `mine`, which has `state_rows` rows, by the R rows of `donor`.
+def splice_languages(mine: Language | None, donor: Language | None, rows: Tensor, shape: torch.Size) -> Language | None:
+    """Replace `rows` (R,) of `mine`, the language of canvases of this shape (B, C), by the R rows of `donor`.
 
     None is the language of all texts. Different automata become one, without the states that no row needs.
     """
     known = donor if mine is None else mine
     if known is None:
         return None
-    left = _anything(known, state_rows) if mine is None else mine
-    right = _anything(known, len(rows)) if donor is None else donor
+    left = _anything(known, *shape) if mine is None else mine
+    right = _anything(known, len(rows), shape[1]) if donor is None else donor
     automaton, start, end = left.automaton, right.start, right.end
     if not _equal(automaton, right.automaton):
         automaton = _side_by_side(automaton, right.automaton)
         start = start + left.automaton.num_states
         end = F.pad(end, (left.automaton.num_states, 0))
     ends = F.pad(left.end, (0, automaton.num_states - left.end.shape[1])).index_copy(0, rows, end)
-    may_end = _splice_flags(left.may_end, right.may_end, rows, state_rows, absent=True)
-    gaps = _splice_flags(left.gaps, right.gaps, rows, state_rows, absent=False)
+    may_end = _splice_flags(left.may_end, right.may_end, rows, shape[0], absent=True)
+    gaps = _splice_flags(left.gaps, right.gaps, rows, shape[0], absent=False)
     spliced = Language(automaton, left.start.index_copy(0, rows, start), ends, may_end, gaps)
     return spliced if automaton is left.automaton else _reachable(spliced)
 
@@ -71,11 +72,12 @@ def _splice_flags(
     return mine.index_copy(0, rows, default.expand(len(rows), -1) if donor is None else donor)
 
 
-def _anything(known: Language, batch_size: int) -> Language:
-    """The language of all texts over the vocabulary of a known language."""
+def _anything(known: Language, batch_size: int, canvas_len: int) -> Language:
+    """The language of all texts over the vocabulary of a known language. No stop token ends a text of it."""
     token_class = torch.zeros_like(known.automaton.token_class)
     automaton = Automaton.build(token_class, known.start.new_zeros(1, 1), known.end.new_zeros(1))
-    return Language(automaton, known.start.new_zeros(batch_size), known.end.new_ones(batch_size, 1))
+    never = known.end.new_zeros(batch_size, canvas_len)
+    return Language(automaton, known.start.new_zeros(batch_size), known.end.new_ones(batch_size, 1), never)
 
 
 def _side_by_side(left: Automaton, right: Automaton) -> Automaton:

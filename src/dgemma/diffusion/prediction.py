@@ -8,14 +8,17 @@ statistics from kernels.
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from dgemma.checks import broadcasts, in_range, require, typed
+from dgemma.checks import ValueRule, broadcasts, in_range, require, typed
 
-LEAST_TOP_P = 1e-30  # below about 1e-38 it would be 0 in float32
+_EVERY = "Use None to keep every token."
+TopCount = Annotated[int, ValueRule("be >= 1", lambda top_k: top_k >= 1, _EVERY)]
+# Below about 1e-38 it would be 0 in float32.
+TopShare = Annotated[float, ValueRule("be in (0, 1] in float32", lambda top_p: 1e-30 <= top_p <= 1, _EVERY)]
 _SAMPLE_CHUNK = 1024  # vocabulary entries per chunk of the two-level inverse CDF
 _SLICE_ELEMENTS = 1 << 24  # float32 temporaries of a statistics pass stay under 64 MiB
 
@@ -118,8 +121,8 @@ class Prediction:
         *,
         temperature: Tensor | float | None = None,
         allowed: Tensor | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
+        top_k: TopCount | None = None,
+        top_p: TopShare | None = None,
         cut: float = math.inf,
     ) -> "Prediction":
         """Reshape the distribution: keep `allowed` tokens, divide logits by `temperature`, cut to top-k, then top-p.
@@ -131,14 +134,8 @@ class Prediction:
         Example: `prediction.shaped(temperature=0.7, top_p=0.95).sample(u)`.
         """
         if self.joint is not None:
-            shaping: dict[str, Any] = {
-                "temperature": temperature,
-                "allowed": allowed,
-                "top_k": top_k,
-                "top_p": top_p,
-                "cut": cut,
-            }
-            return self.joint.condition_again(self.joint.prediction.shaped(**shaping))
+            how: dict[str, Any] = {"temperature": temperature, "allowed": allowed, "top_k": top_k, "top_p": top_p}
+            return self.joint.condition_again(self.joint.prediction.shaped(**how, cut=cut))
         transforms = self.transforms
         if allowed is not None:
             fits = allowed.dtype == torch.bool and broadcasts(allowed.shape, self.shape)
@@ -153,11 +150,8 @@ class Prediction:
         if temperature is not None:
             transforms = (*transforms, Temper(temperature))
         if top_k is not None:
-            require(top_k >= 1, "Prediction.shaped top_k", "be >= 1", top_k, "Use None to keep every token.")
             transforms = (*transforms, TopK(top_k, cut))
         if top_p is not None:
-            is_share = LEAST_TOP_P <= top_p <= 1
-            require(is_share, "Prediction.shaped top_p", "be in (0, 1] in float32", top_p, "None keeps every token.")
             transforms = (*transforms, _TopP(top_p, cut))
         return Prediction(self._raw, transforms)
 

@@ -112,7 +112,7 @@ class DenoiseState:
             old.index_copy(0, rows, new.to(old.dtype)) if isinstance(old, Tensor) else old
             for old, new in zip(mine, theirs, strict=True)
         ]
-        language = splice_languages(self.language, donor.language, rows, self.batch_size)
+        language = splice_languages(self.language, donor.language, rows, self.canvas.shape)
         whole = {"rows": self.rows, "allowed": self._splice_allowed(rows, donor), "language": language}
         return replace(self, **{**tree_unflatten(spliced, form), **whole})
 

@@ -86,7 +86,7 @@ def apply_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> tuple[
         before, now = getattr(old, name), getattr(knobs, name)
         if memory not in of_state and now != before:
             fresh: dict[str, Any] = {memory: None if now is None else now.start(state)}
-            keeps = type(now) is type(before) and _alike(fresh[memory], getattr(state, memory))
+            keeps = type(now) is type(before) and _shapes(fresh[memory]) == _shapes(getattr(state, memory))
             state = state if keeps else replace(state, **fresh)
     return state, knobs
 
@@ -103,7 +103,8 @@ def merge_changes(earlier: dict[str, Any], later: dict[str, Any], knobs: Knobs) 
 def snapshot(state: DenoiseState) -> DenoiseState:
     """Copy a state, to detect later writes into its tensors. Predictions are shared, not copied."""
     names, _ = split_fields(state, "constant")
-    return replace(state, **{name: tree_map(_copied, getattr(state, name)) for name in names})
+    own = {name: getattr(state, name) for name in names}
+    return replace(state, **tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, own))
 
 
 def list_writes(before: DenoiseState, after: DenoiseState) -> dict[str, Any]:
@@ -141,10 +142,6 @@ def _check(name: str, value: Any, state: DenoiseState, *, is_knob: bool) -> None
         require(False, owner, f"hold ids in [0, {vocab_size})", f"{int(value.min())}..{int(value.max())}")
 
 
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
 def _same(left: Any, right: Any) -> bool:
     """Compare two values of a field. Predictions are compared by their logits, memories part by part."""
     if left is right:
@@ -159,9 +156,6 @@ def _same(left: Any, right: Any) -> bool:
     )
 
 
-def _alike(left: Any, right: Any) -> bool:
-    """Compare the parts and shapes of two memories."""
-    (left_leaves, left_form), (right_leaves, right_form) = tree_flatten(left), tree_flatten(right)
-    return left_form == right_form and all(
-        getattr(a, "shape", None) == getattr(b, "shape", None) for a, b in zip(left_leaves, right_leaves, strict=True)
-    )
+def _shapes(memory: Any) -> Any:
+    """The parts of a memory, with the shapes of its tensors."""
+    return tree_map(lambda part: getattr(part, "shape", None), memory)

@@ -4,13 +4,13 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch.utils._pytree import tree_leaves
 
-from dgemma.checks import ValueRule, check_types, require_field
+from dgemma.checks import check_types, require_field
 from dgemma.diffusion.noise import Noise
-from dgemma.diffusion.prediction import LEAST_TOP_P
+from dgemma.diffusion.prediction import TopCount, TopShare
 from dgemma.model.denoiser import Denoiser
 from dgemma.sampling.base import Sampler
 from dgemma.sampling.entropy_bound import EntropyBound
@@ -20,9 +20,6 @@ from dgemma.sampling.temperature import LinearTemperature, Temperature, read_tem
 
 _Built = TypeVar("_Built")
 logger = logging.getLogger("dgemma")
-_EVERY = "Use None to keep every token."
-_TOP_K = ValueRule("be an integer >= 1", lambda top_k: top_k >= 1, _EVERY)
-_TOP_P = ValueRule("be a probability above 0", lambda top_p: LEAST_TOP_P <= top_p <= 1, f"{_EVERY} Or set greedy=True.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +32,8 @@ class Knobs:
     sampler: Sampler
     temperature: Temperature
     stop: StopRule | None = None
-    top_k: Annotated[int, _TOP_K] | None = None
-    top_p: Annotated[float, _TOP_P] | None = None
+    top_k: TopCount | None = None
+    top_p: TopShare | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "temperature", read_temperature(self.temperature))
@@ -64,26 +61,16 @@ def _is_frozen(value: Any) -> bool:
 
 def read_knobs(model: Denoiser, settings: Mapping[str, Any]) -> Knobs:
     """Return the knobs of a run. A sampler or temperature of None, and the stop "checkpoint", are the checkpoint's."""
-    defaults, sampler, temperature, stop = (
-        model.generation,
-        settings["sampler"],
-        settings["temperature"],
-        settings["stop"],
-    )
-    sampler = default_sampler(model) if sampler is None else sampler
-    if temperature is None:
-        temperature = LinearTemperature(start=defaults.t_max, end=defaults.t_min)
-    if stop == "checkpoint":
+    defaults, knobs = model.generation, {field.name: settings[field.name] for field in fields(Knobs)}
+    if knobs["sampler"] is None:
+        knobs["sampler"] = default_sampler(model)
+    if knobs["temperature"] is None:
+        knobs["temperature"] = LinearTemperature(start=defaults.t_max, end=defaults.t_min)
+    if knobs["stop"] == "checkpoint":
         stability, confidence = defaults.stability_threshold, defaults.confidence_threshold
-        runs_on = confidence == 0 or not sampler.stops_when_certain
-        stop = None if runs_on else StableAndConfident(stability=stability, confidence=confidence)
-    return Knobs(
-        sampler=sampler,
-        temperature=temperature,
-        stop=stop,
-        top_k=settings["top_k"],
-        top_p=settings["top_p"],
-    )
+        runs_on = confidence == 0 or not knobs["sampler"].stops_when_certain
+        knobs["stop"] = None if runs_on else StableAndConfident(stability=stability, confidence=confidence)
+    return Knobs(**knobs)
 
 
 def default_sampler(model: Denoiser) -> Sampler:

@@ -26,13 +26,16 @@ class Ancestral(Sampler, Checked):
 
     parametrisation: Literal["mean", "loo"] = "mean"
     redecides: ClassVar[frozenset[str]] = frozenset({"uniform", "hybrid"})
+    kappa: ClassVar[float] = 1.0  # the share of the exact reverse kernel; `Psi` has less
 
     def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
-        return transition(self._mean(prediction, state).sample(state.uniform("token")), state)
+        x0 = self._mean(prediction, state).sample(state.uniform("token"))
+        return transition(x0, state, kappa=self.kappa)
 
     def law(self, prediction: Prediction, state: DenoiseState, decision: Decision) -> Law:
         changes = decision.write | decision.renoise
-        return Law(log_transition(self._mean(prediction, state), state, decision), (state.open | ~changes).all(-1))
+        log_prob = log_transition(self._mean(prediction, state), state, decision, kappa=self.kappa)
+        return Law(log_prob, (state.open | ~changes).all(-1))
 
     def _mean(self, prediction: Prediction, state: DenoiseState) -> Prediction:
         if self.parametrisation == "mean":

@@ -4,10 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dgemma.checks import Probability
-from dgemma.diffusion.decision import transition
-from dgemma.diffusion.law import log_transition
 from dgemma.sampling.ancestral import Ancestral
-from dgemma.sampling.base import Decision, DenoiseState, Law, Prediction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,13 +18,5 @@ class Psi(Ancestral):
     Example: `Psi(kappa=0.9)`.
     """
 
-    kappa: Probability = 0.9
+    kappa: Probability = 0.9  # type: ignore[misc]
     valid_for: ClassVar[frozenset[str]] = frozenset({"uniform"})
-
-    def __call__(self, prediction: Prediction, state: DenoiseState) -> Decision:
-        x0 = self._mean(prediction, state).sample(state.uniform("token"))
-        return transition(x0, state, kappa=self.kappa)
-
-    def law(self, prediction: Prediction, state: DenoiseState, decision: Decision) -> Law:
-        log_prob = log_transition(self._mean(prediction, state), state, decision, kappa=self.kappa)
-        return Law(log_prob, (state.open | ~(decision.write | decision.renoise)).all(-1))
