@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import ClassVar
 from unittest.mock import MagicMock
 
@@ -24,7 +25,7 @@ from dgemma.diffusion.prediction import SoftCap
 from dgemma.diffusion.schedule import OneMinusCosine
 from dgemma.model.causal import CausalRule, CausalState
 from dgemma.run.knobs import Knobs
-from dgemma.run.step import start_state, take_step
+from dgemma.run.step import start_state
 from dgemma.sampling import SoftThreshold
 from dgemma.train.lora import LoRA, add_lora
 from dgemma_kernels import accelerate
@@ -64,6 +65,11 @@ class ConstantDenoiser(dgemma.Denoiser):
 
     def denoise(self, canvas, cache, self_cond=None):
         return self.prediction
+
+
+def take_step(model, state, **how):
+    """Take a step as a run does."""
+    return (model.step or partial(dgemma.step, model))(state, **how)
 
 
 def begin(device, *, sampler=None, stop=None, seeds=(11,), num_steps=4):

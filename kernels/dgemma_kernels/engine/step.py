@@ -225,7 +225,7 @@ class _StaticStep:
         ready = _ReadyDenoiser(self.workspace, self._place.logits)
         prediction, settled = _predict_and_settle(ready, self._state, self.knobs)
         self._prediction = prediction
-        record = {name: value for name, value in settled._asdict().items() if name != "state"}
+        record = {name: getattr(settled, name) for name in ("accepted", "renoised", "active", "verdict")}
         results = (_carried(settled.state), record, tuple(prediction.statistics))
         after, fields_of_record, statistics = tree_map(
             lambda x: x.contiguous() if isinstance(x, Tensor) else x, results

@@ -7,11 +7,13 @@ from dgemma.constraints.token_automaton import NO_STATE, TokenAutomaton, merge_c
 from dgemma.diffusion.automaton import Automaton
 
 
-def with_stops(automaton: TokenAutomaton, stop_tokens: tuple[int, ...], vocab_size: int) -> Automaton:
+def with_stops(
+    automaton: TokenAutomaton, stop_tokens: tuple[int, ...], vocab_size: int, free: int | None = None
+) -> Automaton:
     """Add the state after the text, which stop tokens reach from final states, and return tensors.
 
     From that state every token leads back to it, because the text has already ended. Without stop tokens it is not
-    reachable.
+    reachable. From the state `free`, that of rows without a constraint, a stop token leads back like any other.
     """
     end = automaton.num_states
     num_classes = automaton.next_state.shape[1]
@@ -19,6 +21,8 @@ def with_stops(automaton: TokenAutomaton, stop_tokens: tuple[int, ...], vocab_si
     classes[: len(automaton.token_class)] = automaton.token_class[:vocab_size]
     classes[list(stop_tokens)] = num_classes
     column = np.where(automaton.is_final, end, NO_STATE)
+    if free is not None:
+        column[free] = free
     table = np.column_stack((automaton.next_state, column))
     table = np.vstack((table, np.full((1, num_classes + 1), end)))
     classes, table = merge_columns(classes, table)

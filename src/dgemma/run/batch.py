@@ -92,7 +92,10 @@ class Batch:
         for group in self._begin():
             finished += self._advance(group)
             self._join(group)
-        self._close_gaps()
+        if self._running is not None:
+            stay = list(self._running.present)
+            if len(stay) < len(self._running.places):  # close the gaps
+                self._running = self._running.select(stay) if stay else None
         if self._running is not None:
             finished += self._advance(self._running)
         return finished
@@ -172,14 +175,6 @@ class Batch:
         state = running.denoising.state
         running.denoising.state = replace(state, rows=indices.to(state.rows))
         self._running = running
-
-    def _close_gaps(self) -> None:
-        if self._running is not None:
-            stay = list(self._running.present)
-            if not stay:
-                self._running = None
-            elif len(stay) < len(self._running.places):
-                self._running = self._running.select(stay)
 
 
 def _score(record: StepRecord, places: dict[int, _Place]) -> None:

@@ -73,12 +73,13 @@ def read_constraint(
     """Check the constraint of a run against its length, its frozen tokens and its allowed tokens."""
     if constraint is None:
         return None
-    tokens, start = _unite("generate", constraint, batch_size, noise.vocab_size)
-    automaton, num_positions = _with_stops(tokens, stop_tokens, noise.vocab_size), num_blocks * canvas_len
+    tokens, start, free = _unite("generate", constraint, batch_size, noise.vocab_size)
+    automaton, num_positions = _with_stops(tokens, stop_tokens, noise.vocab_size, free), num_blocks * canvas_len
     span, rows = span.to(torch.device("cpu")), torch.arange(batch_size)
     may_end = None
-    if span.frozen is not None and bool(span.frozen.any()):
+    if free is not None or (span.frozen is not None and bool(span.frozen.any())):
         may_end = torch.cat([span.past_frozen(block, canvas_len, rows) for block in range(num_blocks)], dim=1)
+        may_end &= (start != (-1 if free is None else free))[:, None]
     factors = _Factors(automaton, span, noise, may_end, batch_size)
     accepts = torch.from_numpy(np.append(tokens.is_final, True)).expand(batch_size, -1)
     reach = factors.reach(accepts, num_positions)
@@ -99,7 +100,7 @@ class HoleLanguage:
 
     def __init__(self, owner: str, constraint: Constraint, holes: Tensor, allowed: Tensor | None, noise: Noise) -> None:
         batch_size, self.holes = len(holes), holes.cpu()
-        tokens, start = _unite(owner, constraint, batch_size, noise.vocab_size)
+        tokens, start, _ = _unite(owner, constraint, batch_size, noise.vocab_size)
         starts = sorted(set(start.tolist()))
         self.automaton, before = with_gaps(tokens, starts, noise.vocab_size)
         self.first = torch.tensor([before[starts.index(state)] for state in start.tolist()])  # (B,)
@@ -228,8 +229,10 @@ _with_stops = _Kept(with_stops)
 _on_device = _Kept(Automaton.to)
 
 
-def _unite(owner: str, constraint: Constraint, batch_size: int, vocab_size: int) -> tuple[TokenAutomaton, Tensor]:
-    """One automaton for all rows, and each row's start state (B,)."""
+def _unite(
+    owner: str, constraint: Constraint, batch_size: int, vocab_size: int
+) -> tuple[TokenAutomaton, Tensor, int | None]:
+    """One automaton for all rows, each row's start state (B,), and that of rows without a constraint, if any."""
     listed = [constraint] * batch_size if isinstance(constraint, Regex) or constraint is None else list(constraint)
     fits = len(listed) == batch_size and all(one is None or isinstance(one, Regex) for one in listed)
     rule = f"be a value such as Regex(pattern, tokenizer), or a list of {batch_size} values or Nones, one per row"
@@ -242,7 +245,8 @@ def _unite(owner: str, constraint: Constraint, batch_size: int, vocab_size: int)
         require(fits, f"{owner} constraint", rule, num_tokens, "Build it with Tokenizer.from_pretrained(checkpoint).")
     automata = [_padded(None if one is None else one.automaton, vocab_size) for one in distinct]
     united, starts = (automata[0], [0]) if len(automata) == 1 else unite(automata)
-    return united, torch.tensor([starts[distinct.index(one)] for one in listed])
+    state = dict(zip(distinct, starts, strict=True))
+    return united, torch.tensor([state[one] for one in listed]), state.get(None)
 
 
 def _padded(automaton: TokenAutomaton | None, vocab_size: int) -> TokenAutomaton:

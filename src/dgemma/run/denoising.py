@@ -5,6 +5,7 @@ Every form of a run uses it: `denoise_canvas` for rows that start together, `Bat
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -17,7 +18,7 @@ from dgemma.model.denoiser import Denoiser
 from dgemma.run.changes import Changes, apply_changes
 from dgemma.run.knobs import Knobs
 from dgemma.run.records import StepRecord
-from dgemma.run.step import judge, take_step
+from dgemma.run.step import judge, step
 
 
 @dataclass
@@ -32,8 +33,9 @@ class Denoising:
     _written: Callable[[], bool] = field(init=False, repr=False)  # True if a callback wrote into the state after it
 
     def step(self) -> StepRecord:
-        """Take a step. Nothing waits for the device."""
-        self.state, self._record = take_step(self.model, self.state, cache=self.cache, knobs=self.knobs)
+        """Take a step, in the way of the engine if it has its own. Nothing waits for the device."""
+        take = self.model.step or partial(step, self.model)
+        self.state, self._record = take(self.state, cache=self.cache, knobs=self.knobs)
         state = self.state
         self._written = watch(state.done, state.step, state.num_steps, state.canvas)
         return self._record

@@ -53,7 +53,6 @@ class _KeptPrefix(NamedTuple):
     model: weakref.ref[Denoiser]
     names: np.ndarray
     cache: PrefixCache
-    num_bytes: int
 
 
 class SharedPrefixes:
@@ -87,7 +86,7 @@ class SharedPrefixes:
     @property
     def num_bytes(self) -> int:
         """Memory of the kept keys and values, in bytes."""
-        return sum(kept.num_bytes for kept in self._kept)
+        return sum(kept.cache.num_bytes for kept in self._kept)
 
     @property
     def num_reused(self) -> int:
@@ -159,8 +158,8 @@ class SharedPrefixes:
             cache.splice(torch.tensor([0], device=model.device), kept.cache)
         rest = prefix.part(0 if kept is None else len(kept.names))
         cache = self._extend(model, cache, [rest.tokens], [rest.images])
-        kept = _KeptPrefix(weakref.ref(model), prefix.names, cache, cache.num_bytes)
-        if kept.num_bytes <= self._most_bytes:
+        kept = _KeptPrefix(weakref.ref(model), prefix.names, cache)
+        if cache.num_bytes <= self._most_bytes:
             self._kept.append(kept)
             while self.num_bytes > self._most_bytes or self.num_kept > _MOST_KEPT:
                 self._kept.pop(0)

@@ -96,8 +96,8 @@ class Column(NamedTuple):
 
 
 INTS = (torch.int64, torch.int16, torch.int32)
-_Tokens = Annotated[Tensor, Column("RC", INTS, 0, "V")]  # written in int16 if the vocabulary is small
-_Flags = Annotated[Tensor, Column("RC", (torch.bool,))]
+_TokenColumn = Annotated[Tensor, Column("RC", INTS, 0, "V")]  # written in int16 if the vocabulary is small
+_FlagColumn = Annotated[Tensor, Column("RC", (torch.bool,))]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,13 +113,13 @@ class RecordedStep:
     temperature: Annotated[Tensor, Column("R", (torch.float32,), 0, 1e9)]
     noise_level: Annotated[Tensor, Column("R", (torch.float64,), 0, 1)]
     done: Annotated[Tensor, Column("R", (torch.bool,))]  # after the step
-    canvas: _Tokens  # before the step
-    next_canvas: _Tokens  # after it
-    draft: _Tokens  # the commit if the canvas ended after this step
-    argmax: _Tokens
-    accepted: _Flags
-    renoised: _Flags
-    open: _Flags  # after the step
+    canvas: _TokenColumn  # before the step
+    next_canvas: _TokenColumn  # after it
+    draft: _TokenColumn  # the commit if the canvas ended after this step
+    argmax: _TokenColumn
+    accepted: _FlagColumn
+    renoised: _FlagColumn
+    open: _FlagColumn  # after the step
     entropy: Annotated[Tensor, Column("RC", (torch.float32,), 0, 1e9)]  # nats
     confidence: Annotated[Tensor, Column("RC", (torch.float32,), 0, 1)]
     top_tokens: Annotated[Tensor, Column("RCK", INTS, 0, "V")]  # best first

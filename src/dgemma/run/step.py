@@ -66,18 +66,6 @@ def step(denoiser: Denoiser, state: DenoiseState, *, cache: Cache, knobs: Knobs)
     )
 
 
-def take_step(
-    denoiser: Denoiser, state: DenoiseState, *, cache: Cache, knobs: Knobs
-) -> tuple[DenoiseState, StepRecord]:
-    """Take one denoising step like `step`, but let an engine do it in its own way.
-
-    Example: `state, record = take_step(accelerate(model), state, cache=cache, knobs=knobs)`.
-    """
-    if denoiser.step is None:
-        return step(denoiser, state, cache=cache, knobs=knobs)
-    return denoiser.step(state, cache=cache, knobs=knobs)
-
-
 def predict(denoiser: Denoiser, state: DenoiseState, *, cache: Cache, knobs: Knobs) -> Prediction:
     """Predict a canvas (B, C), with the state's temperature and allowed tokens, and the knobs' top-k and top-p.
 
