@@ -60,14 +60,6 @@ def test_each_row_may_have_its_own_constraint():
     assert re.fullmatch("[a-z]{2}", texts(both)[1])
 
 
-@pytest.mark.parametrize("noise", [dgemma.UniformNoise, dgemma.MaskNoise])
-def test_a_row_without_a_constraint_writes_what_it_writes_alone(noise):
-    digits, options = dgemma.Regex("[0-9]{3}", TOKENIZER), {"noise": noise(TOKENIZER.vocab_size), "steps": 4}
-    free, first = generate([None, digits], **options), generate(None, **options)
-    assert torch.equal(free.new_tokens[0], first.new_tokens[0])
-    assert free.steps[0].tolist() == first.steps[0].tolist()
-
-
 def test_a_dataclass_is_a_schema():
     pytest.importorskip("pydantic")
 

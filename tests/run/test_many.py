@@ -250,6 +250,15 @@ def test_a_plain_row_waits_for_all_its_positions_next_to_a_constrained_row():
         assert torch.equal(torch.stack(row.steps, dim=1), want.steps)
 
 
+@pytest.mark.parametrize("noise", [dgemma.UniformNoise(64), dgemma.MaskNoise(64)])
+def test_a_row_with_none_in_a_list_of_constraints_is_a_plain_row(noise):
+    model, prompt = Conditioned(), torch.tensor([PROMPTS[0], PROMPTS[0]])
+    options = {"max_new_tokens": 32, "steps": 4, "noise": noise, "eos_token_ids": [21]}
+    plain, listed = (dgemma.generate(model, prompt, constraint=c, **options) for c in (None, [None, AnyText()]))
+    assert torch.equal(listed.new_tokens[0], plain.new_tokens[0])
+    assert torch.equal(listed.steps[0], plain.steps[0])
+
+
 def run(path, prompts=PROMPTS, **changes):
     return list(dgemma.generate_many(Conditioned(), prompts, out=path, **{**OPTIONS, "batch_size": 2, **changes}))
 

@@ -83,12 +83,11 @@ class DenoiseState:
         Example: `state.select(torch.tensor([0, 2]))`.
         """
         values = tree_map(lambda x: x.index_select(0, rows) if isinstance(x, Tensor) else x, _row_fields(self))
-        selected = replace(self, **values)
         if self.language is not None:
-            selected = replace(selected, language=self.language.select(rows))
-        if self.allowed is None or self.allowed.shape[0] == 1:  # the same for every row
-            return selected
-        return replace(selected, allowed=self.allowed.index_select(0, rows))
+            values["language"] = self.language.select(rows)
+        if self.allowed is not None and self.allowed.shape[0] > 1:  # otherwise it is the same for every row
+            values["allowed"] = self.allowed.index_select(0, rows)
+        return replace(self, **values)
 
     def splice(self, rows: Tensor, donor: "DenoiseState") -> "DenoiseState":
         """Replace `rows` (R,) by the rows of a donor of batch size R, for example from another run.

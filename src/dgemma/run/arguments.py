@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from dgemma.checks import as_int, as_lists, has_values, require, require_tensor, show
+from dgemma.checks import as_int, as_lists, has_values, require, require_tensor
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.schedule import LEAST_NOISE
 from dgemma.model.cache import Cache
@@ -110,10 +110,8 @@ def read_span(
         require(fits, "generate canvas", rule, canvas, f"max_new_tokens is {max_new_tokens}.")
         canvas = canvas.to(device, torch.int64)
     if frozen is not None:
-        if canvas is None:
-            raise ValueError(
-                f"generate frozen must be the frozen part of a canvas, got {show(frozen)}. Pass canvas too."
-            )
+        require(canvas is not None, "generate frozen", "be the frozen part of a canvas", frozen, "Pass canvas too.")
+        assert canvas is not None
         shape = tuple(canvas.shape)
         rule = f"be booleans that mark real tokens of canvas, of its shape {shape}"
         require_tensor(frozen, "generate frozen", rule, shape=shape, dtypes=(torch.bool,))
