@@ -279,13 +279,14 @@ def test_other_urls_and_bad_pictures_are_refused_in_one_sentence(openai, serve, 
         ("data:text/html;base64,aaaa", "begin with data:image/"),
         ("data:image/png;base64,%%%", "base64"),
         ("data:image/png;base64,aaaa", "Pillow can read"),
-        (good[: len(good) // 2 // 4 * 4], "must be a picture"),
+        (good[: len("data:image/png;base64,") + len(good) // 8 * 4], "must be a picture"),
         (picture("red", (5000, 5000))[1], "16,777,216 pixels"),
     ):
         with pytest.raises(openai.BadRequestError) as refused:
             chat(client, messages=with_images(url), max_tokens=32)
         assert refused.value.body["message"].startswith(place)
         assert sentence in refused.value.body["message"]
+        assert refused.value.body["message"].count("must") == 1
         assert len(refused.value.body["message"]) < 400
         assert refused.value.body["param"] == place
     with pytest.raises(openai.BadRequestError, match="at most 16 images, got 17"):
@@ -378,6 +379,8 @@ def test_a_server_that_may_fetch_reads_pictures_of_public_addresses_only(openai,
         ("http://[::ffff:10.0.0.1]/a.png", "its address is not public"),
         ("http://169.254.169.254/latest", "its address is not public"),
         ("http://2130706433/a.png", "its address is not public"),
+        ("http://[64:ff9b::7f00:1]/a.png", "its address is not public"),  # 127.0.0.1 behind a gateway
+        ("http://[2002:7f00:1::]/a.png", "its address is not public"),
         ("ftp://site.test/a.png", "neither http nor https"),
         ("/etc/passwd", "neither http nor https"),
         ("http://site.test:99999/a.png", "Port out of range"),

@@ -40,10 +40,14 @@ def read_images(model: Denoiser, urls: Mapping[str, str], *, may_fetch: bool) ->
         is_data = is_data_url(url)
         if not (is_data or may_fetch):
             raise _refusal(place, "must be a data URL (data:image/png;base64,…): this server fetches no other URLs.")
-        try:  # the library would open a path, so it gets data only
-            found.append(processor([open_image(url if is_data else fetch(url), most_pixels=_MOST_PIXELS)]))
+        try:
+            picture = url if is_data else fetch(url)
         except ValueError as error:
-            raise _refusal(place, f"must be a picture: {error}") from None
+            raise _refusal(place, f"must be a public picture: {error}.") from None
+        try:  # the library would open a path, so it gets data only
+            found.append(processor([open_image(picture, most_pixels=_MOST_PIXELS)]))
+        except ValueError as error:
+            raise _refusal(place, str(error).removeprefix("image ").removeprefix("URL ")) from None
     return Images.join(found)
 
 
