@@ -99,7 +99,8 @@ class Tokenizer(ABC):
                 f"{path_or_repo} is read without its tokenizer. Name that of the original checkpoint (--tokenizer)."
             )
         folder = stored_folder(resolve(path_or_repo, files=_TOKENIZER_FILES))
-        if _names_byte_tokenizer(folder):
+        config = folder / "tokenizer_config.json"
+        if config.is_file() and b'"dgemma.ByteTokenizer"' in read_bytes(config, most=_MOST_BYTES):
             return ByteTokenizer()
         return PretrainedTokenizer(folder)
 
@@ -375,7 +376,7 @@ class PretrainedTokenizer(Tokenizer):
         text = text.encode(errors="replace").decode()  # a lone surrogate has no UTF-8 form and becomes "?"
         with explained(f"the tokenizer in {self._folder} cannot split this text", "Check its tokenizer.json."):
             ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=False).ids
-            if not markers and not self._marker_ids.isdisjoint(ids):
+            if not markers and not set(self._markers.values()).isdisjoint(ids):
                 ids = self._plain.encode(text, add_special_tokens=False).ids
         return [self.bos_token_id, *ids] if bos else ids
 
@@ -383,10 +384,6 @@ class PretrainedTokenizer(Tokenizer):
     def _markers(self) -> Mapping[str, int]:
         added = self.backend_tokenizer.get_added_tokens_decoder().items()
         return {token.content: number for number, token in added if token.special and token.content}
-
-    @cached_property
-    def _marker_ids(self) -> frozenset[int]:
-        return frozenset(self._markers.values())
 
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
@@ -558,11 +555,6 @@ def explained(problem: str, fix: str) -> Iterator[None]:
         raise ValueError(f"{printable(problem)} (it asks for more memory than there is). {fix}") from None
     except BaseException as error:  # a panic of tokenizers is no Exception
         raise ValueError(f"{printable(problem)} ({one_line(str(error)).rstrip('.')}). {fix}") from None
-
-
-def _names_byte_tokenizer(folder: Path) -> bool:
-    config = folder / "tokenizer_config.json"
-    return config.is_file() and b'"dgemma.ByteTokenizer"' in read_bytes(config, most=_MOST_BYTES)
 
 
 def _read_ids(ids: Any, owner: str, rule: str, fix: str = "") -> list[int]:

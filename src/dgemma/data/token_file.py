@@ -102,7 +102,7 @@ class TokenFile:
                 file.write(row.data)
                 lengths.append(len(row))
                 prompt_len.append(len(prompt))
-                paths.append([_absolute(image) for image in document.images])
+                paths.append([i if is_data_url(i) else str(Path(i).absolute()) for i in document.images])
                 num_bytes += len(document.text.encode())
             require(bool(lengths), "TokenFile.write documents", "hold at least one", None)
         sizes = np.array([lengths, prompt_len], dtype=np.int64)
@@ -214,10 +214,6 @@ def describe_files(
 def _crc32(tokens: np.ndarray, sizes: np.ndarray, images: Any) -> int:
     crc32 = zlib.crc32(np.ascontiguousarray(sizes).data, zlib.crc32(tokens.data))
     return crc32 if images is None else zlib.crc32(json.dumps(images).encode(), crc32)
-
-
-def _absolute(image: str) -> str:
-    return image if is_data_url(image) else str(Path(image).absolute())
 
 
 def _encode(
