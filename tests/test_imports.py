@@ -30,7 +30,7 @@ IN_FUNCTIONS = {
     "dgemma.checkpoint.tokenizer": {"transformers"},
     "dgemma.checkpoint.images": {"PIL"},
     "dgemma.checkpoint.hub": {"huggingface_hub"},
-    "dgemma.checkpoint.location": {"huggingface_hub"},
+    "dgemma.location": {"huggingface_hub", "huggingface_hub.errors"},
     "dgemma.cli.training": {"dgemma_kernels"},
     "dgemma.cli.loading": {"dgemma.train", "dgemma_kernels", "dgemma_kernels.engine.weights"},
     "dgemma.constraints.grammar": {"lark"},

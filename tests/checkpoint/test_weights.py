@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from dgemma import files, presets
-from dgemma.checkpoint.location import resolve
 from dgemma.checkpoint.reading import read_checkpoint, read_headers
 from dgemma.checkpoint.tokenizer import ByteTokenizer, Tokenizer
+from dgemma.location import resolve
 from dgemma.model.config import GenerationDefaults
 from dgemma.model.diffusion import DiffusionGemma
 
@@ -418,6 +419,15 @@ def test_an_unreachable_hub_is_one_error(monkeypatch):
         resolve("someone/some-model")
 
 
+def test_without_a_network_the_error_names_the_cause_and_the_fix(monkeypatch):
+    def snapshot_download(repo, allow_patterns):
+        raise LocalEntryNotFoundError("Got: a paragraph") from ConnectionError("no route")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(FileNotFoundError, match=r"hub: no route\. Connect to the network, or pass a"):
+        resolve("someone/some-model")
+
+
 @pytest.mark.parametrize("size", ["5TB", "-1GB", "²GB"])
 def test_a_shard_of_no_known_size_is_refused(tmp_path, size):
     with pytest.raises(ValueError, match="max_shard_size must be a number of bytes, or a text such as '5GB'"):
@@ -434,7 +444,7 @@ def test_a_name_that_is_neither_folder_nor_hub_id_is_refused(name):
 
 def test_assets_are_found_by_name(monkeypatch, tmp_path):
     (tmp_path / "assets" / "sample").mkdir(parents=True)
-    monkeypatch.setattr("dgemma.checkpoint.location.ASSETS", tmp_path / "assets")
+    monkeypatch.setattr("dgemma.location.ASSETS", tmp_path / "assets")
     assert resolve("dgemma/sample") == tmp_path / "assets" / "sample"
     with pytest.raises(FileNotFoundError, match=r"does not ship with dgemma. Choose from \['dgemma/sample'\]"):
         resolve("dgemma/other")
@@ -444,7 +454,7 @@ def test_assets_are_found_by_name(monkeypatch, tmp_path):
 def assets(monkeypatch, tmp_path):
     """A folder of shipped checkpoints: "text", and "text-mask" without weights and tokenizer."""
     assets = tmp_path / "assets"
-    monkeypatch.setattr("dgemma.checkpoint.location.ASSETS", assets)
+    monkeypatch.setattr("dgemma.location.ASSETS", assets)
     model = random_model()
     model.save_pretrained(assets / "text")
     ByteTokenizer().save_pretrained(assets / "text")

@@ -67,7 +67,7 @@ NO_CHECKPOINT_READ = [
     (("infill", "no holes, only _"), "must have a hole"),
     (("edit", "--keep", "ho", "Hi"), "--keep must name words of the text, got 'ho'"),
     (("sudoku", "--givens", "5"), "--givens must be a whole number from 23 to 81, got 5"),
-    (("sudoku", "." * 80), "must get 81 characters per puzzle, got 80"),
+    (("sudoku", "." * 80), "a puzzle must have 81 characters, got 80"),
     (("sudoku", CONTRADICTION), "contradict each other"),
     (("train", "words.txt"), "required: --out"),
 ]
@@ -236,9 +236,9 @@ def test_ctrl_c_in_another_program_that_imports_dgemma_is_not_handled(tmp_path):
 
 @pytest.mark.parametrize(
     ("words", "code"),
-    [("--help", 0), ("info", 0), ("generate --loud Hi", 2)],
+    [("--help", 0), ("info", 0), ("generate --loud Hi", 2), ("generate -m ./novels Hi", 2), ("info dgemma/novels", 2)],
 )
-def test_help_the_list_of_checkpoints_and_mistakes_in_options_do_not_wait_for_torch(words, code, tmp_path):
+def test_help_the_list_of_checkpoints_and_wrong_options_and_paths_do_not_wait_for_torch(words, code, tmp_path):
     ran = _interrupt_import(["-m", "dgemma", *words.split()], tmp_path)
     assert ran.returncode == code
     assert "Stopped" not in ran.stderr

@@ -49,7 +49,8 @@ def losses(folder, name):
 
 def bits_per_byte(nats_per_token, words):
     num_bytes = words.stat().st_size
-    return nats_per_token / math.log(2) * (num_bytes + 2) / num_bytes  # begin and end of the text
+    num_canvases = math.ceil((num_bytes + 2) / 32)  # with begin and end of the text
+    return nats_per_token / math.log(2) * 32 * num_canvases / num_bytes
 
 
 def test_m_accepts_the_folder_of_a_trained_model(command, checkpoint, words, tmp_path):
@@ -204,6 +205,18 @@ def test_means_are_over_the_last_steps_and_samples_come_now_and_then(command, ch
         f"step {step}, {bits_per_byte(loss, words):.3f} bits per byte"
         for step, loss in enumerate(losses(tmp_path, "causal"), start=1)
     ]
+
+
+def test_short_documents_do_not_look_likely_by_their_fill(command, checkpoint, tmp_path, words):
+    """Most tokens of a canvas with three letters are fill. Their cost belongs to nine bytes, not to 4 × 32."""
+    (tmp_path / "short.txt").write_text("to|be|or|not")
+    ran = command(
+        *("train", "-m", checkpoint, "--out", tmp_path / "run", "--json", "--steps", "1", "--separator", "|"),
+        tmp_path / "short.txt",
+    )
+    found = json.loads(ran.out)
+    nats = 4 * 32 * found["autoregressive_nats_per_token"]  # four documents of one canvas
+    assert found["autoregressive_bits_per_byte"] == pytest.approx(nats / math.log(2) / 9)
 
 
 def test_samples_do_not_change_the_training(command, checkpoint, words, tmp_path, monkeypatch):

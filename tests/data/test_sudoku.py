@@ -233,7 +233,7 @@ def test_a_puzzle_may_be_given_as_text(some):
     for puzzles, solutions in ((texts, some.solutions), (texts[0], some.solutions[:1])):
         done = sudoku.complete(Oracle(solutions), puzzles, sampler=Confidence(greedy=True), steps=1, stop=None)
         assert done.scores(solutions)["exact"] == 1.0
-    with pytest.raises(ValueError, match="parse must get 81 characters per puzzle"):
+    with pytest.raises(ValueError, match="a puzzle must have 81 characters"):
         sudoku.complete(Oracle(some.solutions[:1]), "530")
 
 

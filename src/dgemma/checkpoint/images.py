@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from einops import rearrange
 
-from dgemma.checkpoint.location import resolve, stored_folder
 from dgemma.checkpoint.tokenizer import IMAGE_MARKER, Tokenizer, explained
 from dgemma.checks import Checked, Count, require
 from dgemma.files import read_bytes, read_json
+from dgemma.location import resolve, stored_folder
 from dgemma.model.config import ModelConfig
 from dgemma.model.denoiser import Denoiser, require_vision
 from dgemma.model.vision.images import Images

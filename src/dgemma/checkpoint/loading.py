@@ -15,12 +15,12 @@ from torch import Tensor
 
 from dgemma.checkpoint.formats.entry import FLOATS, Contents
 from dgemma.checkpoint.formats.gguf import open_gguf
-from dgemma.checkpoint.location import ASSETS
 from dgemma.checkpoint.names import VISION
 from dgemma.checkpoint.plan import LoadPlan, first, make_plan
 from dgemma.checkpoint.reading import Checkpoint, read_checkpoint
 from dgemma.checks import read_device, read_dtype, require
 from dgemma.files import open_tensors
+from dgemma.location import ASSETS
 from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.gemma4 import GEMMA4_TYPES

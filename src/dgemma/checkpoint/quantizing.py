@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from dgemma.checkpoint.location import resolve
+from dgemma.location import resolve
 from dgemma.model.config import read_published
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.gptq import quantize_with_calibration

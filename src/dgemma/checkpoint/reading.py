@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from dgemma.checkpoint.formats import read_contents
 from dgemma.checkpoint.formats.entry import Contents, Stored
 from dgemma.checkpoint.formats.gguf import find_gguf, read_gguf
-from dgemma.checkpoint.location import CHECKPOINT_FILES, INDEX_FILE, SINGLE_FILE, resolve, stored_folder
 from dgemma.checkpoint.plan import first
 from dgemma.checks import require
 from dgemma.files import open_tensors
+from dgemma.location import CHECKPOINT_FILES, INDEX_FILE, SINGLE_FILE, resolve, stored_folder
 from dgemma.model.config import OWN_DEFAULTS, read_published
 
 _CONFIGS = ("config.json", "generation_config.json", "hf_quant_config.json")

@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from dgemma.checkpoint.formats import compressed_tensors
-from dgemma.checkpoint.location import INDEX_FILE, SINGLE_FILE, stored_folder
 from dgemma.checkpoint.names import published_name
 from dgemma.checkpoint.plan import first
 from dgemma.checkpoint.tokenizer import copy_tokenizer
 from dgemma.checks import as_int, require
 from dgemma.files import clear_temporaries, fill_json, fill_tensors, new_files, read_bytes, write_bytes, writing
+from dgemma.location import INDEX_FILE, SINGLE_FILE, stored_folder
 from dgemma.model.config import OWN_DEFAULTS
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.quantized import quantized_weights

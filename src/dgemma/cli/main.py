@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from dgemma.cli.parser import Parser, add_commands, import_quickly
+from dgemma.location import find_local
 from dgemma.printing import one_line, printable
 
 _EPILOG = """\
@@ -79,6 +80,9 @@ def _run(argv: Sequence[str] | None) -> int:
             parser.print_help()
             return 0
         name = f"dgemma {arguments.command}"
+        checkpoint = getattr(arguments, "model", None) or getattr(arguments, "checkpoint", None)
+        if checkpoint and not checkpoint.endswith(".gguf"):
+            find_local(checkpoint)  # reports a wrong path before torch is imported
         module = import_quickly(f"dgemma.cli.{arguments.module}")
         return getattr(module, f"run_{arguments.command}")(arguments) or 0
     except SystemExit as finished:  # argparse has printed its message, or a signal ends the command

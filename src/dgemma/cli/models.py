@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from dgemma.checkpoint.formats import report_files
-from dgemma.checkpoint.location import resolve
 from dgemma.checkpoint.quantizing import quantize_checkpoint
 from dgemma.checkpoint.reading import read_checkpoint
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import require
 from dgemma.cli import loading, output
 from dgemma.files import read_text
+from dgemma.location import resolve
 from dgemma.model.config import GenerationDefaults, ModelConfig, read_published
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.gptq import calibration

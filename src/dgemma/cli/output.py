@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dgemma.cli.parser import import_quickly
+from dgemma.location import ASSETS
 from dgemma.printing import printable, to_json
 
 if TYPE_CHECKING:
     from dgemma.checkpoint.tokenizer import Tokenizer
     from dgemma.run.trajectory import Trajectory
     from dgemma.view.board import Board
-
-_ASSETS = Path(__file__).parents[1] / "assets"
 
 
 def is_watched(arguments: argparse.Namespace) -> bool:
@@ -27,12 +26,15 @@ def is_watched(arguments: argparse.Namespace) -> bool:
 
 def print_text(text: str) -> None:
     """Print a model's text: unchanged into a pipe; on a terminal with visible control characters and whole words."""
-    if sys.stdout.isatty():
-        wrapper = textwrap.TextWrapper(
-            shutil.get_terminal_size().columns, replace_whitespace=False, break_long_words=False, break_on_hyphens=False
-        )
-        text = "\n".join(wrapper.fill(line) for line in printable(text).split("\n"))
-    print(text)
+    print(wrapped(printable(text)) if sys.stdout.isatty() else text)
+
+
+def wrapped(text: str) -> str:
+    """Return a text whose lines break between words where the terminal ends."""
+    wrapper = textwrap.TextWrapper(
+        shutil.get_terminal_size().columns, replace_whitespace=False, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(map(wrapper.fill, text.split("\n")))
 
 
 def print_json(content: dict[str, Any]) -> None:
@@ -91,7 +93,7 @@ def run_info(arguments: argparse.Namespace) -> None:
 
 def shipped() -> list[Path]:
     """Return the folders of the checkpoints that ship with dgemma."""
-    return [config.parent for config in sorted(_ASSETS.glob("*/config.json"))]
+    return [config.parent for config in sorted(ASSETS.glob("*/config.json"))]
 
 
 def _introduce(folder: Path) -> str:

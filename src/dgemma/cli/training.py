@@ -20,7 +20,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dgemma.checkpoint.images import ImageProcessor
-from dgemma.checkpoint.location import resolve
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import require
 from dgemma.cli import loading, output
@@ -29,6 +28,7 @@ from dgemma.data.sudoku.encoding import load_tokenizer
 from dgemma.data.text import PromptSource, TextSource, TokenFile, scan
 from dgemma.data.token_file import describe_files
 from dgemma.diffusion.noise import Noise
+from dgemma.location import resolve
 from dgemma.model import presets
 from dgemma.model.config import GenerationDefaults, ModelConfig
 from dgemma.model.denoiser import require_vision
@@ -241,6 +241,7 @@ def _train_on(arguments: argparse.Namespace, tokenizer: Tokenizer, file: TokenFi
         f"{model.num_parameters():,} weights, {file.num_tokens:,} tokens of text; "
         f"the log is {arguments.out / 'log.jsonl'}."
     )
+    factor = _bits_per_byte_factor(file, model.config.canvas_length)
     if file.images is not None:
         require_vision(model)
     if arguments.lora:
@@ -257,9 +258,9 @@ def _train_on(arguments: argparse.Namespace, tokenizer: Tokenizer, file: TokenFi
             out=arguments.out,
             allow_changes=arguments.allow_changes,
             trackers=arguments.track,
-            on_step=None if arguments.json else _Samples(model, tokenizer, noise, _bits_per_byte_factor(file)),
+            on_step=None if arguments.json else _Samples(model, tokenizer, noise, factor),
         )
-    return _finish(arguments, model, tokenizer, result, _losses(result.log, file))
+    return _finish(arguments, model, tokenizer, result, _losses(result.log, factor))
 
 
 def _door(model: DiffusionGemma, config: TrainConfig) -> AbstractContextManager[None]:
@@ -274,10 +275,10 @@ def _door(model: DiffusionGemma, config: TrainConfig) -> AbstractContextManager[
     return accelerate_training(model)
 
 
-def _losses(log: TrainLog, file: TokenFile) -> dict[str, float]:
+def _losses(log: TrainLog, factor: float | None) -> dict[str, float]:
     """Return the mean of each term over the last steps: nats per token, and bits per byte of running text."""
     names = {"loss/decoder": "denoising_nats_per_token", "loss/causal": "autoregressive_nats_per_token"}
-    means, factor = _means(log, names), _bits_per_byte_factor(file)
+    means = _means(log, names)
     if factor is not None and "autoregressive_nats_per_token" in means:
         means["autoregressive_bits_per_byte"] = factor * means["autoregressive_nats_per_token"]
     return means
@@ -288,13 +289,14 @@ def _means(log: TrainLog, names: dict[str, str]) -> dict[str, float]:
     return {name: sum(values) / len(values) for name, values in columns.items() if values}
 
 
-def _bits_per_byte_factor(file: TokenFile) -> float | None:
-    """Return the factor from nats per token to bits per byte.
+def _bits_per_byte_factor(file: TokenFile, canvas_len: int) -> float | None:
+    """Return the factor from nats per scored token to bits per byte. The fill of a document's last canvas is scored.
 
     It is None for prompts and answers, because only answers are scored.
     """
+    num_scored = canvas_len * int((-(-np.diff(file.starts) // canvas_len)).sum())
     has_prompts = int(file.prompt_len.max()) > 1
-    return None if has_prompts else file.num_tokens / file.num_bytes / math.log(2)
+    return None if has_prompts else num_scored / file.num_bytes / math.log(2)
 
 
 class _Samples:
@@ -341,7 +343,8 @@ class _Samples:
             note["bits_per_byte"] = float(self.factor * self.nats / self.num_tokens)
             bits = f", {note['bits_per_byte']:.3f} bits per byte"
         # tqdm prints above the progress bar
-        tqdm.write(f"step {step.step}{bits}: {one_line(note['sample'])}", file=sys.stderr)
+        line = f"step {step.step}{bits}: {one_line(note['sample'])}"
+        tqdm.write(output.wrapped(line) if sys.stderr.isatty() else line, file=sys.stderr)
         self._begin()
         self.pause = max(self.pause, _SAMPLE_PART * (self.last - began))
         return note

@@ -16,12 +16,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from dgemma.checkpoint.location import resolve
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import as_int, require, typed
 from dgemma.data.sudoku.encoding import load_tokenizer
 from dgemma.files import write_text, writing
 from dgemma.intervals import Estimate, mean_of
+from dgemma.location import resolve
 from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.identity import fingerprint

@@ -173,8 +173,8 @@ def parse(text: str | list[str] | tuple[str, ...]) -> Digits:
     """
     lines = [text] if isinstance(text, str) else text
     for line in lines:
-        require(len(line) == 81, "parse", "get 81 characters per puzzle", len(line))
-        require(not set(line) - set("0123456789."), "parse", "get digits and 0 or . for a blank", line)
+        require(len(line) == 81, "a puzzle", "have 81 characters", len(line))
+        require(not set(line) - set("0123456789."), "a puzzle", "have digits, and 0 or . for a blank", line)
     joined = "".join(lines).replace(".", "0").encode()
     return (np.frombuffer(joined, dtype=np.uint8) - ord("0")).astype(np.int8).reshape(-1, 81)
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from datasets import Dataset, DatasetDict
 
-from dgemma.checkpoint.location import resolve
 from dgemma.data.sudoku import generate_puzzles
 from dgemma.files import read_text
+from dgemma.location import resolve
 
 _NUM_QUESTIONS = 32
 _CONTEXT, _ANSWER = 48, 12  # words

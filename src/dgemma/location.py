@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-ASSETS = Path(__file__).parents[1] / "assets"
+ASSETS = Path(__file__).parent / "assets"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.jinja")
@@ -17,8 +17,8 @@ _SIGNS = ("config.json", "tokenizer.json", "tokenizer_config.json", SINGLE_FILE,
 _FIX = "Pass a checkpoint folder or owner/name."
 
 
-def resolve(path_or_repo: str | Path, files: Sequence[str] = CHECKPOINT_FILES) -> Path:
-    """Return the folder of a checkpoint: a local one, an asset "dgemma/NAME", or `files` downloaded from a hub id."""
+def find_local(path_or_repo: str | Path) -> Path | None:
+    """Return the folder of a local checkpoint or of an asset "dgemma/NAME", or None for the id of a hub repository."""
     folder = Path(os.path.expanduser(path_or_repo))  # unlike Path.expanduser, it keeps the name of an unknown user
     if str(path_or_repo) and folder.is_dir():
         if not (folder / "config.json").is_file() and (folder / "final" / "config.json").is_file():
@@ -29,17 +29,29 @@ def resolve(path_or_repo: str | Path, files: Sequence[str] = CHECKPOINT_FILES) -
     if isinstance(path_or_repo, Path) or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path_or_repo):
         raise FileNotFoundError(f"{str(path_or_repo)!r} is neither a folder nor a hub id. {_FIX}")
     owner, name = path_or_repo.split("/")
-    if owner == "dgemma":
-        if not (ASSETS / name).is_dir():
-            shipped = sorted(f"dgemma/{folder.name}" for folder in ASSETS.glob("*") if folder.is_dir())
-            raise FileNotFoundError(f"{path_or_repo} does not ship with dgemma. Choose from {shipped}.")
-        return ASSETS / name
+    if owner != "dgemma":
+        return None
+    if not (ASSETS / name).is_dir():
+        shipped = sorted(f"dgemma/{folder.name}" for folder in ASSETS.glob("*") if folder.is_dir())
+        raise FileNotFoundError(f"{path_or_repo} does not ship with dgemma. Choose from {shipped}.")
+    return ASSETS / name
+
+
+def resolve(path_or_repo: str | Path, files: Sequence[str] = CHECKPOINT_FILES) -> Path:
+    """Return the folder of a checkpoint: a local one, an asset "dgemma/NAME", or `files` downloaded from a hub id."""
+    folder = find_local(path_or_repo)
+    if folder is not None:
+        return folder
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(path_or_repo, allow_patterns=list(files)))
+        return Path(snapshot_download(str(path_or_repo), allow_patterns=list(files)))
     except OSError as error:
-        raise FileNotFoundError(f"{path_or_repo} could not be fetched from the hub: {error}") from error
+        reason = str(error)
+        if isinstance(error, LocalEntryNotFoundError):  # nor is it in the cache; the cause says why
+            reason = f"{error.__cause__ or error}. Connect to the network, or pass a checkpoint folder."
+        raise FileNotFoundError(f"{path_or_repo} could not be fetched from the hub: {reason}") from error
 
 
 def stored_folder(folder: Path) -> Path:
