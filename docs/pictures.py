@@ -80,7 +80,7 @@ def prompts(ax: Axes) -> None:
     lines = {name: [(row["length"], row["ms"]) for row in parts["read"]] for name, parts in runs.items()}
     others = [row for row in runs["bf16"]["transformers"] if row["work"] == "read" and row["batch"] == 1]
     lines["transformers"] = [(row["length"], row["ms"]) for row in others]
-    ticks = [256, 1024, 4096, 16384, 65536, 262144]
+    ticks = [256, 2048, 16384, 131072]
     curves(ax, "Time to read a prompt", lines, ticks, xlabel="tokens of the prompt", ylabel="ms")
     ax.set_yscale("log")
 
@@ -114,11 +114,14 @@ def throughput(ax: Axes) -> None:
     bars(ax, "Training, tokens per second on one H200", rows, "{:,.0f}")
 
 
+WIDE, HALF = (8, 2.6), (3.5, 3.2)  # inches; two halves share a line where a page has room
 PICTURES = {
-    "engines": [forwards],
-    "costs": [batches, prompts],
-    "samplers": [sudokus, texts],
-    "training": [throughput],
+    "engines": (forwards, WIDE),
+    "batches": (batches, HALF),
+    "prompts": (prompts, HALF),
+    "sudokus": (sudokus, HALF),
+    "texts": (texts, HALF),
+    "training": (throughput, WIDE),
 }
 
 
@@ -128,13 +131,12 @@ def draw(folder: Path) -> None:
     settings = {"text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "font.size": 9}
     settings |= {"axes.edgecolor": LINES, "grid.color": LINES, "figure.facecolor": PAPER, "axes.facecolor": PAPER}
     settings |= {"svg.fonttype": "none", "svg.hashsalt": "dgemma", "font.family": "sans-serif"}
-    for name, panels in PICTURES.items():
+    for name, (content, size) in PICTURES.items():
         with matplotlib.rc_context(settings):
-            figure = Figure(figsize=(8, 2.6 if len(panels) == 1 else 3.4), layout="constrained")
-            for ax, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-                panel(ax)
+            figure = Figure(figsize=size, layout="constrained")
+            content(figure.subplots())
             path = folder / f"{name}.svg"
-            points = [line.get_xydata().round(3).tolist() for ax in figure.axes for line in ax.lines]
+            points = [line.get_xydata().round(3).tolist() for line in figure.axes[0].lines]
             figure.savefig(path, metadata={"Date": None, "Description": json.dumps(points)})
         svg = re.sub(r"(<svg [^>]*>)", lambda match: match[1] + STYLE, path.read_text(), count=1)
         head, body = svg.split("</style>", 1)
