@@ -238,8 +238,7 @@ def nested(depth):
     return value
 
 
-def test_a_long_text_is_built_within_the_memory_that_is_promised(monkeypatch):
-    monkeypatch.setattr(build, "_TIMEOUT", 600)  # a slow machine is not the claim
+def test_a_long_text_is_built_within_the_memory_that_is_promised():
     text = "".join(random.Random(0).choices("abcdefgh ", k=18_000))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     automaton = dgemma.JsonSchema({"enum": [text]}, dgemma.Tokenizer.from_pretrained("dgemma/text")).automaton
@@ -270,7 +269,7 @@ def test_spelling_is_bounded_while_it_grows(monkeypatch):
 )
 def test_an_automaton_with_billions_of_states_is_refused_within_the_limits(make, monkeypatch):
     monkeypatch.setattr(build, "SECONDS", 1)
-    with pytest.raises(ValueError, match=r"at most 20000 states, built in 1 s and 1 GiB, got 'more time( or memory)?'"):
+    with pytest.raises(ValueError, match=r"at most 20000 states, built in 1 s and 1 GiB, got 'more time or memory'"):
         make().automaton  # noqa: B018
 
 

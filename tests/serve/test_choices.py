@@ -361,7 +361,6 @@ def test_a_server_that_may_fetch_reads_pictures_of_public_addresses_only(openai,
     from dgemma.serve import fetch
     from dgemma.serve.gate import Limits
 
-    monkeypatch.setattr(fetch, "_SECONDS", 2.0)
     client = serve(seeing, limits=Limits(fetch_images=True))
     options = {"seed": 2, "max_tokens": 32, "extra_body": {"steps": 3}}
     texts = [
@@ -386,6 +385,8 @@ def test_a_server_that_may_fetch_reads_pictures_of_public_addresses_only(openai,
         ("http://site.test:99999/a.png", "Port out of range"),
         (f"{website}/slow", "could not be fetched"),
     ):
+        if url.endswith("/slow"):
+            monkeypatch.setattr(fetch, "_SECONDS", 0.5)
         with pytest.raises(openai.BadRequestError) as refused:
             chat(client, messages=with_images(url), **options)
         assert sentence in refused.value.body["message"]

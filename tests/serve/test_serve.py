@@ -9,6 +9,7 @@ import threading
 import time
 import unittest.mock
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -204,6 +205,15 @@ def test_a_json_schema_and_required_tools_constrain_the_answer(client, monkeypat
     refused = chat(client, response_format={"type": "json_schema", "json_schema": {"schema": schema}})
     assert (refused.status_code, "at most 20000 states" in refused.json()["error"]["message"]) == (400, True)
     assert "no tools" in chat(client, tools=[tool]).json()["error"]["message"]  # the toy's template takes none
+
+
+def test_a_constraint_that_a_busy_machine_did_not_build_may_be_built_later(client, monkeypatch):
+    pytest.importorskip("outlines_core")
+    form = {"type": "json_schema", "json_schema": {"schema": {"enum": ["late"]}}}
+    monkeypatch.setattr(build, "_TIMEOUT", 0.01)
+    assert chat(client, response_format=form).status_code == 504
+    monkeypatch.undo()
+    assert chat(client, response_format=form).json()["choices"][0]["message"]["content"] == '"late"'
 
 
 class WithTools(dgemma.ByteTokenizer):
@@ -421,63 +431,121 @@ def test_a_local_server_does_not_answer_for_other_hosts(model):
             assert client.get("/health", headers={"Host": host}).status_code == 200
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """The engine's clock, which only a test moves."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr("dgemma.serve.engine.time", clock)
+    return clock
+
+
 class Slow(RowwiseDenoiser):
-    def step(self, *arguments, **options):
-        time.sleep(0.02)
-        return dgemma.step(self, *arguments, **options)
+    """No step begins before `may_step` is set, and each takes a while, by the clock of the world or of the engine."""
+
+    def __init__(self, config, clock=None):
+        super().__init__(config)
+        self.clock, self.may_step, self.temperatures = clock, threading.Event(), []
+        self.may_step.set()
+
+    def step(self, state, **options):
+        self.may_step.wait(60)
+        if self.clock is None:
+            time.sleep(0.02)
+        else:
+            self.temperatures.append(float(state.temperature[0]))
+            self.clock.now += 0.2 if self.temperatures[-1] == 0.5 else 0.02
+        return dgemma.step(self, state, **options)
 
 
-def row_of(model, **options):
-    return Rows(dgemma.read_plan(model, torch.tensor([[5, 6]]), eos_token_ids=[], stop=None, **options))
+LONG = {"max_new_tokens": 288, "steps": 500}  # takes minutes
+
+
+def submit(engine, client="", seconds=60, **options):
+    options = {"max_new_tokens": 16, "steps": 3, "eos_token_ids": [], "stop": None, **options}
+    return engine.submit(
+        Rows(dgemma.read_plan(engine.model, torch.tensor([[5, 6]]), **options)), seconds=seconds, client=client
+    )
+
+
+async def events_of(job):
+    return [event async for event in job.events()]
+
+
+async def order_of(jobs):
+    """Return the names of jobs in the order in which they end."""
+    order = []
+
+    async def follow(name, job):
+        await events_of(job)
+        order.append(name)
+
+    await asyncio.gather(*(follow(*item) for item in jobs.items()))
+    return order
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def run(scenario):
+    """Run a scenario. If it waits forever, it fails after a minute."""
+    asyncio.run(asyncio.wait_for(scenario, 60))
+
+
+def run_engine(scenario, model, **options):
+    """Run a scenario with an engine that stops after it."""
+
+    async def start():
+        engine = Engine(model, **options)
+        try:
+            await scenario(engine)
+        finally:
+            model.may_step.set()
+            engine.stop()
+
+    run(start())
 
 
 def test_the_engine_refuses_cancels_and_times_out():
     model = Slow(CONFIG)
+    model.may_step.clear()
 
-    async def scenario():
-        engine = Engine(model, batch_size=1, max_queue=1)
-        long = engine.submit(row_of(model, max_new_tokens=64), seconds=60)
-        while not engine.num_running:
-            await asyncio.sleep(0.001)
-        late = engine.submit(row_of(model), seconds=0.03)
+    async def scenario(engine):
+        long = submit(engine, **LONG)
+        await until(lambda: engine.num_running)
+        late = submit(engine, seconds=0.03)
         with pytest.raises(ApiError, match="1 requests are waiting") as full:
-            engine.submit(row_of(model), seconds=60)
+            submit(engine)
         assert full.value.status == 429
+        model.may_step.set()
         with pytest.raises(ApiError, match="took longer") as timeout:
-            [event async for event in late.events()]
+            await events_of(late)
         assert timeout.value.status == 504
         engine.cancel(long)
-        last = engine.submit(row_of(model, max_new_tokens=16), seconds=60)
-        events = [event async for event in last.events()]
-        assert [type(event) for event in events] == [Written]
-        assert engine.num_steps < 60
-        waiting = engine.submit(row_of(model), seconds=60)
+        assert [type(event) for event in await events_of(submit(engine))] == [Written]
+        waiting = submit(engine, **LONG)
         engine.stop()
         with pytest.raises(ApiError, match="shutting down"):
-            [event async for event in waiting.events()]
+            await events_of(waiting)
 
-    asyncio.run(scenario())
+    run_engine(scenario, model, batch_size=1, max_queue=1)
 
 
 def test_a_client_does_not_keep_others_out():
-    model = Slow(CONFIG)
-
-    async def scenario():
-        engine = Engine(model, batch_size=4, max_queue=6)
-        greedy = [engine.submit(row_of(model, max_new_tokens=64), seconds=60, client="a") for _ in range(4)]
-        while engine.num_running < 4:
-            await asyncio.sleep(0.001)
-        greedy += [engine.submit(row_of(model, max_new_tokens=64), seconds=60, client="a") for _ in range(6)]
-        honest = engine.submit(row_of(model, max_new_tokens=16), seconds=60, client="b")  # the queue was full
+    async def scenario(engine):
+        greedy = [submit(engine, "a", **LONG) for _ in range(4)]
+        await until(lambda: engine.num_running == 4)
+        greedy += [submit(engine, "a", **LONG) for _ in range(6)]
+        honest = submit(engine, "b")  # the queue was full
         with pytest.raises(ApiError, match="6 requests are waiting") as full:
-            [event async for event in greedy[-1].events()]
+            await events_of(greedy[-1])
         assert full.value.status == 429
         engine.cancel(greedy[0])
-        assert [event async for event in honest.events()][-1].ended
+        assert (await events_of(honest))[-1].ended
         assert engine.num_waiting >= 4  # of the greedy client: none of its five went before the honest one
-        engine.stop()
 
-    asyncio.run(scenario())
+    run_engine(scenario, Slow(CONFIG), batch_size=4, max_queue=6)
 
 
 def test_clients_take_turns_whatever_waits():
@@ -485,111 +553,83 @@ def test_clients_take_turns_whatever_waits():
 
     The second request of "a" has left its place in the queue, and costs no step.
     """
-    model, order = Slow(CONFIG), []
+    model = Slow(CONFIG)
+    model.may_step.clear()
 
-    async def scenario():
-        engine = Engine(model, batch_size=1, max_queue=9)
-
-        async def run(name, client):
-            job = engine.submit(row_of(model, max_new_tokens=16, steps=3), seconds=60, client=client)
-            jobs[name] = job
-            async for event in job.events():
-                if event.ended:
-                    order.append(name)
-
-        jobs = {}
-        tasks = [asyncio.create_task(run(f"a{at}", "a")) for at in range(5)]
-        while not engine.num_running:
-            await asyncio.sleep(0.001)
-        tasks += [asyncio.create_task(run(name, name)) for name in ("b", "c")]
-        await asyncio.sleep(0)
-        engine.cancel(jobs["a1"])
-        await asyncio.gather(*tasks[:1], *tasks[2:])
-        tasks[1].cancel()
-        assert [name for name in order if name[0] == "a"] == ["a0", "a2", "a3", "a4"]
-        assert order.index("b") <= 2
+    async def scenario(engine):
+        jobs = {"a0": submit(engine, "a")}
+        await until(lambda: engine.num_running)
+        jobs |= {name: submit(engine, name[0]) for name in ("a1", "a2", "a3", "b", "c")}
+        engine.cancel(jobs.pop("a1"))
+        model.may_step.set()
+        order = await order_of(jobs)
+        assert order[:2] == ["a0", "b"]
         assert order.index("c") <= 3
-        assert engine.num_steps == 6 * 2  # the first step of a canvas is taken together with its second one
-        engine.stop()
+        assert [name for name in order if name[0] == "a"] == ["a0", "a2", "a3"]
+        assert engine.num_steps == 5 * 2  # the first step of a canvas is taken together with its second one
 
-    asyncio.run(scenario())
+    run_engine(scenario, model, batch_size=1, max_queue=9)
 
 
 def test_requests_of_several_clients_share_a_batch():
     model = Slow(CONFIG)
+    model.may_step.clear()
 
-    async def scenario():
-        engine = Engine(model, batch_size=4, max_queue=9)
-        jobs = [
-            engine.submit(row_of(model, max_new_tokens=16, steps=4), seconds=60, client=client) for client in "abcd"
-        ]
-        for job in jobs:
-            assert [event async for event in job.events()][-1].ended
-        assert engine.num_steps <= 2 * 3  # the first may start alone; one by one they take 4 * 3
-        engine.stop()
+    async def scenario(engine):
+        jobs = {client: submit(engine, client, steps=4) for client in "abcd"}
+        model.may_step.set()
+        await order_of(jobs)
+        assert engine.num_steps <= 1 + 3  # the first may start alone; one by one they take 4 * 3
 
-    asyncio.run(scenario())
+    run_engine(scenario, model, batch_size=4, max_queue=9)
 
 
 def test_while_others_run_a_client_has_its_share_of_the_places():
-    model = Slow(CONFIG)
-
-    async def scenario():
-        engine = Engine(model, batch_size=4, max_queue=9)
-        engine.submit(row_of(model, max_new_tokens=64), seconds=60, client="b")
-        while not engine.num_running:
-            await asyncio.sleep(0.001)
+    async def scenario(engine):
+        submit(engine, "b", **LONG)
+        await until(lambda: engine.num_running)
         for _ in range(4):
-            engine.submit(row_of(model, max_new_tokens=64), seconds=60, client="a")
-        await asyncio.sleep(0.2)
+            submit(engine, "a", **LONG)
+        await until(lambda: engine.num_running == 3)
+        num_steps = engine.num_steps
+        await until(lambda: engine.num_steps > num_steps + 2)
         assert (engine.num_running, engine.num_waiting) == (3, 2)
-        engine.stop()
 
-    asyncio.run(scenario())
+    run_engine(scenario, Slow(CONFIG), batch_size=4, max_queue=9)
 
 
-@pytest.mark.slow
-def test_a_slow_batch_does_not_take_the_time_of_others():
-    """A batch whose steps take longer gets the same time, so fewer steps."""
-    model, counts = Slow(CONFIG), {1.0: 0, 0.5: 0}
+def test_a_slow_batch_does_not_take_the_time_of_others(clock):
+    """A batch whose steps take ten times as long gets the same time, so a tenth of the steps."""
+    model = Slow(CONFIG, clock)
+    model.may_step.clear()
 
-    def step(state, *, cache, knobs):
-        temperature = float(state.temperature[0])
-        counts[temperature] += 1
-        time.sleep(0.2 if temperature == 0.5 else 0.0)
-        return dgemma.step(model, state, cache=cache, knobs=knobs)
+    async def scenario(engine):
+        fast = submit(engine, temperature=1.0, steps=101)
+        submit(engine, temperature=0.5, **LONG)
+        model.may_step.set()
+        await events_of(fast)
+        ended = len(model.temperatures) - model.temperatures[::-1].index(1.0)
+        assert model.temperatures[:ended].count(0.5) in range(9, 13)
 
-    model.step = step
-
-    async def scenario():
-        engine = Engine(model, batch_size=2, max_queue=2)
-        for temperature in counts:
-            engine.submit(row_of(model, max_new_tokens=320 - 32, temperature=temperature, steps=500), seconds=60)
-        await asyncio.sleep(4)
-        engine.stop()
-
-    asyncio.run(scenario())
-    assert counts[1.0] > 1.5 * counts[0.5] > 1.5
+    run_engine(scenario, model, batch_size=2, max_queue=2)
 
 
 def test_an_infilling_waits_its_turn():
     model = Slow(CONFIG)
+    model.may_step.clear()
     tokens = torch.arange(128, 168)[None]
 
-    async def scenario():
-        engine = Engine(model, batch_size=1, max_queue=4)
-        first = engine.submit(row_of(model, max_new_tokens=16), seconds=60)
-        holes = [engine.submit(infill_row(model, tokens, [(3, 6)], steps=9), seconds=60) for _ in range(2)]
-        assert [event async for event in first.events()][-1].ended
-        assert not any(job.row.ended for job in holes)
-        engine.cancel(holes[0])
-        assert [event async for event in holes[1].events()][-1].tokens == dgemma.infill(
-            model, tokens, [(3, 6)], steps=9, seed=[0]
-        ).tokens[0].tolist()
-        assert not holes[0].row.blocks
-        engine.stop()
+    async def scenario(engine):
+        first = submit(engine)
+        left, hole = (engine.submit(infill_row(model, tokens, [(3, 6)], steps=9), seconds=60) for _ in range(2))
+        engine.cancel(left)
+        model.may_step.set()
+        assert await order_of({"first": first, "hole": hole}) == ["first", "hole"]
+        want = dgemma.infill(model, tokens, [(3, 6)], steps=9, seed=[0])
+        assert torch.equal(hole.row.new_tokens, want.tokens)
+        assert not left.row.blocks
 
-    asyncio.run(scenario())
+    run_engine(scenario, model, batch_size=1, max_queue=4)
 
 
 def test_markers_in_requests_are_plain_text(client, model):
@@ -603,26 +643,21 @@ def test_markers_in_requests_are_plain_text(client, model):
     assert usage["prompt_tokens"] == len(TOKENIZER.chat("hi")) - 2 + len(hostile)
 
 
-def test_a_client_that_does_not_read_is_dropped(monkeypatch):
-    monkeypatch.setattr(PatientProtocol, "seconds", 0.05)
-
-    async def scenario():
-        server = QuickServer(lambda: None)
-        server.config.load()
-        protocol = PatientProtocol(server.config, server.server_state, {})
-        transport = unittest.mock.Mock(is_closing=lambda: False, get_extra_info=lambda name: None)
-        protocol.connection_made(transport)
-        protocol.cycle = unittest.mock.Mock(response_complete=False)
-        for _ in range(4):  # it reads slowly
-            protocol.pause_writing()
-            await asyncio.sleep(0.02)
-            protocol.resume_writing()
-        assert not transport.abort.called
+def test_a_client_that_does_not_read_is_dropped():
+    """One that reads slowly is not: each pause has its own time."""
+    server, loop = QuickServer(lambda: None), unittest.mock.Mock()
+    server.config.load()
+    protocol = PatientProtocol(server.config, server.server_state, {}, loop)
+    transport = unittest.mock.Mock(is_closing=lambda: False, get_extra_info=lambda name: None)
+    protocol.connection_made(transport)
+    protocol.cycle = unittest.mock.Mock(response_complete=False)
+    for _ in range(4):
+        loop.call_later.return_value = timer = unittest.mock.Mock()
         protocol.pause_writing()
-        await asyncio.sleep(0.1)
-        assert transport.abort.called
-
-    asyncio.run(scenario())
+        loop.call_later.assert_called_with(protocol.seconds, transport.abort)
+        assert not timer.cancel.called
+        protocol.resume_writing()
+        assert timer.cancel.called
 
 
 @pytest.mark.slow
@@ -644,35 +679,31 @@ def test_constraints_are_kept_by_size_and_errors_are_kept_too():
 
 def test_constraints_of_a_client_are_built_one_after_another_and_not_for_those_who_left():
     """The other client needs no turn behind them."""
+    order, other_is_built = [], threading.Event()
 
-    async def scenario():
-        engine = Engine(Slow(CONFIG), batch_size=1, max_queue=1)
-        builders, order = Builders(engine), []
+    def build(name):
+        order.append(name)
+        if name == "a0":
+            other_is_built.wait(60)
+        if name == "b":
+            other_is_built.set()
 
-        def build(name):
-            order.append(name)
-            time.sleep(0.05)
+    async def scenario(engine):
+        builders = Builders(engine)
 
-        class Present:
-            async def is_disconnected(self):
-                return False
-
-        class Gone:
-            async def is_disconnected(self):
-                return True
-
-        async def run(name, request):
+        async def build_for(name, has_left=False):
+            request = unittest.mock.Mock(is_disconnected=unittest.mock.AsyncMock(return_value=has_left))
             await builders.run(lambda: build(name), name[0], request)
 
-        backlog = [asyncio.create_task(run(f"a{at}", Present())) for at in range(4)]
-        left, other = asyncio.create_task(run("a left", Gone())), asyncio.create_task(run("b", Present()))
+        backlog = [asyncio.create_task(build_for(f"a{at}")) for at in range(4)]
+        left, other = asyncio.create_task(build_for("a left", has_left=True)), asyncio.create_task(build_for("b"))
         await asyncio.gather(*backlog, other)
-        assert order == ["a0", "b", "a1", "a2", "a3"]
+        assert sorted(order[:2]) == ["a0", "b"]
+        assert order[2:] == ["a1", "a2", "a3"]
         with pytest.raises(ApiError, match="has left"):
             await left
-        engine.stop()
 
-    asyncio.run(scenario())
+    run_engine(scenario, Slow(CONFIG), batch_size=1, max_queue=1)
 
 
 def post_raw(app, client, read, headers=(), **changes):
@@ -697,10 +728,9 @@ def post_raw(app, client, read, headers=(), **changes):
 def test_a_client_with_too_many_requests_gets_a_429_before_they_are_read():
     async def scenario():
         app = create_app(Slow(CONFIG), TOKENIZER, name="toy", limits=Limits(per_client=2))
-        read = Counter()
+        engine, read = app.state.engine, Counter()
         tasks = [post_raw(app, "a", read)[0] for _ in range(2)]
-        while app.state.engine.num_running < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: engine.num_running == 2)
         num_read = read["a"]
         refused, sent = post_raw(app, "a", read)
         await refused
@@ -709,25 +739,22 @@ def test_a_client_with_too_many_requests_gets_a_429_before_they_are_read():
         assert (error["type"], error["code"]) == ("rate_limit_error", "too_many_requests")
         assert read["a"] == num_read
         tasks.append(post_raw(app, "b", read)[0])
-        while app.state.engine.num_running + app.state.engine.num_waiting < 3:
-            await asyncio.sleep(0.01)
+        await until(lambda: engine.num_running + engine.num_waiting == 3)
         tasks[0].cancel()  # its place becomes free
-        await asyncio.sleep(0.05)
+        await asyncio.wait(tasks[:1])
         tasks.append(post_raw(app, "a", read)[0])
-        await asyncio.sleep(0.2)
-        assert not tasks[-1].done()
-        app.state.engine.stop()
+        await until(lambda: read["a"] > num_read)
+        engine.stop()
         await asyncio.gather(*tasks)
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 def test_choices_and_prompts_count_as_requests_of_a_client():
     async def scenario():
         app = create_app(Slow(CONFIG), TOKENIZER, name="toy", limits=Limits(per_client=3))
         running, _ = post_raw(app, "a", Counter(), prompt=["a", "b"])
-        while app.state.engine.num_running < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: app.state.engine.num_running == 2)
         for fields, code in (({"n": 2}, "too_many_requests"), ({"n": 4}, "invalid_value")):
             refused, sent = post_raw(app, "a", Counter(), **fields)
             await refused
@@ -735,7 +762,7 @@ def test_choices_and_prompts_count_as_requests_of_a_client():
         app.state.engine.stop()
         await running
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 def test_of_several_keys_each_is_a_client(model):
@@ -746,54 +773,46 @@ def test_of_several_keys_each_is_a_client(model):
             assert answer.status_code == status, key
 
 
-@pytest.mark.slow
-def test_a_client_that_had_more_time_than_others_waits_before_its_requests_are_read():
+def test_a_client_that_had_more_time_than_others_waits_before_its_requests_are_read(clock):
     async def scenario():
-        app = create_app(Slow(CONFIG), TOKENIZER, name="toy")
+        model = Slow(CONFIG, clock)
+        app = create_app(model, TOKENIZER, name="toy")
         engine, read = app.state.engine, Counter()
         engine.charge("a", 100.0)
         free, _ = post_raw(app, "a", read)
-        while not read["a"]:  # nobody else is here
-            await asyncio.sleep(0.01)
+        await until(lambda: read["a"])  # nobody else is here
         free.cancel()
-        while engine.num_running:
-            await asyncio.sleep(0.01)
+        await until(lambda: not engine.num_running)
         tasks = [post_raw(app, "b", read)[0]]
-        while not engine.num_running:
-            await asyncio.sleep(0.01)
+        await until(lambda: engine.num_running)
+        model.may_step.clear()
         read.clear()
         engine.charge("a", 2.0)
         tasks += [post_raw(app, client, read)[0] for client in "aaac"]
-        while not read["c"]:
-            await asyncio.sleep(0.01)
+        await until(lambda: read["c"])
         assert not read["a"]
-        while read["a"] < 3:  # after the others had as much
-            await asyncio.sleep(0.05)
+        model.may_step.set()
+        await until(lambda: read["a"] >= 3)  # after the others had as much
         engine.stop()
         await asyncio.gather(*tasks)
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 def test_a_batch_that_fails_does_not_stop_the_engine():
-    class Broken(RowwiseDenoiser):
+    class Broken(Slow):
         def denoise(self, canvas, cache, self_cond=None):
             if cache.num_slots == 3:
                 raise RuntimeError("out of memory")
             return super().denoise(canvas, cache, self_cond)
 
-    model = Broken(CONFIG)
-
-    async def scenario():
-        engine = Engine(model, batch_size=2, max_queue=4)
-        bad = Rows(dgemma.read_plan(model, torch.tensor([[5, 6, 7]])))
+    async def scenario(engine):
+        bad = Rows(dgemma.read_plan(engine.model, torch.tensor([[5, 6, 7]])))
         with pytest.raises(ApiError, match="The model failed: RuntimeError: out of memory"):
-            [event async for event in engine.submit(bad, seconds=60).events()]
-        good = engine.submit(row_of(model, max_new_tokens=16), seconds=60, drafts=True)
-        assert [event async for event in good.events()][-1].ended
-        engine.stop()
+            await events_of(engine.submit(bad, seconds=60))
+        assert (await events_of(submit(engine)))[-1].ended
 
-    asyncio.run(scenario())
+    run_engine(scenario, Broken(CONFIG), batch_size=2, max_queue=4)
 
 
 def grow(blocks, **changes):
