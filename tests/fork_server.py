@@ -1,7 +1,10 @@
 """A server that has imported torch and dgemma, and forks processes in milliseconds instead of seconds."""
 
 import os
+import random
+import socket
 import sys
+from contextlib import suppress
 from functools import cache
 from multiprocessing import forkserver, get_context
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -23,6 +26,15 @@ def fork_server() -> ForkServerContext:
     else:
         os.environ["PYTHONPATH"] = before
     return context
+
+
+def free_port() -> int:
+    """Return a port below those that systems give to connections, so that no connection takes it before its use."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):  # another process listens there
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def start_script(source: str, *arguments: object) -> ForkServerProcess:

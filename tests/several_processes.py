@@ -1,11 +1,8 @@
 """Training on several gloo processes of one machine: the function of each process, and a launcher for tests."""
 
 import os
-import random
-import socket
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,7 @@ from dgemma.train.loop import TrainConfig, train
 from dgemma.train.lora import LoRA, add_lora
 from dgemma.train.objective import Objective
 from dgemma.train.parallel import Parallel
-from fork_server import fork_server
+from fork_server import fork_server, free_port
 from image_prompts import IMAGE, random_images
 
 CONFIG = dgemma.presets.tiny().replace(
@@ -117,7 +114,7 @@ def launch(num_processes: int, function: Callable[[Job], None], jobs: Sequence[J
     Returns the traceback of every process for every job, "" where it succeeded.
     """
     context = fork_server()
-    ports = [_free_port() for _ in jobs]
+    ports = [free_port() for _ in jobs]
     results = context.Queue()
     processes = [
         context.Process(target=_run, args=(rank, num_processes, ports, results, function, jobs), daemon=True)
@@ -149,12 +146,3 @@ def _run(
             results.put((number, rank, traceback.format_exc()))
             if dist.is_initialized():
                 dist.destroy_process_group()
-
-
-def _free_port() -> int:
-    """Return a port below those that systems give to connections, so that no connection takes it before its use."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket() as probe, suppress(OSError):  # another process listens there
-            probe.bind(("127.0.0.1", port))
-            return port

@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 import dgemma
+from fork_server import free_port
 from view.browser import Browser, find_browser
 
 pytestmark = pytest.mark.slow
@@ -31,12 +32,6 @@ def _client_library():
     openai = pytest.importorskip("openai")
 
 
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("toy")
@@ -48,6 +43,13 @@ def folder(tmp_path_factory):
     return path
 
 
+def wait_until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the server is too slow"
+        time.sleep(0.02)
+
+
 class Server:
     """A server process on a free port."""
 
@@ -56,15 +58,13 @@ class Server:
         command = [sys.executable, "-m", "dgemma", "serve", "-m", folder, "--name", NAME, "--port", str(port), *options]
         self.port, self.process = port, subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
         self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-        deadline = time.monotonic() + 120
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port)).close()
-                return
-            except OSError:
-                assert self.process.poll() is None, self.process.stderr.read()
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
+        wait_until(self.answers, 120)
+
+    def answers(self):
+        assert self.process.poll() is None, self.process.stderr.read()
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", self.port)).close()
+            return True
 
     def send(self, data, seconds=30.0):
         """Send bytes and return everything that the server answers before it closes the connection."""
@@ -134,16 +134,12 @@ def test_a_client_that_leaves_is_cancelled(server):
     stream = ask(server.client, "hi", 1, stream=True, steps=500, drafts=True)
     next(iter(stream))
     stream.close()
-    body = json.dumps({"model": NAME, "prompt": "a", "max_tokens": 64, "steps": 500}).encode()
+    body = json.dumps({"model": NAME, "prompt": "a", "max_tokens": 400, "steps": 1000}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(head + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        while not server.metric("dgemma_running"):
-            time.sleep(0.01)
-    deadline = time.monotonic() + 20
-    while server.metric("dgemma_running"):
-        assert time.monotonic() < deadline, "the rows are still running"
-        time.sleep(0.05)
+        wait_until(lambda: server.metric("dgemma_running"))
+    wait_until(lambda: not server.metric("dgemma_running"))
 
 
 def test_hostile_requests_get_a_4xx_and_the_server_goes_on(server):
@@ -205,8 +201,7 @@ def test_sigterm_ends_the_server_at_once_whatever_it_does(folder):
             connection.sendall(post.format(path, len(text), text).encode())
         for _ in range(50):
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=30))
-        while server.metric("dgemma_running") < 4:
-            time.sleep(0.05)
+        wait_until(lambda: server.metric("dgemma_running") == 4)
         server.process.terminate()
         assert server.process.wait(60) in (0, -signal.SIGTERM, 128 + signal.SIGTERM)  # the answers take longer
     assert b"Traceback" not in server.process.stderr.read()
@@ -224,8 +219,7 @@ def test_a_killed_server_starts_again_on_the_same_port_and_one_that_is_interrupt
     assert ask(server.client, "hi", 2).choices[0].message.content == text
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(ask, server.client, "hi", 2, steps=1000, temperature=2)
-        while not server.metric("dgemma_running"):
-            time.sleep(0.01)
+        wait_until(lambda: server.metric("dgemma_running"))
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(30) == 0
         with pytest.raises(openai.InternalServerError, match="shutting down"):
