@@ -207,6 +207,18 @@ def test_a_json_object_is_any_object(serve):
         assert isinstance(json.loads(answer.message.content), dict)
 
 
+def test_a_constrained_answer_that_fills_its_canvas_is_whole(serve):
+    """No stop token fits behind it. Clients take "length" for half an object."""
+    pytest.importorskip("outlines_core")
+    client = serve(letters())
+    schema = {"type": "string", "pattern": "^[a-z]{14}$"}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    for max_tokens, reason in ((16, "stop"), (15, "length")):
+        for choice in chat(client, response_format=form, max_tokens=max_tokens, n=2).choices:
+            assert choice.finish_reason == reason
+            assert len(choice.message.content) == max_tokens
+
+
 def test_errors_name_the_fields_of_the_request(openai, serve):
     pytest.importorskip("outlines_core")
     client = serve(letters())

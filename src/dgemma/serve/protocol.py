@@ -151,6 +151,9 @@ class TextRequest(_Body):
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    prompt_cache_key: str | None = None  # equal beginnings are found without it
+    safety_identifier: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
     # These are accepted only with the value that changes nothing.
     presence_penalty: Literal[0] | None = None
     frequency_penalty: Literal[0] | None = None

@@ -51,20 +51,8 @@ from dgemma.view.pieces import Pieces
 
 _MOST_BYTES = 1 << 27  # of constraints that are kept for later requests
 _MOST_STATES = 10_000  # of a constraint; a step of the model takes longer with more
-_ANY_VALUE = {"$ref": "#/$defs/value"}
-_ANY_OBJECT = {
-    "type": "object",
-    "additionalProperties": _ANY_VALUE,
-    "$defs": {
-        "value": {
-            "anyOf": [
-                {"type": ["string", "number", "boolean", "null"]},
-                {"type": "array", "items": _ANY_VALUE},
-                {"type": "object", "additionalProperties": _ANY_VALUE},
-            ]
-        }
-    },
-}
+_ANY_VALUE = {"type": ["string", "number", "boolean", "null", "array", "object"]}
+_ANY_OBJECT = {"type": "object", "additionalProperties": _ANY_VALUE}
 _COLDEST = 1e-3  # the temperature that replaces 0 for samplers that always draw
 
 
@@ -256,6 +244,7 @@ class Service:
                         eos=plan.eos_token_ids,
                         pad=plan.pad_token_id,
                         as_reply=is_chat and self.tokenizer.has_chat_template,
+                        is_constrained=key is not None,
                     )
                     planned.append((replace(plan, seeds=plan.seeds + len(planned)), text))
         except ImportError as error:

@@ -25,9 +25,10 @@ class GrowingText:
         eos: Sequence[int],
         pad: int,
         as_reply: bool,
+        is_constrained: bool = False,
     ) -> None:
         self._tokenizer, self._stops, self._max_tokens = tokenizer, stops, max_tokens
-        self._eos, self._pad, self._as_reply = frozenset(eos), pad, as_reply
+        self._eos, self._pad, self._as_reply, self._is_constrained = frozenset(eos), pad, as_reply, is_constrained
         self.text = ""
         self.num_tokens = 0
         self.steps: list[int] = []
@@ -46,7 +47,9 @@ class GrowingText:
             # The first tokens whose text has the stop string are the answer's.
             tokens = tokens[: bisect_left(range(len(tokens)), True, key=lambda end: self._has_stop(tokens[:end]))]
         self.text, self.steps, self.num_tokens = text, written.steps, len(tokens)
-        if stops_at is not None or (end is not None and end <= self._max_tokens):
+        # A constraint also holds for a text that fills its last canvas, so that no stop token fits.
+        is_whole = self._is_constrained and written.ended and len(written.tokens) <= self._max_tokens
+        if stops_at is not None or (end is not None and end <= self._max_tokens) or is_whole:
             self.finish_reason = "stop"
         elif written.ended or len(tokens) == self._max_tokens:
             self.finish_reason = "length"
