@@ -149,15 +149,22 @@ def test_log_probabilities_are_those_of_the_step_that_wrote_the_token(serve, sam
     assert complete(serve(model), seed=1, logprobs=0).choices[0].logprobs.top_logprobs is None
 
 
-def test_log_probabilities_end_with_the_text(serve):
+def test_texts_and_their_log_probabilities_end_with_stop_strings_and_max_tokens(serve):
+    """A canvas has 16 tokens, so one of the stop strings is in two canvases."""
     model = letters()
     client, whole = serve(model), expected(model, TOKENIZER.encode("Once"), seed=5)
-    stop = whole[9:11]
-    cut = complete(client, seed=5, stop=stop, logprobs=0)
-    assert "".join(cut.choices[0].logprobs.tokens) == cut.choices[0].text + stop
-    assert cut.usage.completion_tokens == len(cut.choices[0].logprobs.tokens)
-    short = complete(client, seed=5, max_tokens=5, logprobs=0).choices[0]
-    assert "".join(short.logprobs.tokens) == short.text == whole[:5]
+    for stop in (whole[9:11], whole[14:18]):
+        cut = complete(client, seed=5, stop=[stop, "never"], logprobs=0)
+        (choice,) = cut.choices
+        assert (choice.text, choice.finish_reason) == (whole[: whole.index(stop)], "stop")
+        assert "".join(choice.logprobs.tokens) == choice.text + stop
+        assert cut.usage.completion_tokens == len(choice.logprobs.tokens)
+        chunks = [chunk.choices[0] for chunk in complete(client, seed=5, stop=stop, stream=True)]
+        assert ("".join(chunk.text for chunk in chunks), chunks[-1].finish_reason) == (choice.text, "stop")
+    short = complete(client, seed=5, max_tokens=5, logprobs=0)
+    (choice,) = short.choices
+    assert "".join(choice.logprobs.tokens) == choice.text == whole[:5]
+    assert (short.usage.completion_tokens, choice.finish_reason) == (5, "length")
 
 
 def test_choices_have_the_seeds_of_a_batch(serve):

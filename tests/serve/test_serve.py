@@ -97,16 +97,6 @@ def test_a_stream_has_the_same_text_block_by_block_and_drafts_if_requested(clien
     assert text == expected(model, TOKENIZER.chat("hi"), seed=3).strip()
 
 
-def test_max_tokens_and_stop_strings_cut_the_text(client, model):
-    whole = expected(model, TOKENIZER.encode("Once"), seed=5)
-    body = {"model": "toy", "prompt": "Once", "seed": 5}
-    short = client.post("/v1/completions", json={**body, "max_tokens": 5}).json()
-    assert (short["usage"]["completion_tokens"], short["choices"][0]["finish_reason"]) == (5, "length")
-    stop = whole[9:11]
-    cut = client.post("/v1/completions", json={**body, "stop": [stop, "never"]}).json()["choices"][0]
-    assert (cut["text"], cut["finish_reason"]) == (whole[: whole.index(stop)], "stop")
-
-
 IMAGE = {"role": "user", "content": [{"type": "image_url"}]}
 PROMPT_RULE = "prompt must be a text, a list of token ids, or a list of several of these"
 OPEN_CHOICE = {"type": "choice", "instructions": "?"}
@@ -279,7 +269,9 @@ def test_a_question_that_does_not_fit_is_named(client):
     body = {"model": "toy", "state": "", "questions": {"sure": short, "mood": long}}
     answer = client.post("/v1/systemone", json=body)
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == "questions.mood options must fit into a canvas of 16 tokens, got 17."
+    assert answer.json()["error"]["message"].startswith(
+        "questions.mood slots must fit into a canvas of 16 tokens, got 17."
+    )
 
     state = client.post("/v1/systemone", json={**body, "state": "a" * 400}).json()["error"]
     assert (state["code"], state["message"][:48]) == (
@@ -401,25 +393,23 @@ def test_an_error_repeats_only_the_beginning_of_a_long_path(client):
     ],
 )
 def test_a_key_may_have_any_characters_and_is_sent_as_utf_8_or_latin_1(model, key, encoding):
-    app = create_app(model, TOKENIZER, name="toy", api_key=key)
-
-    def status(value):
+    async def status(value):
         """Return the status for these bytes of the header. The test client would encode them again."""
-        sent = []
-
-        async def receive():
-            return {"type": "http.request", "body": b"", "more_body": False}
-
-        async def send(message):
-            sent.append(message)
-
-        scope = {"type": "http", "method": "GET", "path": "/v1/models", "query_string": b"", "root_path": ""}
-        headers = [(b"authorization", b"Bearer " + value)]
-        asyncio.run(app({**scope, "headers": headers}, receive, send))
+        task, sent = post_raw(app, "a", Counter(), [(b"authorization", b"Bearer " + value)], max_tokens=1, steps=1)
+        await task
         return sent[0]["status"]
 
-    assert status(key.encode(encoding)) == status(key.encode(encoding) + b" \t") == 200
-    assert status(key.encode(encoding)[:-1]) == status(key.encode(encoding) + b"\xa0") == 401
+    async def scenario():
+        sent = key.encode(encoding)
+        assert [await status(value) for value in (sent, sent + b" \t", sent[:-1], sent + b"\xa0")] == [
+            200,
+            200,
+            401,
+            401,
+        ]
+
+    app = create_app(model, TOKENIZER, name="toy", api_key=key)
+    run(scenario())
 
 
 def test_a_local_server_does_not_answer_for_other_hosts(model):
@@ -530,6 +520,22 @@ def test_the_engine_refuses_cancels_and_times_out():
             await events_of(waiting)
 
     run_engine(scenario, model, batch_size=1, max_queue=1)
+
+
+def test_an_event_loop_that_closes_does_not_stop_the_engine():
+    model = Slow(CONFIG)
+    model.may_step.clear()
+
+    async def scenario(engine):
+        first, late = submit(engine), submit(engine, seconds=0.0)
+        closed = unittest.mock.Mock(side_effect=RuntimeError("Event loop is closed"))
+        late.loop = unittest.mock.Mock(is_closed=lambda: False, call_soon_threadsafe=closed)
+        model.may_step.set()
+        assert (await events_of(first))[-1].ended
+        assert (await events_of(submit(engine)))[-1].ended
+        assert closed.called
+
+    run_engine(scenario, model, batch_size=1, max_queue=4)
 
 
 def test_a_client_does_not_keep_others_out():
@@ -706,9 +712,11 @@ def test_constraints_of_a_client_are_built_one_after_another_and_not_for_those_w
     run_engine(scenario, Slow(CONFIG), batch_size=1, max_queue=1)
 
 
-def post_raw(app, client, read, headers=(), **changes):
+def post_raw(app, client, read, headers=(), path="/v1/completions", **fields):
     """Post to the application from an address; return the task and what it sends. `read` counts bodies by client."""
-    body = {"model": "toy", "prompt": "a", "max_tokens": 64, "steps": 400, **changes}
+    body = {"model": "toy", **fields}
+    if path == "/v1/completions":
+        body = {"prompt": "a", "max_tokens": 64, "steps": 400, **body}
     sent, bodies = [], [json.dumps(body).encode()]
 
     async def receive():
@@ -721,7 +729,7 @@ def post_raw(app, client, read, headers=(), **changes):
         sent.append(message)
 
     fields = [(b"content-type", b"application/json"), *headers]
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "root_path": ""}
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "root_path": ""}
     return asyncio.ensure_future(app({**scope, "headers": fields, "client": (client, 1)}, receive, send)), sent
 
 
@@ -746,6 +754,24 @@ def test_a_client_with_too_many_requests_gets_a_429_before_they_are_read():
         await until(lambda: read["a"] > num_read)
         engine.stop()
         await asyncio.gather(*tasks)
+
+    run(scenario())
+
+
+def test_decisions_wait_for_the_model_no_longer_than_other_requests():
+    async def scenario():
+        model = Slow(CONFIG)
+        model.may_step.clear()
+        app = create_app(model, TOKENIZER, name="toy", limits=Limits(seconds=0.5))
+        running, _ = post_raw(app, "a", Counter())
+        await until(lambda: app.state.engine.num_running)
+        questions = {"sure": {"type": "noul", "instructions": "Sure?"}}
+        asked, sent = post_raw(app, "b", Counter(), path="/v1/systemone", state="", questions=questions)
+        await asked
+        assert sent[0]["status"] == 504
+        model.may_step.set()
+        app.state.engine.stop()
+        await running
 
     run(scenario())
 
@@ -783,12 +809,12 @@ def test_a_client_that_had_more_time_than_others_waits_before_its_requests_are_r
         await until(lambda: read["a"])  # nobody else is here
         free.cancel()
         await until(lambda: not engine.num_running)
-        tasks = [post_raw(app, "b", read)[0]]
+        tasks = [post_raw(app, "b", read, temperature=0.5)[0]]
         await until(lambda: engine.num_running)
         model.may_step.clear()
         read.clear()
         engine.charge("a", 2.0)
-        tasks += [post_raw(app, client, read)[0] for client in "aaac"]
+        tasks += [post_raw(app, client, read, temperature=0.5)[0] for client in "aaac"]
         await until(lambda: read["c"])
         assert not read["a"]
         model.may_step.set()
@@ -858,7 +884,8 @@ def test_holes_are_filled_with_the_tokens_of_infill(client, model):
     assert "".join(answer["pieces"][1:]) == TOKENIZER.decode(answer["tokens"])
 
 
-def test_a_replayed_page_keeps_its_own_policy(model):
+def test_a_replayed_page_keeps_its_own_policy(client, model):
+    assert "dgemma serve --replay FILE" in client.get("/replay").json()["error"]["message"]
     out = dgemma.generate(model, torch.tensor([[5, 6]]), max_new_tokens=16, record=True)
     page = dgemma.view.to_html(out.trajectory, tokenizer=TOKENIZER)
     app = create_app(model, TOKENIZER, name="toy", replay=page)
@@ -871,7 +898,3 @@ def test_a_replayed_page_keeps_its_own_policy(model):
     assert "frame-ancestors 'none'" in other.headers["Content-Security-Policy"]
     with pytest.raises(ValueError, match="must come from to_html"):
         create_app(model, TOKENIZER, name="toy", replay="<p>hello</p>")
-
-
-def test_without_a_page_there_is_nothing_to_replay(client):
-    assert "dgemma serve --replay FILE" in client.get("/replay").json()["error"]["message"]

@@ -53,11 +53,6 @@ def answer_questions(
             message = f"questions.{name} must have at most {limit} tokens with the state, got {num_tokens[name]}."
             raise ApiError(400, message, param="questions", code="context_length_exceeded")
     written = {name: [tokenizer.encode(one, bos=False, markers=False) for one in options[name]] for name in options}
-    for name, texts in written.items():
-        canvas_len, longest = model.config.canvas_length, max(map(len, texts))
-        if longest > canvas_len:
-            message = f"questions.{name} options must fit into a canvas of {canvas_len} tokens, got {longest}."
-            raise ApiError(400, message, param="questions", code="invalid_value")
     templates: list[Template] = [[*pieces[name], Slot(written[name])] for name in options]
     decided = decide_many(model, templates, tokenizer=tokenizer, prefixes=prefixes, progress=False)
     return _read_answers(decided, questions, options, num_tokens)

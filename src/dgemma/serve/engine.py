@@ -7,7 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -67,7 +67,7 @@ class Job:
             if not isinstance(event, Draft) or self._events.empty():
                 self._events.put_nowait(event)
 
-        if not self.loop.is_closed():
+        with suppress(RuntimeError):  # the loop has closed, with its clients
             self.loop.call_soon_threadsafe(put)
 
     async def events(self) -> AsyncIterator[Draft | Written]:

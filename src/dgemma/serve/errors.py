@@ -1,5 +1,8 @@
 """Errors of the server in OpenAI's shape: a status, a sentence, and the parameter that is wrong."""
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}
@@ -25,6 +28,20 @@ class ApiError(Exception):
 
 def timed_out() -> ApiError:
     return ApiError(504, "The request took longer than the server allows.", code="timeout")
+
+
+@asynccontextmanager
+async def time_limit(seconds: float) -> AsyncIterator[None]:
+    """Raise a 504 if the block takes longer."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise timed_out() from None
+
+
+def has_left() -> ApiError:
+    return ApiError(499, "The client has left.")
 
 
 def too_many(most: int) -> ApiError:

@@ -208,10 +208,6 @@ class PatientProtocol(H11Protocol):
         self._stop_timer()
 
     @property
-    def _host(self) -> str:
-        return "" if self.client is None else self.client[0]
-
-    @property
     def _waits(self) -> bool:
         """True if the connection has no request."""
         return self.cycle is None or self.cycle.response_complete
@@ -219,8 +215,9 @@ class PatientProtocol(H11Protocol):
     def _make_room(self, others: list["PatientProtocol"]) -> None:
         if len(others) > self.most:
             idle = sorted((other for other in others if other._waits), key=lambda other: other._born)
-            ((greediest, _),) = Counter(other._host for other in idle).most_common(1)
-            own = [other for other in idle if other._host == greediest]
+            hosts = [other.client and other.client[0] for other in idle]
+            ((greediest, _),) = Counter(hosts).most_common(1)
+            own = [other for other, host in zip(idle, hosts, strict=True) if host == greediest]
             for other in own[: len(own) // 2 + 1]:  # many, because a search for each new connection would take long
                 other.transport.abort()
 

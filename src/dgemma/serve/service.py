@@ -4,10 +4,9 @@ import asyncio
 import contextlib
 import json
 import secrets
-import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +27,7 @@ from dgemma.run.rows import Rows
 from dgemma.serve.answer import Answer, AnswerChoice
 from dgemma.serve.decisions import TypedAnswer, answer_questions
 from dgemma.serve.engine import Engine, Job, Written
-from dgemma.serve.errors import ApiError, timed_out, too_many
+from dgemma.serve.errors import ApiError, has_left, time_limit, too_many
 from dgemma.serve.gate import Limits
 from dgemma.serve.images import chat_urls, read_images
 from dgemma.serve.log_probs import LogProbs
@@ -148,13 +147,14 @@ class Service:
 
     async def decide(self, body: DecisionRequest, request: Request) -> dict[str, Any]:
         """Answer the questions of a /v1/systemone request, a few at a time between the steps of other requests."""
-        end, answers, num_tokens = time.monotonic() + self.limits.seconds, {}, 0
-        found = await run_in_threadpool(self.engine.charged(_client(request))(self._ask), body)
-        for _ in body.questions:
-            if await request.is_disconnected() or time.monotonic() > end:
-                raise timed_out()
-            name, answers[name], num_read = await self.engine.call(partial(next, found), _client(request))
-            num_tokens += num_read
+        answers, num_tokens, client = {}, 0, _client(request)
+        async with time_limit(self.limits.seconds):
+            found = await run_in_threadpool(self.engine.charged(client)(self._ask), body)
+            for _ in body.questions:
+                if await request.is_disconnected():
+                    raise has_left()
+                name, answers[name], num_read = await self.engine.call(partial(next, found), client)
+                num_tokens += num_read
         usage = {"input_tokens": num_tokens, "output_tokens": 0}
         return {"model": self.name, "answers": answers, "usage": usage}
 
@@ -172,7 +172,7 @@ class Service:
             while (await request.receive())["type"] != "http.disconnect":
                 pass
             for job in jobs:
-                job.send(ApiError(499, "The client has left."))
+                job.send(has_left())
 
         watcher = asyncio.create_task(leave())
         try:
@@ -203,11 +203,8 @@ class Service:
         plan = partial(self.engine.charged(client)(self._plan), body, key)
         if key is None or key in self.constraints:
             return await run_in_threadpool(plan)
-        try:
-            async with asyncio.timeout(self.limits.seconds):
-                return await self.builders.run(plan, client, request)
-        except TimeoutError:
-            raise timed_out() from None
+        async with time_limit(self.limits.seconds):
+            return await self.builders.run(plan, client, request)
 
     def _plan(self, body: ChatRequest | CompletionRequest, key: str | None) -> list[tuple[Plan, GrowingText]]:
         """Check a request, and return the plan and the text of each choice. Choice i has the request's seed + i."""
@@ -258,7 +255,7 @@ class Service:
         options["top_p"] = None if body.top_p == 1 else body.top_p
         if body.temperature == 0:
             sampler = default_sampler(self.model)
-            if is_dataclass(sampler) and "greedy" in {field.name for field in fields(sampler)}:
+            if hasattr(sampler, "greedy"):
                 options["sampler"] = replace(sampler, greedy=True)
             else:
                 options["temperature"] = _COLDEST

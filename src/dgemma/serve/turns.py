@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 from fastapi import Request
 
 from dgemma.serve.engine import Call, Engine, Result
-from dgemma.serve.errors import ApiError, timed_out, too_many
+from dgemma.serve.errors import has_left, time_limit, too_many
 
 _COST = 0.01  # seconds that a request is charged in advance, to read it and to write its answer
 _PAUSE = 0.05  # seconds between two looks at the engine
@@ -46,11 +46,8 @@ class Door:
             raise too_many(self._most)
         self._inside[client] += 1
         try:
-            try:
-                async with asyncio.timeout(self._seconds), self._lines.turn(client):
-                    self._engine.charge(client, _COST)
-            except TimeoutError:
-                raise timed_out() from None
+            async with time_limit(self._seconds), self._lines.turn(client):
+                self._engine.charge(client, _COST)
             yield
         finally:
             self._inside[client] -= 1
@@ -70,7 +67,7 @@ class Builders:
         """Return the result of a function, unless the client leaves before its turn."""
         async with self._lines.turn(client), self._places:
             if await request.is_disconnected():
-                raise ApiError(499, "The client has left.")
+                raise has_left()
             call = Call(function)
             threading.Thread(target=call.run, daemon=True).start()
             result: Result = await asyncio.wrap_future(call.future)

@@ -329,6 +329,8 @@ class _Filler:
     def _check_sizes(self, owner: str, row: _TemplateRow) -> None:
         """Check that the slots of each round fit into a canvas, and that there are not too many combinations."""
         canvas_len, fix = self.model.config.canvas_length, 'Use mode="sequential" or fewer slots.'
+        if self.mode == "sequential":
+            fix = "Shorten the options."
         longest = [max(map(len, piece.options)) if isinstance(piece, Blank) else len(piece) for piece in row.pieces]
         spans = [sum(longest[groups[0][0] : groups[-1][-1] + 1]) for groups in row.rounds]
         require(
