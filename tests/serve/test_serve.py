@@ -23,7 +23,7 @@ import dgemma
 from dgemma.constraints import build
 from dgemma.run.rows import Rows
 from dgemma.serve.app import create_app
-from dgemma.serve.engine import Engine, Written
+from dgemma.serve.engine import Draft, Engine, Written, read_events
 from dgemma.serve.errors import ApiError
 from dgemma.serve.gate import Limits, PatientProtocol, QuickServer
 from dgemma.serve.protocol import CompletionRequest
@@ -450,15 +450,17 @@ class Slow(RowwiseDenoiser):
 LONG = {"max_new_tokens": 288, "steps": 500}  # takes minutes
 
 
-def submit(engine, client="", seconds=60, **options):
+def row_of(engine, **options):
     options = {"max_new_tokens": 16, "steps": 3, "eos_token_ids": [], "stop": None, **options}
-    return engine.submit(
-        Rows(dgemma.read_plan(engine.model, torch.tensor([[5, 6]]), **options)), seconds=seconds, client=client
-    )
+    return Rows(dgemma.read_plan(engine.model, torch.tensor([[5, 6]]), **options))
+
+
+def submit(engine, client="", seconds=60, **options):
+    return engine.submit([row_of(engine, **options)], seconds=seconds, client=client)[0]
 
 
 async def events_of(job):
-    return [event async for event in job.events()]
+    return [event async for _, event in read_events([job])]
 
 
 async def order_of(jobs):
@@ -554,6 +556,16 @@ def test_a_client_does_not_keep_others_out():
     run_engine(scenario, Slow(CONFIG), batch_size=4, max_queue=6)
 
 
+def test_a_client_that_reads_slowly_gets_one_draft_of_each_row():
+    async def scenario(engine):
+        jobs = engine.submit([row_of(engine, steps=9) for _ in range(2)], seconds=60, drafts=True)
+        await until(lambda: engine.num_steps and not engine.num_running)
+        found = [(job, type(event)) async for job, event in read_events(jobs)]
+        assert Counter(found) == {(job, kind): 1 for job in jobs for kind in (Draft, Written)}
+
+    run_engine(scenario, Slow(CONFIG), batch_size=2, max_queue=2)
+
+
 def test_clients_take_turns_whatever_waits():
     """A client with one request waits for one of the other's, not for its backlog; rows of a client that left for none.
 
@@ -627,7 +639,7 @@ def test_an_infilling_waits_its_turn():
 
     async def scenario(engine):
         first = submit(engine)
-        left, hole = (engine.submit(infill_row(model, tokens, [(3, 6)], steps=9), seconds=60) for _ in range(2))
+        left, hole = engine.submit([infill_row(model, tokens, [(3, 6)], steps=9) for _ in range(2)], seconds=60)
         engine.cancel(left)
         model.may_step.set()
         assert await order_of({"first": first, "hole": hole}) == ["first", "hole"]
@@ -835,7 +847,7 @@ def test_a_batch_that_fails_does_not_stop_the_engine():
     async def scenario(engine):
         bad = Rows(dgemma.read_plan(engine.model, torch.tensor([[5, 6, 7]])))
         with pytest.raises(ApiError, match="The model failed: RuntimeError: out of memory"):
-            await events_of(engine.submit(bad, seconds=60))
+            await events_of(engine.submit([bad], seconds=60)[0])
         assert (await events_of(submit(engine)))[-1].ended
 
     run_engine(scenario, Broken(CONFIG), batch_size=2, max_queue=4)
@@ -843,8 +855,9 @@ def test_a_batch_that_fails_does_not_stop_the_engine():
 
 def grow(blocks, **changes):
     """Feed a text block by block; return the deltas and the reason of the end."""
-    options = {"stops": [], "max_tokens": 100, "eos": (1,), "pad": 0, "as_reply": False} | changes
-    text, tokens, deltas = GrowingText(TOKENIZER, **options), [], []
+    options = {"stops": [], "max_tokens": 100, "as_reply": False} | changes
+    plan = SimpleNamespace(eos_token_ids=(1,), pad_token_id=0, language=None)
+    text, tokens, deltas = GrowingText(TOKENIZER, plan, **options), [], []
     for at, block in enumerate(blocks):
         tokens += block
         text.add(Written(tokens, [1] * (at + 1), at + 1 == len(blocks)))

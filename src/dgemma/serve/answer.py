@@ -1,6 +1,5 @@
 """The answer to one request in OpenAI's form, whole or as a stream. It has one or several choices."""
 
-import asyncio
 import json
 import secrets
 import time
@@ -9,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.run.plan import Plan
-from dgemma.serve.engine import Draft, Engine, Job, Written
+from dgemma.serve.engine import Draft, Engine, Job, Written, read_events
 from dgemma.serve.errors import ApiError
 from dgemma.serve.log_probs import LogProbs
 from dgemma.serve.metrics import Metrics
@@ -24,7 +22,6 @@ class AnswerChoice:
     """One row of a request, and its text so far."""
 
     index: int
-    plan: Plan
     text: GrowingText
     job: Job
     log_probs: LogProbs | None  # None: the request wants none
@@ -48,7 +45,6 @@ class Answer:
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         self._frame = {"id": self._id, "object": kind, "created": int(time.time()), "model": name}
         self._start, self._pieces = time.monotonic(), Pieces(tokenizer)
-        self._readers: list[asyncio.Task[None]] = []
 
     async def whole(self) -> dict[str, Any]:
         """Wait for the end of all texts."""
@@ -103,23 +99,12 @@ class Answer:
 
     async def _events(self) -> AsyncIterator[tuple[AnswerChoice, Draft | Written]]:
         """Yield the events of all choices as they come, until every text has ended."""
-        # If the client reads slowly, the next events stay in the jobs, which then drop drafts.
-        events: asyncio.Queue[tuple[AnswerChoice, Draft | Written | ApiError]] = asyncio.Queue(maxsize=1)
-
-        async def read(choice: AnswerChoice) -> None:
-            try:
-                async for event in choice.job.events():
-                    await events.put((choice, event))
-            except ApiError as error:
-                await events.put((choice, error))
-
-        self._readers = [asyncio.create_task(read(choice)) for choice in self._choices]
-        while any(choice.text.finish_reason is None for choice in self._choices):
-            choice, event = await events.get()
-            if isinstance(event, ApiError):
-                raise event
-            if choice.text.finish_reason is None:
-                yield choice, event
+        choices = {choice.job: choice for choice in self._choices}
+        async for job, event in read_events([*choices]):
+            if choices[job].text.finish_reason is None:
+                yield choices[job], event
+            if all(choice.text.finish_reason is not None for choice in self._choices):
+                return  # the jobs that a stop string ended write no more
 
     def _add(self, choice: AnswerChoice, event: Written) -> None:
         if not any(other.text.steps for other in self._choices):
@@ -134,8 +119,6 @@ class Answer:
         self._metrics.forwards.inc(sum(sum(text.steps) for text in texts))
         if any(text.finish_reason is None for text in texts):
             self._metrics.abandoned.inc()
-        for reader in self._readers:
-            reader.cancel()
         for choice in self._choices:
             self._engine.cancel(choice.job)
 
@@ -190,7 +173,7 @@ class Answer:
     def _usage(self) -> dict[str, int]:
         """Count the tokens of all choices, and each prompt once."""
         prompts = self._choices[:: self._body.n or 1]
-        prompt = sum(choice.plan.prompt_tokens.shape[1] for choice in prompts)
+        prompt = sum(choice.text.plan.prompt_tokens.shape[1] for choice in prompts)
         new = sum(choice.text.num_tokens for choice in self._choices)
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
@@ -199,7 +182,7 @@ def _counts(choices: Sequence[AnswerChoice]) -> dict[str, Any]:
     """Return the seed of the first choice, the forwards of all blocks, and tokens per forward."""
     steps = [num_steps for choice in choices for num_steps in choice.text.steps]
     rate = sum(choice.text.num_tokens for choice in choices) / sum(steps) if steps else 0.0
-    return {"seed": int(choices[0].plan.seeds[0, 0]), "steps": steps, "tokens_per_forward": rate}
+    return {"seed": int(choices[0].text.plan.seeds[0, 0]), "steps": steps, "tokens_per_forward": rate}
 
 
 def _event(content: dict[str, Any]) -> str:

@@ -49,7 +49,7 @@ Event = Draft | Written | ApiError
 
 @dataclass(eq=False)
 class Job:
-    """One request in the engine. Iterate over `events` in the thread of its event loop."""
+    """One row of a request in the engine. The rows of a request have one inbox, in the thread of its event loop."""
 
     row: Rows
     model: Denoiser
@@ -57,28 +57,36 @@ class Job:
     deadline: float
     wants_drafts: bool
     loop: asyncio.AbstractEventLoop
+    inbox: asyncio.Queue[tuple["Job", Event]]
     cancelled: bool = False
-    _events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    has_draft: bool = False  # in the inbox
 
     def send(self, event: Event) -> None:
         """Add an event, from the engine's thread. A client that reads slowly gets fewer drafts."""
 
         def put() -> None:
-            if not isinstance(event, Draft) or self._events.empty():
-                self._events.put_nowait(event)
+            if isinstance(event, Draft):
+                if self.has_draft:
+                    return
+                self.has_draft = True
+            self.inbox.put_nowait((self, event))
 
         with suppress(RuntimeError):  # the loop has closed, with its clients
             self.loop.call_soon_threadsafe(put)
 
-    async def events(self) -> AsyncIterator[Draft | Written]:
-        """Yield drafts and written blocks until the request has ended. Raise if it fails."""
-        while True:
-            event = await self._events.get()
-            if isinstance(event, ApiError):
-                raise event
-            yield event
-            if isinstance(event, Written) and event.ended:
-                return
+
+async def read_events(jobs: Sequence[Job]) -> AsyncIterator[tuple[Job, Draft | Written]]:
+    """Yield drafts and written blocks of a request until all of its rows have ended. Raise if one fails."""
+    running = set(jobs)
+    while running:
+        job, event = await jobs[0].inbox.get()
+        if isinstance(event, ApiError):
+            raise event
+        if isinstance(event, Draft):
+            job.has_draft = False
+        elif event.ended:
+            running.discard(job)
+        yield job, event
 
 
 @dataclass(eq=False)
@@ -152,16 +160,31 @@ class Engine:
         return "ok" if self._ready.is_set() else "warming up"
 
     def submit(
-        self, row: Rows, *, seconds: float, client: str = "", drafts: bool = False, model: Denoiser | None = None
-    ) -> Job:
-        """Queue a row, for the engine's model or another one.
+        self,
+        rows: Sequence[Rows],
+        *,
+        seconds: float,
+        client: str = "",
+        drafts: bool = False,
+        model: Denoiser | None = None,
+    ) -> list[Job]:
+        """Queue the rows of a request, for the engine's model or another one: all of them, or none.
 
         If the queue is full, the client with the most waiting requests gets a 429 for its last one.
         """
-        row.index = next(self._numbers)
-        job = Job(row, model or self.model, client, time.monotonic() + seconds, drafts, asyncio.get_running_loop())
-        self._append(job, self._queue)
-        return job
+        jobs: list[Job] = []
+        end, loop, inbox = time.monotonic() + seconds, asyncio.get_running_loop(), asyncio.Queue[tuple[Job, Event]]()
+        try:
+            for row in rows:
+                row.index = next(self._numbers)
+                job = Job(row, model or self.model, client, end, drafts, loop, inbox)
+                self._append(job, self._queue)
+                jobs.append(job)
+        except ApiError:
+            for job in jobs:
+                self.cancel(job)
+            raise
+        return jobs
 
     async def call(self, function: Callable[[], Result], client: str = "") -> Result:
         """Run a function of the model in the engine's thread, between two steps."""

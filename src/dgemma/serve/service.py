@@ -22,11 +22,11 @@ from dgemma.constraints.token_text import token_texts
 from dgemma.model.denoiser import Denoiser
 from dgemma.model.vision.images import Images
 from dgemma.run.knobs import default_sampler
-from dgemma.run.plan import Plan, read_plan
+from dgemma.run.plan import read_plan
 from dgemma.run.rows import Rows
 from dgemma.serve.answer import Answer, AnswerChoice
 from dgemma.serve.decisions import TypedAnswer, answer_questions
-from dgemma.serve.engine import Engine, Job, Written
+from dgemma.serve.engine import Engine, Job, Written, read_events
 from dgemma.serve.errors import ApiError, has_left, time_limit, too_many
 from dgemma.serve.gate import Limits
 from dgemma.serve.images import chat_urls, read_images
@@ -114,13 +114,13 @@ class Service:
 
     async def answer(self, body: ChatRequest | CompletionRequest, request: Request) -> Response:
         """Run a request; return its whole answer, or a stream of it."""
-        planned = await self._prepare(body, request)
-        rows = [Rows(plan, num_top=body.num_top) for plan, _ in planned]
+        texts = await self._prepare(body, request)
+        rows = [Rows(text.plan, num_top=body.num_top) for text in texts]
         jobs = self._submit(rows, request, drafts=body.drafts and bool(body.stream))
-        choices = list[AnswerChoice]()
-        for (plan, text), job in zip(planned, jobs, strict=True):
-            log_probs = None if body.num_top is None else LogProbs(self.tokenizer)
-            choices.append(AnswerChoice(len(choices), plan, text, job, log_probs))
+        choices = [
+            AnswerChoice(index, text, job, None if body.num_top is None else LogProbs(self.tokenizer))
+            for index, (text, job) in enumerate(zip(texts, jobs, strict=True))
+        ]
         answer = Answer(body, choices, self.name, self.tokenizer, self.engine, self.metrics)
         if body.stream:
             return StreamingResponse(
@@ -139,9 +139,9 @@ class Service:
             row = await run_in_threadpool(infill_row, self.model, tokens, body.holes, seed=body.seed)
         except ValueError as error:
             raise ApiError(400, str(error), param="holes", code="invalid_value") from None
-        (job,) = jobs = self._submit([row], request)
+        jobs = self._submit([row], request)
         async with self.watched(jobs, request):
-            written = [event async for event in job.events() if isinstance(event, Written)][-1]
+            written = [event async for _, event in read_events(jobs) if isinstance(event, Written)][-1]
         self.metrics.forwards.inc(sum(written.steps))
         return {"tokens": written.tokens, "pieces": Pieces(self.tokenizer)(written.tokens), "steps": sum(written.steps)}
 
@@ -183,21 +183,13 @@ class Service:
                 self.engine.cancel(job)
 
     def _submit(self, rows: list[Rows], request: Request, *, drafts: bool = False) -> list[Job]:
-        """Queue the rows of a request: all of them, or none."""
-        jobs: list[Job] = []
+        """Queue the rows of a request, if its client may have so many."""
         client, seconds = _client(request), self.limits.seconds
         if self.engine.num_rows(client) + len(rows) > self.limits.per_client:
             raise too_many(self.limits.per_client)
-        try:
-            for row in rows:
-                jobs.append(self.engine.submit(row, seconds=seconds, client=client, drafts=drafts, model=self.model))
-        except ApiError:
-            for job in jobs:
-                self.engine.cancel(job)
-            raise
-        return jobs
+        return self.engine.submit(rows, seconds=seconds, client=client, drafts=drafts, model=self.model)
 
-    async def _prepare(self, body: ChatRequest | CompletionRequest, request: Request) -> list[tuple[Plan, GrowingText]]:
+    async def _prepare(self, body: ChatRequest | CompletionRequest, request: Request) -> list[GrowingText]:
         """Plan a request in another thread. A constraint takes seconds, so its client waits for a turn to build it."""
         key, client = _constraint_key(body), _client(request)
         plan = partial(self.engine.charged(client)(self._plan), body, key)
@@ -206,8 +198,8 @@ class Service:
         async with time_limit(self.limits.seconds):
             return await self.builders.run(plan, client, request)
 
-    def _plan(self, body: ChatRequest | CompletionRequest, key: str | None) -> list[tuple[Plan, GrowingText]]:
-        """Check a request, and return the plan and the text of each choice. Choice i has the request's seed + i."""
+    def _plan(self, body: ChatRequest | CompletionRequest, key: str | None) -> list[GrowingText]:
+        """Check a request, and return the text of each choice, with its plan. Choice i has the request's seed + i."""
         is_chat, num_choices = isinstance(body, ChatRequest), body.n or 1
         limit_name, max_tokens = body.most_tokens
         max_tokens = min(self.model.generation.max_new_tokens, self.limits.tokens) if max_tokens is None else max_tokens
@@ -223,7 +215,7 @@ class Service:
             raise ApiError(400, message, param="n", code="invalid_value")
         options = self._options(body) | {"max_new_tokens": max_tokens}
         options["seed"] = [secrets.randbits(62) if body.seed is None else body.seed]
-        planned = list[tuple[Plan, GrowingText]]()
+        texts = list[GrowingText]()
         try:
             if body.num_top is not None:
                 token_texts(self.tokenizer)
@@ -234,27 +226,20 @@ class Service:
                     tokens = self.tokenizer.encode(tokens, markers=False)
                 plan = read_plan(self.model, _as_row(tokens, self.model), images=images, **options)
                 for _ in range(num_choices):
-                    text = GrowingText(
-                        self.tokenizer,
-                        stops=body.stops,
-                        max_tokens=max_tokens,
-                        eos=plan.eos_token_ids,
-                        pad=plan.pad_token_id,
-                        as_reply=is_chat and self.tokenizer.has_chat_template,
-                        is_constrained=key is not None,
-                    )
-                    planned.append((replace(plan, seeds=plan.seeds + len(planned)), text))
+                    own = replace(plan, seeds=plan.seeds + len(texts))
+                    as_reply = is_chat and self.tokenizer.has_chat_template
+                    texts.append(GrowingText(self.tokenizer, own, body.stops, max_tokens, as_reply=as_reply))
         except ImportError as error:
             raise ApiError(501, str(error)) from None
         except (ValueError, TypeError) as error:
             raise describe_refusal(str(error), body) from None
-        return planned
+        return texts
 
     def _options(self, body: TextRequest) -> dict[str, Any]:
         options: dict[str, Any] = {"steps": body.steps, "top_k": body.top_k}
         options["top_p"] = None if body.top_p == 1 else body.top_p
         if body.temperature == 0:
-            sampler = default_sampler(self.model)
+            sampler: Any = default_sampler(self.model)
             if hasattr(sampler, "greedy"):
                 options["sampler"] = replace(sampler, greedy=True)
             else:

@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from dgemma.checkpoint.tokenizer import THOUGHT_START, Reply, Tokenizer
+from dgemma.run.plan import Plan
 from dgemma.serve.engine import Written
 
 _BROKEN = "\ufffd"  # the beginning of a character whose other bytes are in the next block
@@ -17,18 +18,10 @@ class GrowingText:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        stops: Sequence[str],
-        max_tokens: int,
-        eos: Sequence[int],
-        pad: int,
-        as_reply: bool,
-        is_constrained: bool = False,
+        self, tokenizer: Tokenizer, plan: Plan, stops: Sequence[str], max_tokens: int, *, as_reply: bool
     ) -> None:
-        self._tokenizer, self._stops, self._max_tokens = tokenizer, stops, max_tokens
-        self._eos, self._pad, self._as_reply, self._is_constrained = frozenset(eos), pad, as_reply, is_constrained
+        self.plan, self._tokenizer, self._stops = plan, tokenizer, stops
+        self._max_tokens, self._as_reply = max_tokens, as_reply
         self.text = ""
         self.num_tokens = 0
         self.steps: list[int] = []
@@ -38,7 +31,8 @@ class GrowingText:
 
     def add(self, written: Written) -> None:
         """Take all tokens written so far. `finish_reason` is set if the text ends with them."""
-        end = next((at for at, token in enumerate(written.tokens, start=1) if token in self._eos), None)
+        eos = frozenset(self.plan.eos_token_ids)
+        end = next((at for at, token in enumerate(written.tokens, start=1) if token in eos), None)
         tokens = written.tokens[: min(self._max_tokens, end or len(written.tokens))]
         text, self.reply = self._read(tokens)
         stops_at = self._find_stop(text)
@@ -48,7 +42,7 @@ class GrowingText:
             tokens = tokens[: bisect_left(range(len(tokens)), True, key=lambda end: self._has_stop(tokens[:end]))]
         self.text, self.steps, self.num_tokens = text, written.steps, len(tokens)
         # A constraint also holds for a text that fills its last canvas, so that no stop token fits.
-        is_whole = self._is_constrained and written.ended and len(written.tokens) <= self._max_tokens
+        is_whole = self.plan.language is not None and written.ended and len(written.tokens) <= self._max_tokens
         if stops_at is not None or (end is not None and end <= self._max_tokens) or is_whole:
             self.finish_reason = "stop"
         elif written.ended or len(tokens) == self._max_tokens:
@@ -68,7 +62,7 @@ class GrowingText:
 
     def _read(self, tokens: list[int]) -> tuple[str, Reply | None]:
         """Return the text of tokens, and the reply that it is part of."""
-        text = self._tokenizer.decode([token for token in tokens if token != self._pad])
+        text = self._tokenizer.decode([token for token in tokens if token != self.plan.pad_token_id])
         reply = self._tokenizer.reply(text) if self._as_reply else None
         return text if reply is None else reply.answer, reply
 
