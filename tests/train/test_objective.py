@@ -565,6 +565,17 @@ def test_a_loss_of_ones_own_is_a_function_of_the_logits_at_each_position(model, 
     torch.testing.assert_close(sums[1], distance.square().sum(), atol=1e-5, rtol=1e-4)
 
 
+def test_losses_of_a_wrong_shape_are_refused(model):
+    class Total(Squares):
+        def of_logits(self, *parts):
+            return super().of_logits(*parts).sum()
+
+    with pytest.raises(ValueError, match=r"Total\.of_logits must return one cost per row, \(\d+,\), got"):
+        make(loss=Total())(model, BATCH, seeds=SEEDS)
+    with pytest.raises(ValueError, match=r"RowMean\.losses must return one loss per row, \(\d+,\), got"):
+        RowMean(lambda model, batch, seeds: torch.zeros(()))(model, BATCH, seeds=SEEDS)
+
+
 def test_a_mean_of_rows_adds_up_over_micro_batches():
     loss = RowMean(lambda model, batch, seeds: batch.length * seeds.double())
     whole = loss.reduce(loss(None, BATCH, seeds=SEEDS))

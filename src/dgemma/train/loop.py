@@ -197,7 +197,12 @@ class _Run:
         self._begin_interval()
         with bar, closing(inputs):
             for parts in inputs:
-                record = self.updater.update(parts, step=self.step, steps=self.steps, warmup=self._warmup())
+                try:
+                    record = self.updater.update(parts, step=self.step, steps=self.steps, warmup=self._warmup())
+                except FloatingPointError as error:  # a prediction, perhaps with weights that an earlier step spoilt
+                    if self.unread:
+                        self.read()  # names that step
+                    raise FloatingPointError(f"{error} {self._restore()}") from None
                 self.step += 1
                 self.unread.append(record)
                 answer = None if on_step is None else on_step(record)
@@ -286,18 +291,22 @@ class _Run:
         self.clock = time.perf_counter()
 
     def _stop_not_finite(self, record: TrainStep, line: Mapping[str, Any]) -> None:
-        last = self.checkpoints.latest()
-        assert last is not None  # `start` wrote a checkpoint
         terms = [name for name, x in line.items() if not math.isfinite(x)]
         finite = torch.stack([values.isfinite() for values in record.sums.values()]).all(0)  # (B,)
         seeds = torch.cat([part.seeds for part in record.parts])[~finite].tolist()
-        self.updater.restore(self.checkpoints, last, may_differ=self.allow_changes)
-        self.unread = []
         rows = f"in the rows with seeds {seeds}" if seeds else "although the terms of every row here are finite"
         raise FloatingPointError(
-            f"train computed a number that is not finite at step {record.step}: {', '.join(terms)}, {rows}. The model "
-            f"is restored from {last.name}. Lower TrainConfig.lr or TrainConfig.clip, or check those rows."
+            f"train computed a number that is not finite at step {record.step}: {', '.join(terms)}, {rows}. "
+            f"{self._restore()} Lower TrainConfig.lr or TrainConfig.clip, or check those rows."
         )
+
+    def _restore(self) -> str:
+        """Give the model the weights of the last checkpoint, and say so."""
+        last = self.checkpoints.latest()
+        assert last is not None  # `start` wrote a checkpoint
+        self.updater.restore(self.checkpoints, last, may_differ=self.allow_changes)
+        self.unread = []
+        return f"The model is restored from {last.name}."
 
     def evaluate(self, evaluate: Evaluate) -> None:
         if self.unread:

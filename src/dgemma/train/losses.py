@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from dgemma.checks import above, check_types, require
+from dgemma.checks import above, check_types, require, require_tensor
 from dgemma.diffusion import nelbo
 from dgemma.diffusion.noise import HybridNoise, Noise
 from dgemma.model.diffusion import DiffusionGemma
@@ -49,9 +49,15 @@ class Loss:
 
     def __call__(self, model: DiffusionGemma, canvases: Canvases, noisy: NoisyCanvases, hidden: Tensor) -> Tensor:
         """Return the cost of each position, (B, K, C), from the last hidden states (B, K, C, D)."""
+
+        def cost(logits: Tensor, x: Tensor, z: Tensor, level: Tensor) -> Tensor:
+            costs, rule = self.of_logits(noisy.noise, logits, x, z, level), f"return one cost per row, ({len(logits)},)"
+            require_tensor(costs, f"{type(self).__name__}.of_logits", rule, shape=logits.shape[:1])
+            return costs
+
         tokenwise = (t.reshape(-1, 1) for t in (canvases.x, noisy.z, noisy.position_level))
         costs = head.map_logits(
-            lambda logits, x, z, level: self.of_logits(noisy.noise, logits, x, z, level),
+            cost,
             hidden.flatten(0, 2),
             model.embed_tokens.weight,
             *tokenwise,

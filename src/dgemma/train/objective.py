@@ -13,7 +13,7 @@ from typing import Annotated, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from dgemma.checks import Count, Probability, at_least, check_types, require, require_field
+from dgemma.checks import Count, Probability, at_least, check_types, require, require_field, require_tensor
 from dgemma.diffusion.noise import MaskNoise, Noise
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.train import head
@@ -72,7 +72,9 @@ class RowMean:
     losses: Callable[[DiffusionGemma, TrainBatch, Tensor], Tensor]
 
     def __call__(self, model: DiffusionGemma, batch: TrainBatch, *, seeds: Tensor) -> Terms:
-        return Terms(sums={"row": self.losses(model, batch, seeds)}, counts={"row": torch.ones_like(seeds)})
+        losses = self.losses(model, batch, seeds)
+        require_tensor(losses, "RowMean.losses", f"return one loss per row, ({len(seeds)},)", shape=seeds.shape)
+        return Terms(sums={"row": losses}, counts={"row": torch.ones_like(seeds)})
 
     def total_counts(self, batch: TrainBatch, seeds: Tensor) -> dict[str, Tensor]:
         return {"row": torch.ones_like(seeds).sum()}

@@ -3,6 +3,7 @@
 import copy
 import functools
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import Tensor
 
 import dgemma
 from dgemma.run.step import predict, start_state
-from dgemma.train import LoRA, add_lora
+from dgemma.train import LoRA, TrainConfig, add_lora, train
+from dgemma.train.learning import Problems
 from dgemma.train.learning.runs import Runs, roll_out
 from learning_toy import (
     CANVAS_LEN,
@@ -25,6 +27,7 @@ from learning_toy import (
     Digits,
     learn,
     objective,
+    share_of_ones,
     small_model,
     table_reward,
 )
@@ -195,6 +198,31 @@ def test_adapters_learn_and_stay_near_the_base_model(tmp_path):
 def test_all_weights_need_a_reference_for_a_divergence(tmp_path):
     with pytest.raises(ValueError, match=r"PolicyGradient\.reference must be a model if this one has no adapters"):
         learn(tmp_path, kl_weight=0.1)
+
+
+@pytest.mark.parametrize("found", [None, 1.0, [0.5], [0.5, math.nan], ["right", "wrong"]])
+def test_a_reward_without_a_number_per_text_is_refused(found):
+    policy = objective(group=2, reward=lambda texts, answers: found)
+    with pytest.raises(ValueError, match="reward must return one finite number for each of 2 texts, got"):
+        policy(small_model(), policy.problems(0, range(1)), seeds=torch.tensor([0]))
+
+
+def test_a_step_needs_all_prompts_of_its_batch(tmp_path):
+    """With fewer, every step would skip the same prompts."""
+    policy = objective(problems=Problems(prompts=[[0], [1]], answers=[None] * 2, batch_size=2))
+    config = TrainConfig(steps=1, batch_size=1, precision="weights", progress=False)
+    with pytest.raises(ValueError, match=r"TrainConfig\.batch_size must equal Problems\.batch_size 2, got 1"):
+        train(small_model(), policy, policy.problems, config, out=tmp_path)
+
+
+def test_weights_whose_runs_have_no_numbers_are_restored(tmp_path):
+    """The first update makes weights so large that the prediction of the next step is NaN."""
+    model, policy = small_model(), objective(reward=share_of_ones)
+    config = TrainConfig(steps=4, batch_size=1, lr=1e30, warmup=0, precision="weights", progress=False)
+    with pytest.raises(FloatingPointError, match=r"got NaN.* The model is restored from step-000000\."):
+        train(model, policy, policy.problems, config, out=tmp_path)
+    for weight, start in zip(model.parameters(), small_model().parameters(), strict=True):
+        assert torch.equal(weight, start)
 
 
 def test_runs_may_come_from_another_denoiser(tmp_path):

@@ -48,7 +48,8 @@ class PolicyGradient:
       of the expected reward - speed_weight · forwards, without bias.
     - kl_weight: of the estimate exp(d) - 1 - d per step, d = log(q_start / q), whose mean is the KL divergence from the
       start. `reference` has the start weights; with adapters, the default is the model without them.
-    - num_steps: the gradient takes so many random steps of a run, weighted so that it stays unbiased. None: all.
+    - num_steps: the gradient takes so many random steps of the runs of a micro-batch, weighted so that it stays
+      unbiased. None: all.
     - through_self_cond: gradients through the predictions that steps pass on. Without, the gradient is biased, but
       takes less memory: with `num_steps`, only that of the chosen steps.
     - teacher: slower runs of the present weights; those that were right are targets, in the same gradient.
@@ -108,7 +109,12 @@ class PolicyGradient:
         if self.teacher is not None:
             weights["teacher"] = self.teacher.weight
         total = torch.stack([weights[name] * terms.sums[name].sum() for name in weights if name in terms.sums]).sum()
-        return total / (terms.counts if totals is None else totals)["policy"].sum()
+        if totals is None:
+            return total / terms.counts["policy"].sum()
+        # With fewer rows, `problems` would skip prompts in silence.
+        rule, num_prompts = f"equal Problems.batch_size {self.problems.batch_size}", int(totals["policy"])
+        require(num_prompts == self.problems.batch_size, "TrainConfig.batch_size", rule, num_prompts)
+        return total / num_prompts
 
     def advantages(self, runs: Runs) -> Tensor:
         """Return the advantage of each run, (B, G)."""

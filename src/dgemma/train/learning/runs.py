@@ -1,6 +1,8 @@
 """Groups of recorded runs, with their rewards, and the log-probabilities of their canvases."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -52,18 +54,20 @@ def roll_out(
     out = generate(
         model,
         tokens.to(model.device),
-        **{
-            **options,
-            "attention_mask": None if mask is None else mask.to(model.device),
-            "seed": seeds.flatten().tolist(),
-            "record": True,
-            "record_top": 0,
-            "progress": False,
-        },
+        attention_mask=None if mask is None else mask.to(model.device),
+        seed=seeds.flatten().tolist(),
+        record=True,
+        record_top=0,
+        progress=False,
+        **options,
     )
     texts = tokenizer.decode_batch(out.new_tokens)
-    rewards = list(reward(texts, [answer for answer in answers for _ in range(group)]))
-    require(len(rewards) == len(texts), "reward", f"return one number for each of {len(texts)} texts", len(rewards))
+    found = reward(texts, [answer for answer in answers for _ in range(group)])
+    rewards = list(found) if isinstance(found, Iterable) else []
+    with suppress(TypeError, ValueError):
+        rewards = [float(value) for value in rewards]
+    fits = len(rewards) == len(texts) and all(isinstance(value, float) and math.isfinite(value) for value in rewards)
+    require(fits, "reward", f"return one finite number for each of {len(texts)} texts", found)
     as_groups = torch.tensor(rewards, dtype=torch.float64).view(seeds.shape)
     forwards = out.trajectory.num_forwards.sum(1).double().view(seeds.shape)
     return Runs(out.trajectory, texts, as_groups.to(model.device), forwards.to(model.device))
