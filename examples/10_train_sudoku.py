@@ -2,19 +2,23 @@
 
 No training grid is equivalent to a test grid. The script solves test puzzles before and after training.
 17_sudoku_orders.py compares orders of filling cells. The --out folder will contain `checkpoint` (bfloat16),
-`results.json` and `run`, with the log of the losses. The last two commands made `dgemma/sudoku`:
+`results.json` and `run`, with the log of the losses. The second and the third command made `dgemma/sudoku`:
 
     python examples/10_train_sudoku.py                                without a GPU: three steps, to see that it runs
     python examples/10_train_sudoku.py --puzzles runs/puzzles --prepare-only
     python examples/10_train_sudoku.py --puzzles runs/puzzles --noise mask --minutes 7.3 --fast --out runs/mask
+    python examples/10_train_sudoku.py --puzzles runs/puzzles --noise mask --minutes 7.3 --fast --out runs/mask \
+        --own-updates 156                                             continues in `own`, on the solver's own steps
+
+A command that was stopped continues where it was. The fourth may also be run without the third.
 """
 
 import argparse
 import json
 import os
 import tempfile
-import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +27,9 @@ import torch
 
 import dgemma
 from dgemma.data import sudoku
-from dgemma.train import CrossEntropy, Objective, TrainConfig, soften_attention, train
+from dgemma.run.knobs import Knobs
+from dgemma.train import CrossEntropy, Objective, RowMean, TrainConfig, soften_attention, train
+from dgemma.train.learning import OwnSteps
 
 NUMBERS = {  # defaults with and without a GPU
     "steps": (8000, 3, "training steps"),
@@ -33,14 +39,17 @@ NUMBERS = {  # defaults with and without a GPU
     "num-tests": (1000, 2, "test puzzles of each kind"),
     "denoising-steps": (48, 2, "steps per test puzzle, at most"),
 }
+SAMPLER = dgemma.EntropyBound(bound=0.1, greedy=True)
 TESTS = {"30-45 givens": (30, 45), "24-29 givens": (24, 29)}
 RECIPE = {"lr": 1.5e-3, "warmup": 300, "final_lr": 0.01, "betas": (0.9, 0.98), "weight_decay": 0.05, "ema_decay": 0.999}
+OWN_RECIPE = RECIPE | {"lr": 3e-4, "warmup": 20}  # of own steps, with half the batch; the rate is not tuned
+NUM_OWN_STEPS = 5  # that an update of own steps takes from pure noise
 
 
 def solve(model: dgemma.DiffusionGemma, tests: dict[str, sudoku.Puzzles], args: argparse.Namespace) -> dict[str, Any]:
     """Return exact grids, correct cells and steps for each kind of puzzle."""
     options = {"noise": sudoku.sudoku_noise(args.noise), "steps": args.denoising_steps, "temperature": 1.0}
-    options |= {"sampler": dgemma.EntropyBound(bound=0.1, greedy=True), "stop": dgemma.StableAndConfident()}
+    options |= {"sampler": SAMPLER, "stop": dgemma.StableAndConfident()}
     scores = {}
     for name, test in tests.items():
         scores[name] = sudoku.complete(model, test.puzzles, progress=False, **options).scores(test.solutions)
@@ -68,6 +77,11 @@ def main(args: argparse.Namespace, out: Path) -> None:
     print(f"{model.num_parameters():,} weights, untrained", flush=True)
     untrained = solve(model, tests, args)
 
+    def save_and_solve() -> dict[str, Any]:
+        model.to(torch.bfloat16).save_pretrained(out / "checkpoint")
+        model.to(torch.float32)  # evaluate the weights as they were saved
+        return solve(model, tests, args)
+
     objective = Objective(
         noise=sudoku.sudoku_noise(args.noise),
         canvas_len=sudoku.NUM_CELLS,
@@ -76,25 +90,31 @@ def main(args: argparse.Namespace, out: Path) -> None:
         loss=CrossEntropy(scored="noised" if args.noise == "mask" else "all"),
         causal_weight=0.0,
     )
-    config = TrainConfig(
-        steps=args.steps if args.minutes is None else None,
-        minutes=args.minutes,
-        batch_size=args.batch_size,
-        seed=args.seed,
-        precision="mixed" if model.device.type == "cuda" else "weights",
-        **RECIPE,
-    )
-    source, began = sudoku.SudokuSource(pool=pool, seed=args.seed), time.perf_counter()
+    common = {"seed": args.seed, "precision": "mixed" if model.device.type == "cuda" else "weights"}
+    length = {"steps": args.steps} if args.minutes is None else {"minutes": args.minutes}
+    config = TrainConfig(**length, batch_size=args.batch_size, **common, **RECIPE)
+    source = sudoku.SudokuSource(pool=pool, seed=args.seed)
     with ExitStack() as stack:
         if args.fast:
             from dgemma_kernels import accelerate_training  # needs Triton
 
             stack.enter_context(accelerate_training(model))
         result = train(model, objective, source, config, out=out / "run")
-    seconds = time.perf_counter() - began
-    model.to(torch.bfloat16).save_pretrained(out / "checkpoint")
-    model.to(torch.float32)  # evaluate the weights as they were saved
+    seconds = sum(result.log.column("seconds")[1])  # of earlier calls, too
     print(f"after {result.step} steps of {args.batch_size} puzzles in {seconds:.0f} s", flush=True)
+    scores = {"untrained": untrained, "trained": save_and_solve()}
+    if args.own_updates:
+        config = TrainConfig(steps=args.own_updates, batch_size=max(1, args.batch_size // 2), **common, **OWN_RECIPE)
+        own = OwnSteps(
+            noise=objective.noise,
+            canvas_len=sudoku.NUM_CELLS,
+            steps=NUM_OWN_STEPS,
+            knobs=Knobs(sampler=SAMPLER, temperature=1.0),
+            allowed=sudoku.DIGIT_TOKENS,
+        )
+        train(model, RowMean(own), replace(source, seed=args.seed + 1), config, out=out / "own")
+        print(f"after {args.own_updates} updates on own steps", flush=True)
+        scores["own steps"] = save_and_solve()
 
     train_keys = sudoku.class_keys(pool.solutions)  # equivalent grids have the same key
     shared = [np.isin(sudoku.class_keys(test.solutions), train_keys).sum() for test in tests.values()]
@@ -103,11 +123,10 @@ def main(args: argparse.Namespace, out: Path) -> None:
         "parameters": model.num_parameters(),
         "train_steps": result.step,
         "train_seconds": seconds,
-        "puzzles_per_second": result.tokens_per_second / (2 * sudoku.NUM_CELLS),
+        "puzzles_per_second": result.step * args.batch_size / seconds,
         "gpu": torch.cuda.get_device_name() if model.device.type == "cuda" else None,
         "test_grids_with_a_key_trained_on": int(sum(shared)),
-        "untrained": untrained,
-        "trained": solve(model, tests, args),
+        **scores,
     }
     (out / "results.json").write_text(json.dumps(results, indent=1, default=str) + "\n")
 
@@ -119,6 +138,9 @@ if __name__ == "__main__":
         default = on_gpu if torch.cuda.is_available() else without
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (%(default)s)")
     parser.add_argument("--minutes", type=float, help="train for this long, instead of a number of steps")
+    parser.add_argument(
+        "--own-updates", type=int, default=0, help="then updates on the solver's own steps (%(default)s)"
+    )
     parser.add_argument("--puzzles", type=Path, help="folder for the puzzles; default: puzzles in --out")
     parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1), help="processes that make puzzles")
     parser.add_argument("--prepare-only", action="store_true", help="only make the puzzles")

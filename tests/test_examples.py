@@ -134,10 +134,13 @@ def test_sudoku_is_trained_and_solving_orders_are_compared(run, tmp_path):
     assert len(list((tmp_path / "puzzles").iterdir())) == 3
     for noise, num_settings in (("mask", 3 + 7 + 1), ("uniform", 2 + 3 + 7 + 7 + 1)):  # and four numbers of retries
         run("10", *sizes, *more, "--noise", noise, "--out", noise)
+        printed = run("10", *sizes, *more, "--noise", noise, "--out", noise, "--own-updates", "1")
+        assert "\nafter 1 updates on own steps\n" in printed
         results = json.loads((tmp_path / noise / "results.json").read_text())
         assert results["test_grids_with_a_key_trained_on"] == 0
-        assert results["untrained"]["24-29 givens"]["exact"] == 0
+        assert results["untrained"]["24-29 givens"]["exact"] == results["own steps"]["24-29 givens"]["exact"] == 0
         assert results["train_steps"] == 2
+        assert results["puzzles_per_second"] > 0  # also in a call that only continues
         options = ("--num-tests", "2", "--max-steps", "1", "--puzzles", "puzzles", "--device", "cpu")
         printed = run("17", "--model", f"{noise}/checkpoint", *options, "--out", noise)
         rows = json.loads((tmp_path / noise / "orders.json").read_text())
