@@ -1,5 +1,7 @@
 """The sliced head equals torch's cross-entropy of the whole logits, and never allocates them."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,6 +27,12 @@ def inputs(num_tokens: int, vocab: int, dtype: torch.dtype = torch.float64) -> t
     return hidden, weight, torch.randint(0, vocab, (num_tokens,))
 
 
+@pytest.fixture
+def slices(monkeypatch):
+    """Return a function that sets the number of logits of a slice."""
+    return lambda elements: monkeypatch.setattr(head, "_SLICE_ELEMENTS", elements)
+
+
 class LargestFloat(TorchDispatchMode):
     """Records the size of the largest floating-point tensor that an operation returned."""
 
@@ -41,7 +49,8 @@ class LargestFloat(TorchDispatchMode):
 @pytest.mark.parametrize("num_tokens", [1, 12, 13], ids=["one", "whole-slices", "ragged"])
 @pytest.mark.parametrize("banned", [None, 4])
 @pytest.mark.parametrize("with_evidence", [False, True])
-def test_value_and_gradient_are_those_of_the_plain_formula(num_tokens, banned, with_evidence):
+def test_value_and_gradient_are_those_of_the_plain_formula(slices, num_tokens, banned, with_evidence):
+    slices(4 * 11)
     hidden, weight, targets = inputs(num_tokens, 11)
     targets = torch.where(targets == 4, 5, targets)
     observed, evidence, logits = None, None, capped(hidden, weight)
@@ -51,7 +60,7 @@ def test_value_and_gradient_are_those_of_the_plain_formula(num_tokens, banned, w
     if banned is not None:
         logits = logits.masked_fill(F.one_hot(torch.tensor(banned), 11).bool(), -torch.inf)
     expected = F.cross_entropy(logits, targets, reduction="none")
-    options = {"cap": CAP, "observed": observed, "evidence": evidence, "banned": banned, "slice_elements": 4 * 11}
+    options = {"cap": CAP, "observed": observed, "evidence": evidence, "banned": banned}
     actual = head.cross_entropy(hidden, weight, targets, **options)
     torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
     scale = torch.randn(num_tokens, dtype=torch.float64)  # a different weight for the gradient of every token
@@ -63,58 +72,54 @@ def test_value_and_gradient_are_those_of_the_plain_formula(num_tokens, banned, w
         torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
 
 
-def test_gradients_pass_torchs_finite_difference_check():
+def test_gradients_pass_torchs_finite_difference_check(slices):
+    slices(2 * 7)
     hidden, weight, targets = inputs(5, 7)
     observed, evidence = torch.randint(0, 7, (5,)), torch.rand(5, dtype=torch.float64)
 
     def loss(hidden: Tensor, weight: Tensor) -> Tensor:
-        return head.cross_entropy(
-            hidden, weight, targets, cap=CAP, observed=observed, evidence=evidence, slice_elements=2 * 7
-        )
+        return head.cross_entropy(hidden, weight, targets, cap=CAP, observed=observed, evidence=evidence)
 
     assert torch.autograd.gradcheck(loss, (hidden, weight))
 
 
-def test_a_frozen_head_gets_no_gradient_and_hidden_states_get_theirs():
+def test_a_frozen_head_gets_no_gradient_and_hidden_states_get_theirs(slices):
+    slices(4 * 9)
     hidden, weight, targets = inputs(6, 9)
     scale = torch.randn(6, dtype=torch.float64)  # a different weight for the gradient of every token
     expected = (F.cross_entropy(capped(hidden, weight), targets, reduction="none") * scale).sum()
-    loss = (head.cross_entropy(hidden, weight.detach(), targets, cap=CAP, slice_elements=4 * 9) * scale).sum()
+    loss = (head.cross_entropy(hidden, weight.detach(), targets, cap=CAP) * scale).sum()
     torch.testing.assert_close(torch.autograd.grad(loss, hidden)[0], torch.autograd.grad(expected, hidden)[0])
 
 
-def run_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, slice_elements: int) -> None:
-    head.cross_entropy(hidden, weight, targets, cap=CAP, slice_elements=slice_elements).sum().backward()
+def entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return torch.distributions.Categorical(logits=logits, validate_args=False).entropy()
 
 
-def run_map_logits(hidden: Tensor, weight: Tensor, targets: Tensor, slice_elements: int) -> None:
-    def entropy(logits: Tensor, targets: Tensor) -> Tensor:
-        return torch.distributions.Categorical(logits=logits, validate_args=False).entropy()
-
-    head.map_logits(entropy, hidden, weight, targets, cap=CAP, slice_elements=slice_elements).sum().backward()
-
-
-@pytest.mark.parametrize("run", [run_cross_entropy, run_map_logits])
-def test_no_tensor_of_tokens_by_vocabulary_exists(run):
+@pytest.mark.parametrize("run", [head.cross_entropy, functools.partial(head.map_logits, entropy)])
+def test_no_tensor_of_tokens_by_vocabulary_exists(slices, run):
     num_tokens, vocab = 64, 512
     hidden, weight, targets = inputs(num_tokens, vocab, torch.float32)
+    slices(4 * vocab)
     with LargestFloat() as sliced:
-        run(hidden, weight, targets, slice_elements=4 * vocab)
+        run(hidden, weight, targets, cap=CAP).sum().backward()
     # Four tokens per slice. The gradient of the weight, (V, D), is the largest tensor that is needed.
     assert sliced.elements <= max(4 * vocab, vocab * 8)
     assert sliced.elements <= num_tokens * vocab // 8
+    slices(num_tokens * vocab)
     with LargestFloat() as whole:  # the recorder does see whole logits
-        run(hidden, weight, targets, slice_elements=num_tokens * vocab)
+        run(hidden, weight, targets, cap=CAP).sum().backward()
     assert whole.elements == num_tokens * vocab
 
 
-def test_a_function_of_the_logits_gets_them_capped_and_in_order():
+def test_a_function_of_the_logits_gets_them_capped_and_in_order(slices):
+    slices(3 * 11)
     hidden, weight, targets = inputs(13, 11)
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits, targets, reduction="none")
 
-    actual = head.map_logits(loss, hidden, weight, targets, cap=CAP, slice_elements=3 * 11)
+    actual = head.map_logits(loss, hidden, weight, targets, cap=CAP)
     expected = F.cross_entropy(capped(hidden, weight), targets, reduction="none")
     torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
     for ours, theirs in zip(
@@ -141,11 +146,14 @@ def test_under_autocast_the_products_are_in_bfloat16_and_the_loss_in_float32():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("allowed", [None, torch.arange(512) % 7 == 3], ids=["all tokens", "some"])
 @pytest.mark.parametrize("num_rows", [4, 30], ids=["slices", "one-slice"])
-def test_the_soft_embedding_is_the_models_and_trains_the_embedding_alone(self_cond_logits, dtype, allowed, num_rows):
+def test_the_soft_embedding_is_the_models_and_trains_the_embedding_alone(
+    slices, self_cond_logits, dtype, allowed, num_rows
+):
+    slices(num_rows * 512)
     conventions = Conventions(self_cond_logits=self_cond_logits)
     model = DiffusionGemma(dgemma.presets.tiny(), dtype=dtype, conventions=conventions)
     hidden = torch.randn(2, 3, 5, 64, dtype=dtype, requires_grad=True)
-    actual = head.soft_embedding(model, hidden, allowed=allowed, slice_elements=num_rows * 512)
+    actual = head.soft_embedding(model, hidden, allowed=allowed)
     raw = (hidden @ model.embed_tokens.weight.T).detach()
     prediction = Prediction(raw.flatten(0, 1), (SoftCap(30.0),)).shaped(allowed=allowed)
     expected = model.soft_embedding(prediction).unflatten(0, (2, 3))

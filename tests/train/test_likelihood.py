@@ -134,7 +134,7 @@ def test_bound_equals_the_loop_over_canvases_with_the_same_noise(kind, condition
 
 def test_levels_and_positions_add_up_to_the_bound(model, tokens):
     for noise in NOISES.values():
-        likelihood = evaluate(model, tokens, noise, num_samples=5, num_level_bins=7)
+        likelihood = evaluate(model, tokens, noise, num_samples=5)
         assert likelihood.by_level.nats.sum() + likelihood.reconstruction == pytest.approx(
             likelihood.nelbo.value, abs=1e-9
         )

@@ -82,31 +82,25 @@ def test_weights_that_no_gradient_reaches_are_named(tmp_path, caplog):
     assert "No gradient reaches 7 weights, such as layers.0.router.scale" in caplog.text
 
 
-def test_the_final_checkpoint_stores_the_noise_of_its_training(tmp_path):
-    objective = Objective(noise=MASK, canvas_len=4, loss=PROPOSE_MASK)
-    model, result = run(tmp_path, objective=objective, steps=1)
-    assert dgemma.learnt_noise(model) == MASK
-    assert dgemma.learnt_noise(DiffusionGemma.from_pretrained(result.final)) == MASK
-
-
 def test_an_error_ends_the_thread_that_prepares_batches(tmp_path):
     with pytest.raises(ZeroDivisionError):
         run(tmp_path, on_step=lambda record: 1 / 0)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("dgemma-feed")]
 
 
-def test_evaluate_samples_under_the_noise_of_the_training(tmp_path):
-    noise, noises = MASK, []
+def test_evaluations_and_the_final_checkpoint_have_the_noise_of_the_training(tmp_path):
+    noises = []
 
     def evaluate(model, step):
         noises.append(dgemma.learnt_noise(model))
         return {}
 
-    objective = Objective(noise=noise, canvas_len=4, loss=PROPOSE_MASK)
+    objective = Objective(noise=MASK, canvas_len=4, loss=PROPOSE_MASK)
     options = {"objective": objective, "steps": 2, "evaluate": evaluate, "evaluate_every": 1}
     run(tmp_path, on_step=stop_at(1), **options)
-    run(tmp_path, **options)  # resumed with another model object
-    assert noises == [noise, noise]
+    model, result = run(tmp_path, **options)  # resumed with another model object
+    noises += [dgemma.learnt_noise(each) for each in (model, DiffusionGemma.from_pretrained(result.final))]
+    assert noises == [MASK] * 4
 
 
 @pytest.mark.parametrize("answers", [[0, 0, 5, 3], [0, 0, 0, 0]])
@@ -219,12 +213,12 @@ def test_slow_steps_are_saved_when_they_are_logged_unless_saving_is_slow_too(tmp
     assert Checkpoints(folder=tmp_path, keep_last=9, parallel=Parallel()).steps() == saved
 
 
-def test_another_configuration_is_refused_unless_allowed(tmp_path):
+def test_another_configuration_is_refused_unless_allowed_and_logging_and_saving_may_change(tmp_path):
     run(tmp_path, on_step=stop_at(1))
     with pytest.raises(ValueError, match=r"train config lr must stay 0\.01"):
         run(tmp_path, lr=2e-2)
-    _, result = run(tmp_path, lr=2e-2, allow_changes=True)
-    assert result.step == 6
+    assert run(tmp_path, log_every=1, checkpoint_every=3, keep_last=1, on_step=stop_at(3))[1].step == 3
+    assert run(tmp_path, lr=2e-2, allow_changes=True)[1].step == 6
 
 
 def test_another_optimizer_is_refused_unless_allowed(tmp_path):
@@ -276,12 +270,6 @@ def test_an_average_may_begin_in_the_middle_of_a_run(tmp_path):
         torch.testing.assert_close(weight, 0.4 * start[name] + 0.6 * weights(raw)[name])
 
 
-def test_logging_and_checkpointing_may_change(tmp_path):
-    run(tmp_path, on_step=stop_at(1))
-    _, result = run(tmp_path, log_every=1, checkpoint_every=3, keep_last=1)
-    assert result.step == 6
-
-
 @dataclass(frozen=True)
 class Poisoned(NextToken):
     """The row with `bad_seed` has a loss that is not finite."""
@@ -327,26 +315,21 @@ def test_ctrl_c_finishes_the_step_saves_and_warns(tmp_path, number, caplog):
     assert "stopped after step 2 of 6. The same call continues from" in caplog.text
 
 
-def test_mixed_precision_comes_close_to_float32_and_keeps_float32_weights(tmp_path):
+def test_mixed_precision_comes_close_to_float32_and_keeps_float32_weights(tmp_path, monkeypatch):
     _, one = run(tmp_path / "exact")
-    mixed, two = run(tmp_path / "mixed", precision="mixed")
-    assert {weight.dtype for weight in weights(mixed).values()} == {torch.float32}
-    exact_losses, losses = one.log.column("loss")[1], two.log.column("loss")[1]
-    assert losses[0] == pytest.approx(exact_losses[0], rel=0.004)  # the same weights, products rounded to 8 bits
-    assert losses == pytest.approx(exact_losses, rel=0.05)  # then Adam and the routers amplify the rounding
-
-
-def test_mixed_precision_reaches_the_experts_products(tmp_path, monkeypatch):
-    dtypes = set()
-    product = experts.F.grouped_mm
+    dtypes, product = set(), experts.F.grouped_mm
 
     def watch(rows, weights, *, offs):
         dtypes.add((rows.dtype, weights.dtype))
         return product(rows, weights, offs=offs)
 
     monkeypatch.setattr(experts.F, "grouped_mm", watch)
-    run(tmp_path, precision="mixed", steps=1)
-    assert dtypes == {(torch.bfloat16, torch.bfloat16)}
+    mixed, two = run(tmp_path / "mixed", precision="mixed")
+    assert dtypes == {(torch.bfloat16, torch.bfloat16)}  # the products of experts, too
+    assert {weight.dtype for weight in weights(mixed).values()} == {torch.float32}
+    exact_losses, losses = one.log.column("loss")[1], two.log.column("loss")[1]
+    assert losses[0] == pytest.approx(exact_losses[0], rel=0.004)  # the same weights, products rounded to 8 bits
+    assert losses == pytest.approx(exact_losses, rel=0.05)  # then Adam and the routers amplify the rounding
 
 
 def test_a_pass_without_gradients_does_not_remove_those_of_the_next_pass(tmp_path):

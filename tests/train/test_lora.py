@@ -230,6 +230,7 @@ def test_loaded_adapters_set_the_noise_of_their_training(tmp_path):
     with pytest.raises(ValueError, match="must fit the names and shapes of the model"):
         load_lora(bigger, path)
     assert bigger.generation.noise is None
+    assert not is_adapted(bigger)
 
 
 def test_a_merged_model_can_be_saved_and_an_adapted_one_must_be_merged_first(tmp_path):
@@ -262,13 +263,8 @@ def test_wrong_calls_raise_errors_that_name_the_fix(tmp_path):
     add_lora(model, LoRA(rank=2, targets=("attention",)))
     with pytest.raises(ValueError, match="model must have no adapters"):
         add_lora(model)
-    save_lora(model, tmp_path / "a")
-    bigger = dgemma.DiffusionGemma(dgemma.presets.tiny().replace(hidden_size=128))
-    with pytest.raises(ValueError, match="must fit the names and shapes of the model"):
-        load_lora(bigger, tmp_path / "a")
-    assert not is_adapted(bigger)
     with pytest.raises(FileNotFoundError, match="does not exist"):
-        load_lora(bigger, tmp_path / "none")
+        load_lora(_model(torch.float32), tmp_path / "none")
     with pytest.raises(ValueError, match=r"LoRA\.targets must be among attention"):
         LoRA(targets=("q_proj",))
 

@@ -4,7 +4,6 @@ from dataclasses import fields
 
 import pytest
 import torch
-from torch import Tensor
 
 import dgemma
 from dgemma import DiffusionGemma
@@ -40,11 +39,6 @@ def parts(one: Objective, other: Objective) -> set[str]:
     return {f.name for f in fields(Objective) if getattr(one, f.name) != getattr(other, f.name)}
 
 
-def sums(model: DiffusionGemma, loss: Objective, term: str) -> Tensor:
-    with torch.no_grad():
-        return loss(model, BATCH, seeds=SEEDS).sums[term]
-
-
 @pytest.mark.parametrize(
     ("one", "other", "switches"),
     [
@@ -74,18 +68,8 @@ def test_every_recipe_takes_its_sizes_from_the_config_and_trains(model, name):
     assert model.layers[0].self_attn.k_proj.weight.grad.abs().sum() > 0
 
 
-def test_dgemma_is_the_published_loss_over_all_canvases(model):
-    every, one = recipes.dgemma(CONFIG), recipes.dgemma(CONFIG, canvases="one")
-    torch.testing.assert_close(sums(model, every, "causal"), sums(model, one, "causal"))
-    # Row 1 has only one canvas.
-    torch.testing.assert_close(sums(model, every, "decoder")[1], sums(model, one, "decoder")[1])
-    assert sums(model, every, "decoder")[0] > sums(model, one, "decoder")[0]
-
-
 def test_adapters_are_those_of_the_sources():
     assert recipes.adapter("trl") == recipes.adapter("unsloth")
-    assert "router" in recipes.adapter("official_jax").targets
-    assert "router" not in recipes.adapter("trl").targets
     assert recipes.adapter("megatron") is None
     with pytest.raises(ValueError, match="recipe must be among"):
         recipes.adapter("nemo")

@@ -31,24 +31,21 @@ def cross_entropy(
     observed: Tensor | None = None,
     evidence: Tensor | None = None,
     banned: int | None = None,
-    slice_elements: int | None = None,
 ) -> Tensor:
     """Return -log p(target), (M,). For a frozen head, the gradient of `hidden` is computed with the loss."""
     with_grad = torch.is_grad_enabled() and hidden.requires_grad and not weight.requires_grad
     # A frozen head has no gradient that every slice adds to, so smaller slices take no longer.
-    elements = slice_elements or _SLICE_ELEMENTS // (2 if with_grad else 1)
+    elements = _SLICE_ELEMENTS // (2 if with_grad else 1)
     size, dtype = _rows_at_once(weight, elements), product_dtype(hidden)
     loss: Tensor = _CrossEntropy.apply(hidden, weight, targets, observed, evidence, cap, banned, dtype, size, with_grad)
     return loss
 
 
-def soft_embedding(
-    model: DiffusionGemma, hidden: Tensor, *, allowed: Tensor | None = None, slice_elements: int | None = None
-) -> Tensor:
+def soft_embedding(model: DiffusionGemma, hidden: Tensor, *, allowed: Tensor | None = None) -> Tensor:
     """Return the expected embedding of the prediction from hidden (..., D). The gradient reaches the embedding."""
     weight, rows = model.embed_tokens.weight, hidden.detach().flatten(0, -2)
     rounded = model.dtype if model.conventions.self_cond_logits == "rounded" else None
-    elements = slice_elements or _SLICE_ELEMENTS // (1 if weight.requires_grad else 2)  # as in `cross_entropy`
+    elements = _SLICE_ELEMENTS // (1 if weight.requires_grad else 2)  # as in `cross_entropy`
     size, dtype = _rows_at_once(weight, elements), product_dtype(hidden)
     allowed = None if allowed is None else allowed.flatten()
     soft: Tensor = _SoftEmbedding.apply(

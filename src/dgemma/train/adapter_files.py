@@ -100,7 +100,7 @@ def load_lora(model: DiffusionGemma, folder: str | Path) -> LoRA:
         # Checked before anything is allocated, because a few bytes can name a huge rank.
         shapes = _adapter_shapes(model, lora)
         fits = sources.keys() <= shapes.keys() and all(
-            tuple(slices[key].get_shape()) == _stacked_shape(name, shapes[name])
+            slices[key].get_shape() == [*_stack(name, torch.empty(shapes[name], device="meta")).shape]
             for name, keys in sources.items()
             for key in keys
         )
@@ -200,13 +200,6 @@ def _unstack(name: str, stacked: Tensor, shape: torch.Size) -> Tensor:
     if len(shape) == 2:
         return stacked
     return rearrange(stacked, "(e r) i -> e r i" if name.endswith("lora_a") else "o (r e) -> e o r", e=shape[0])
-
-
-def _stacked_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    if len(shape) == 2:
-        return shape
-    experts, rows, columns = shape
-    return (experts * rows, columns) if name.endswith("lora_a") else (rows, columns * experts)
 
 
 def _identify_base(model: nn.Module) -> str:

@@ -44,14 +44,7 @@ class FullySharded(Parallel):
             train(model, objective, source, config, out="run", parallel=parallel)
     """
 
-    def __init__(
-        self,
-        *,
-        expert_parallel: int = 1,
-        replicas: int = 1,
-        device: str | None = None,
-        timeout_seconds: float = 1800.0,
-    ) -> None:
+    def __init__(self, *, expert_parallel: int = 1, replicas: int = 1, device: str | None = None) -> None:
         self.rank, self.world_size, local_rank = _launched()
         fits = min(expert_parallel, replicas) >= 1 and self.world_size % (expert_parallel * replicas) == 0
         rule = f"have a product that divides the {self.world_size} processes"
@@ -61,7 +54,7 @@ class FullySharded(Parallel):
         if kind == "cuda":
             torch.cuda.set_device(self.device)
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+        dist.init_process_group(backend, timeout=timedelta(minutes=30))  # to write a large checkpoint
         self.expert_parallel = expert_parallel
         share = self.world_size // replicas  # processes that one copy of the model is spread over
         whole = init_device_mesh(kind, (replicas, share), mesh_dim_names=("replica", "shard"))

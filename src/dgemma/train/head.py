@@ -17,16 +17,11 @@ from dgemma.doors import replaceable
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.layers import wide_dtype
 
-SLICE_ELEMENTS = 1 << 27  # logits at once: 512 tokens of the published vocabulary
+_SLICE_ELEMENTS = 1 << 27  # logits at once: 512 tokens of the published vocabulary
 
 
 def map_logits(
-    function: Callable[..., Tensor],
-    hidden: Tensor,
-    weight: Tensor,
-    *tokenwise: Tensor,
-    cap: float,
-    slice_elements: int | None = None,
+    function: Callable[..., Tensor], hidden: Tensor, weight: Tensor, *tokenwise: Tensor, cap: float
 ) -> Tensor:
     """Apply `function(logits (m, V), *slices of tokenwise (m, …)) -> (m, …)` to slices of hidden (M, D); join them.
 
@@ -38,7 +33,7 @@ def map_logits(
         logits = F.linear(rows, weight)
         return function((logits.to(wide_dtype(logits)) / cap).tanh() * cap, *values)
 
-    size = max(1, (slice_elements or SLICE_ELEMENTS) // weight.shape[0])
+    size = max(1, _SLICE_ELEMENTS // weight.shape[0])
     pieces = zip(hidden.split(size), *(values.split(size) for values in tokenwise), strict=True)
     # Without gradients nothing is recomputed, and torch need not import its compiler, which takes 100 MB.
     run = partial(checkpoint, of_slice, use_reentrant=False) if torch.is_grad_enabled() else of_slice
@@ -55,7 +50,6 @@ def cross_entropy(
     observed: Tensor | None = None,
     evidence: Tensor | None = None,
     banned: int | None = None,
-    slice_elements: int | None = None,
 ) -> Tensor:
     """Return -log p(target) under softmax(logits of `map_logits`): (M, D), (V, D), targets (M,) → (M,).
 
@@ -73,7 +67,7 @@ def cross_entropy(
         return F.cross_entropy(logits, targets, reduction="none")
 
     bump = () if observed is None or evidence is None else (observed, evidence)
-    return map_logits(loss, hidden, weight, targets, *bump, cap=cap, slice_elements=slice_elements)
+    return map_logits(loss, hidden, weight, targets, *bump, cap=cap)
 
 
 def next_token_losses(model: DiffusionGemma, hidden: Tensor | None, tokens: Tensor) -> Tensor:
@@ -86,9 +80,7 @@ def next_token_losses(model: DiffusionGemma, hidden: Tensor | None, tokens: Tens
 
 
 @replaceable
-def soft_embedding(
-    model: DiffusionGemma, hidden: Tensor, *, allowed: Tensor | None = None, slice_elements: int | None = None
-) -> Tensor:
+def soft_embedding(model: DiffusionGemma, hidden: Tensor, *, allowed: Tensor | None = None) -> Tensor:
     """Return `model.soft_embedding` of the prediction from hidden (..., D), without a gradient to hidden: (..., D).
 
     allowed: (V,) or (1, 1, V) bool, the tokens that may be proposed, as in `generate`; None for all. As in the
@@ -107,5 +99,4 @@ def soft_embedding(
 
     cap = model.config.final_logit_softcapping
     rows = hidden.detach().flatten(0, -2)
-    soft = map_logits(embed, rows, weight, cap=cap, slice_elements=slice_elements)
-    return (soft * model.embed_scale()).view(hidden.shape)
+    return (map_logits(embed, rows, weight, cap=cap) * model.embed_scale()).view(hidden.shape)

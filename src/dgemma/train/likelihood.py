@@ -35,6 +35,7 @@ from dgemma.train.one_pass import ByCanvas, OnePass, read_canvases
 
 _MOST_SAMPLES = 100_000  # per canvas; more rows narrow the interval further
 
+_NUM_LEVEL_BINS = 10  # of the curve `by_level`
 _LOW_LEVELS = 0.5  # the share of noise levels that are drawn with a density proportional to 1/sqrt(level)
 _SOME_NOISE = 0.75  # the least share of canvases with noise, for uniform and hybrid noise
 
@@ -56,7 +57,6 @@ def evaluate(
     steps: Count | None = None,
     canvas_len: Count | None = None,
     fill_token: int | None = None,
-    num_level_bins: Count = 10,
     num_bytes: Count | None = None,
     confidence: Annotated[float, SHARE] = 0.95,
     seed: int | Tensor = 0,
@@ -112,7 +112,6 @@ def evaluate(
         steps=canvas_len if steps is None else steps,
         canvas_len=canvas_len,
         fill_token=fill_token,
-        num_level_bins=num_level_bins,
     )
     parts = []
     with progress_bar(desc="likelihood", unit="row", total=num_rows, show=progress) as bar:
@@ -140,7 +139,6 @@ class _Estimator:
     steps: int
     canvas_len: int
     fill_token: int
-    num_level_bins: int
 
     def measure(self, batch: TrainBatch, seeds: Tensor) -> RowSums:
         """Return the sums of these rows; seeds (B,) are the only randomness."""
@@ -155,14 +153,14 @@ class _Estimator:
         causal, causal_scored = self._causal(canvases, text)
         lowest = torch.full((*canvases.index.shape, 1), self.lowest_level, dtype=torch.float64, device=seeds.device)
         bound = direct = self._cost(canvases, text, seeds, self.num_samples, lowest, nelbo.reconstruction)
-        by_level, by_sample = bound.new_zeros(len(seeds), self.num_level_bins), []
+        by_level, by_sample = bound.new_zeros(len(seeds), _NUM_LEVEL_BINS), []
         for sample in range(self.num_samples):
             u = (sample + self._draw(canvases, seeds, sample, 1, "time")) / self.num_samples  # (B, K, 1)
             level, density = _propose_levels(u, self.lowest_level, 0.0 if self.noise.kind == "mask" else _LOW_LEVELS)
             cost = self._cost(canvases, text, seeds, sample, level, nelbo.integrand) / (density * self.num_samples)
             bound = bound + cost
             by_sample.append(cost.sum((1, 2)))
-            in_bin = (level[..., 0] * self.num_level_bins).long().clamp(max=self.num_level_bins - 1)
+            in_bin = (level[..., 0] * _NUM_LEVEL_BINS).long().clamp(max=_NUM_LEVEL_BINS - 1)
             by_level = by_level.scatter_add(1, in_bin, cost.sum(-1))
         by_sampler = torch.full((len(seeds),), torch.nan)
         if self.sampler is not None:

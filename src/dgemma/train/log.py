@@ -178,7 +178,7 @@ class RouterLoad:
 
 
 def summary(counts: Tensor) -> list[dict[str, Any]]:
-    """Return, per layer of counts (L, E), each expert's share of the choices, the extremes, and the evenness.
+    """Return, per layer of counts (L, E), each expert's share of the choices, and the evenness.
 
     The evenness is the entropy of the shares over log E; it is 1 if all experts are chosen equally often.
     """
@@ -187,7 +187,7 @@ def summary(counts: Tensor) -> list[dict[str, Any]]:
         shares = [count / max(1, sum(choices)) for count in choices]
         entropy = -sum(share * math.log(share) for share in shares if share > 0)
         evenness = entropy / math.log(len(shares)) if len(shares) > 1 else 1.0
-        layers.append({"min": min(shares), "max": max(shares), "evenness": evenness, "load": shares})
+        layers.append({"evenness": evenness, "load": shares})
     return layers
 
 

@@ -272,13 +272,8 @@ def start_weights(model: DiffusionGemma, start: DiffusionGemma | None, name: str
     if start is not None:
         yield start
         return
-    require(
-        is_adapted(model),
-        name,
-        "be a model if this one has no adapters",
-        None,
-        "Pass copy.deepcopy(model), made before training.",
-    )
+    rule, fix = "be a model if this one has no adapters", "Pass copy.deepcopy(model), made before training."
+    require(is_adapted(model), name, rule, None, fix)
     with without_adapters(model):
         yield model
 
