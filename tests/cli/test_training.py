@@ -307,6 +307,10 @@ def test_rl_learns_from_prompts_and_answers(command, checkpoint, tmp_path):
     assert result["forwards"] == pytest.approx(statistics.fmean(line["run/forwards"] for line in lines))
     assert lines[0]["loss/kl"] == 0.0
     assert command("generate", "-m", tmp_path / "run" / "final", "-n", "1", "--steps", "1", "Hi").code == 0
+    file.write_text(json.dumps({"prompt": "1+1=", "answer": "two"}))
+    ran = command("train", "-m", checkpoint, "--rl", file, "--reward", "numeric", "--out", tmp_path / "other")
+    assert (ran.code, ran.err) == (2, "dgemma train: numeric answer must have a number, got 'two'.\n")
+    assert not (tmp_path / "other").exists()
 
 
 def test_rl_trains_and_saves_a_sudoku_solver(command, tmp_path):

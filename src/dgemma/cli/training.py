@@ -148,7 +148,8 @@ def _learn_from_runs(arguments: argparse.Namespace) -> int:
     require(is_one, "dgemma train --rl", "have one file and a checkpoint, -m", arguments.files)
     tokenizer = load_tokenizer(arguments.model, ModelConfig.from_hf(resolve(arguments.model)))
     batch = {"batch_size": arguments.batch_size or 4, "updates": arguments.updates, "seed": arguments.seed}
-    problems = Problems.read(arguments.files[0], tokenizer, **batch)
+    problems, reward = Problems.read(arguments.files[0], tokenizer, **batch), REWARDS[arguments.reward]
+    reward([""] * len(problems.answers), problems.answers)  # so that an answer of a wrong kind is an error now
     model = _new_model(arguments, tokenizer)
     if arguments.lora:
         add_lora(model, LoRA(rank=arguments.lora, alpha=2.0 * arguments.lora), seed=arguments.seed)
@@ -160,7 +161,7 @@ def _learn_from_runs(arguments: argparse.Namespace) -> int:
     }
     objective = PolicyGradient(
         problems=problems,
-        reward=REWARDS[arguments.reward],
+        reward=reward,
         tokenizer=tokenizer,
         options={name: value for name, value in chosen.items() if value is not None},
         group=arguments.group,

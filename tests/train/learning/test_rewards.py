@@ -19,6 +19,9 @@ def test_exact_ignores_white_space_at_the_ends_only():
 def test_numeric_compares_the_last_number_exactly():
     texts = ["3 and 4 make 7", "7.0", "-7", "1,234", "0.30", "none", "7 or 8"]
     assert numeric(texts, [7, 7, "-7", 1234, "0.3", 7, 7]) == [1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0]
+    # A subtraction, powers of ten as Python prints them, and more digits than Python reads.
+    texts = ["12-7", "0.00001", "-5", "1e22", "9" * 5000]
+    assert numeric(texts, [7, 1e-5, 1e-5, 1e22, 9]) == [1.0, 1.0, 0.0, 1.0, 0.0]
 
 
 def test_regex_matches_the_whole_text():
@@ -26,8 +29,8 @@ def test_regex_matches_the_whole_text():
 
 
 def test_json_compares_values_and_refuses_what_is_not_json():
-    texts = ['{"b": 2, "a": 1}', "[1, 2", '"x"', "null"]
-    assert json_equal(texts, [{"a": 1, "b": 2}, [1, 2], '"x"', "not json"]) == [1.0, 0.0, 1.0, 0.0]
+    texts = ['{"b": 2, "a": 1}', "[1, 2", '"x"', "null", '"Paris"']
+    assert json_equal(texts, [{"a": 1, "b": 2}, [1, 2], '"x"', "not json", "Paris"]) == [1.0, 0.0, 1.0, 0.0, 1.0]
 
 
 def test_sudoku_checks_rows_columns_boxes_and_clues():
@@ -41,14 +44,32 @@ def test_sudoku_checks_rows_columns_boxes_and_clues():
 
 def test_countdown_calculates_exactly_and_uses_each_number_once():
     answer = {"numbers": [2, 5, 6], "target": 20}
-    texts = ["(6 - 2) * 5", "(6-2)*5 = 20", "5*2*2", "6/0", "6**2", "__import__('os')", "20", "(6 - 2 * 5"]
-    assert countdown(texts, [answer] * len(texts)) == [1.0, 1.0, *[0.0] * 6]
+    texts = [
+        "(6 - 2) * 5",
+        "(6-2)*5 = 20",
+        "5*2*2",
+        "6/0",
+        "6**2",
+        "__import__('os')",
+        "20",
+        "(6 - 2 * 5",
+        "(6-2)*5 = 7",
+    ]
+    assert countdown(texts, [answer] * len(texts)) == [1.0, 1.0, *[0.0] * 7]
     assert countdown(
         ["6/5*5", "1/3*3"], [{"numbers": [6, 5, 5], "target": 6}, {"numbers": [1, 3, 3], "target": 1}]
     ) == [
         1.0,
         1.0,
     ]
+
+
+@pytest.mark.parametrize(
+    ("reward", "answer"), [(numeric, None), (regex, "("), (regex, 5), (sudoku, "123"), (countdown, '{"target": 3}')]
+)
+def test_an_answer_that_no_text_can_have_is_refused(reward, answer):
+    with pytest.raises(ValueError, match=f"^{reward.__name__} answer must (be|have) .*, got "):
+        reward([""], [answer])
 
 
 def test_every_epoch_has_every_prompt_once_and_updates_share_prompts():
@@ -78,4 +99,7 @@ def test_problems_are_read_from_json_lines(tmp_path):
     assert sorted(texts) == ["10+3=", "2+3="]
     path.write_text('{"prompt": "2+3="}')
     with pytest.raises(ValueError, match=r'line 1, must be an object with "answer" and either "prompt" or "messages"'):
+        Problems.read(path, tokenizer, batch_size=1)
+    path.write_text('{"messages": [], "answer": 5}')
+    with pytest.raises(ValueError, match=r"sums.jsonl, line 1: Tokenizer.chat messages must hold at least one turn"):
         Problems.read(path, tokenizer, batch_size=1)

@@ -53,9 +53,14 @@ class Problems:
         with open_file(Path(path)) as lines:
             for number, text in enumerate(lines, start=1):
                 if text.strip():
-                    line = _read_line(text, f"{path}, line {number},")
-                    is_text = "prompt" in line
-                    prompts.append(tokenizer.encode(line["prompt"]) if is_text else tokenizer.chat(line["messages"]))
+                    place = f"{path}, line {number}"
+                    line = _read_line(text, f"{place},")
+                    try:
+                        is_text = "prompt" in line
+                        prompt = tokenizer.encode(line["prompt"]) if is_text else tokenizer.chat(line["messages"])
+                    except ValueError as error:
+                        raise ValueError(f"{place}: {error}") from None
+                    prompts.append(prompt)
                     answers.append(line["answer"])
         require(bool(prompts), str(path), "hold prompts and answers", "no line")
         return cls(prompts=prompts, answers=answers, batch_size=batch_size, updates=updates, seed=seed)

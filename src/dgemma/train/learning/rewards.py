@@ -1,6 +1,7 @@
 """Rewards: plain functions of the texts of some runs and the answers of their problems; one number per text.
 
-Yours is any function with the same two arguments. Those here return 1.0 for a right text and 0.0 for any other.
+Yours is any function with the same two arguments. Those here return 1.0 for a right text and 0.0 for any other. They
+raise ValueError for an answer that no text can have.
 """
 
 import ast
@@ -12,9 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
+from dgemma.checks import require
+
 Reward = Callable[[Sequence[str], Sequence[Any]], Sequence[float]]
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_NUMBER = re.compile(r"(?:(?<!\d)-)?\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d{1,3})?")  # in "5-3", the last one is 3
 _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 _MOST_CHARACTERS = 200  # of an expression; `ast` would recurse deeply into a long one
 
@@ -35,10 +38,15 @@ def numeric(texts: Sequence[str], answers: Sequence[Any]) -> list[float]:
 
     def last_number(text: str) -> Fraction | None:
         found = _NUMBER.findall(text)
-        return Fraction(found[-1].replace(",", "")) if found else None
+        try:
+            return Fraction(found[-1].replace(",", "")) if found else None
+        except ValueError:  # Python reads no number of thousands of digits
+            return None
 
-    pairs = [(last_number(text), last_number(str(answer))) for text, answer in zip(texts, answers, strict=True)]
-    return [float(number is not None and number == right) for number, right in pairs]
+    right = [last_number(str(answer)) for answer in answers]
+    for answer, number in zip(answers, right, strict=True):
+        require(number is not None, "numeric answer", "have a number", answer)
+    return [float(last_number(text) == number) for text, number in zip(texts, right, strict=True)]
 
 
 def regex(texts: Sequence[str], answers: Sequence[Any]) -> list[float]:
@@ -46,8 +54,14 @@ def regex(texts: Sequence[str], answers: Sequence[Any]) -> list[float]:
 
     Example: `regex(["17 May"], [r"\\d+ [A-Z][a-z]+"])` is `[1.0]`.
     """
-    pairs = zip(texts, answers, strict=True)
-    return [float(re.fullmatch(answer, text.strip()) is not None) for text, answer in pairs]
+
+    def is_right(text: str, answer: Any) -> bool:
+        try:
+            return re.fullmatch(answer, text.strip()) is not None
+        except (re.error, TypeError) as error:
+            raise ValueError(f"regex answer must be a regular expression, got {answer!r}: {error}.") from None
+
+    return [float(is_right(text, answer)) for text, answer in zip(texts, answers, strict=True)]
 
 
 def json_equal(texts: Sequence[str], answers: Sequence[Any]) -> list[float]:
@@ -64,6 +78,7 @@ def json_equal(texts: Sequence[str], answers: Sequence[Any]) -> list[float]:
             return missing
 
     values = [read(answer) if isinstance(answer, str) else answer for answer in answers]
+    values = [answer if value is missing else value for answer, value in zip(answers, values, strict=True)]
     return [float(read(text) == value) for text, value in zip(texts, values, strict=True)]
 
 
@@ -75,7 +90,9 @@ def sudoku(texts: Sequence[str], answers: Sequence[Any]) -> list[float]:
 
     def is_right(text: str, answer: Any) -> bool:
         digits, clues = re.sub(r"\s", "", text), re.sub(r"\s", "", str(answer)).replace(".", "0")
-        if not re.fullmatch("[1-9]{81}", digits) or len(clues) != 81:
+        is_puzzle = re.fullmatch("[0-9]{81}", clues) is not None
+        require(is_puzzle, "sudoku answer", "have 81 digits, 0 or '.' for a blank", answer)
+        if not re.fullmatch("[1-9]{81}", digits):
             return False
         rows = [digits[9 * row : 9 * row + 9] for row in range(9)]
         boxes = ["".join(row[3 * b : 3 * b + 3] for row in rows[3 * a : 3 * a + 3]) for a in range(3) for b in range(3)]
@@ -94,9 +111,12 @@ def countdown(texts: Sequence[str], answers: Sequence[Any]) -> list[float]:
     Example: `countdown(["(6 - 2) * 5 = 20"], [{"numbers": [2, 5, 6], "target": 20}])` is `[1.0]`.
     """
 
-    def is_right(text: str, answer: Mapping[str, Any]) -> bool:
-        expression = text.partition("=")[0].strip()
-        if not re.fullmatch(rf"[\d+\-*/() ]{{1,{_MOST_CHARACTERS}}}", expression):
+    def is_right(text: str, answer: Any) -> bool:
+        is_problem = isinstance(answer, Mapping) and {"numbers", "target"} <= answer.keys()
+        require(is_problem, "countdown answer", 'be a dictionary with "numbers" and "target"', answer)
+        expression, equals, result = (part.strip() for part in text.partition("="))
+        is_expression = re.fullmatch(rf"[\d+\-*/() ]{{1,{_MOST_CHARACTERS}}}", expression)
+        if not is_expression or (equals and result != str(answer["target"])):
             return False
         used = Counter(int(number) for number in re.findall(r"\d+", expression))
         try:
