@@ -136,11 +136,6 @@ class Likelihood:
         return len(self.rows.text.unique()) if (self.rows.text >= 0).all() else None
 
     @property
-    def perplexity(self) -> float:
-        """exp of the bound, an upper bound on the model's perplexity."""
-        return math.exp(self.nelbo.value)
-
-    @property
     def bits_per_byte(self) -> Estimate | None:
         """The bound per byte of the scored text, in bits; None without `num_bytes`."""
         return self._per_byte(self.nelbo)

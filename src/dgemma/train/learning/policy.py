@@ -19,7 +19,7 @@ from dgemma.model.diffusion import DiffusionGemma
 from dgemma.train.batch import TrainBatch
 from dgemma.train.learning.problems import Problems
 from dgemma.train.learning.rewards import Reward
-from dgemma.train.learning.runs import Runs, choose_steps, roll_out, sum_canvases, weigh_gradient
+from dgemma.train.learning.runs import Runs, choose_steps, roll_out, sum_canvases
 from dgemma.train.learning.teacher import Teacher, merge_steps, negative_log_likelihood
 from dgemma.train.lora import start_weights
 from dgemma.train.objective import Terms
@@ -93,7 +93,8 @@ class PolicyGradient:
             of_runs = self._losses(model, runs, advantages.flatten(), old, seeds[0])
             sums |= {name: values.view(-1, self.group).mean(1) for name, values in of_runs.items()}
         else:
-            sums["policy"] = zeros + _no_gradient(model)
+            no_gradient = sum(weight.sum() * 0.0 for weight in model.parameters() if weight.requires_grad)
+            sums["policy"] = zeros + no_gradient
         if self.teacher is not None:
             sums |= self._teach(model, batch, self.teacher)
         sums["run/reward"], sums["run/forwards"] = runs.rewards.mean(1), runs.forwards.mean(1)
@@ -136,7 +137,8 @@ class PolicyGradient:
         blocks = runs.blocks
         weights = choose_steps(len(blocks), self.num_steps, seed)
         log_probs = self._score(model, runs, with_grad=self._with_grad(weights, blocks))  # (S, R)
-        canvases = sum_canvases(weigh_gradient(log_probs, weights), blocks)
+        values = log_probs.detach()  # weights change only the gradient
+        canvases = sum_canvases(values + weights[:, None] * (log_probs - values), blocks)
         log_ratio = canvases - (canvases.detach() if old is None else old)
         ratio = log_ratio.clamp(-_MOST_LOG_RATIO, _MOST_LOG_RATIO).exp()
         surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - self.clip, 1 + self.clip) * advantages)
@@ -223,8 +225,3 @@ class PolicyGradient:
     def state(self) -> dict[str, Tensor]:
         """Return what a checkpoint needs: runs are generated again from the earlier weights."""
         return {f"earlier.{name}": weight for name, weight in self._earlier.items()}
-
-
-def _no_gradient(model: nn.Module) -> Tensor:
-    """Return 0 with a gradient of zeros for every trained weight."""
-    return torch.stack([weight.sum() for weight in model.parameters() if weight.requires_grad]).sum() * 0.0

@@ -86,12 +86,6 @@ def choose_steps(num_steps: int, chosen: int | None, seed: Tensor) -> Tensor:
     return weights.index_fill(0, order[chosen:], 0.0) * (num_steps / chosen)
 
 
-def weigh_gradient(log_probs: Tensor, weights: Tensor) -> Tensor:
-    """Return log-probabilities (S, R) with the same values, and gradients times `weights` (S,)."""
-    values = log_probs.detach()
-    return values + weights[:, None] * (log_probs - values)
-
-
 def sum_canvases(of_steps: Tensor, blocks: Tensor) -> Tensor:
     """Add up numbers of steps (S, R) by canvas: (blocks, R)."""
     return of_steps.new_zeros(int(blocks.max()) + 1, of_steps.shape[1]).index_add(0, blocks, of_steps)
