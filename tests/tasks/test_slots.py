@@ -316,6 +316,12 @@ def test_templates_are_read_as_they_are_needed_and_a_bad_one_is_named():
         next(answers)
 
 
+def test_a_seed_beyond_64_bits_is_named():
+    template = [[BOS], Slot([[0], [1]])]
+    with pytest.raises(ValueError, match=r"decide_many templates\[1\] seed must be below 2\*\*63"):
+        list(decide_many(ToyModel(), [template] * 2, noise=toy.mask_noise(), seed=2**63 - 1))
+
+
 def test_a_tokenizer_reads_texts(model):
     tokenizer = dgemma.ByteTokenizer()
     filled = slots(model, ["Is 7 prime? ", Slot(["yes", "no"], name="prime"), "."], tokenizer=tokenizer)

@@ -322,7 +322,9 @@ class _Filler:
             rounds = [[[place]] for place in places]
         else:
             rounds = [[places]] if self.mode == "joint" else [[[place] for place in places]]
-        row = _TemplateRow(found, pieces, rounds, self.settings["seed"] + number, join_images(images))
+        seed = self.settings["seed"] + number
+        require(as_int(seed) is not None, f"{owner} seed", "be below 2**63; template i has seed + i", seed)
+        row = _TemplateRow(found, pieces, rounds, seed, join_images(images))
         self._check_sizes(owner, row)
         return row
 
