@@ -60,9 +60,6 @@ class Placement(NamedTuple):
     keep_until: int
 
 
-_UNPLACED = Placement(0, 0)
-
-
 def place_canvas(todo: Tensor, canvas_len: int, least: int = 1) -> Placement:
     """Place the next canvas: todo (N,) bool marks the tokens to write, never the first.
 
@@ -183,7 +180,7 @@ class _TextRow:
     columns: Tensor  # (n,) the positions of its tokens in the batch
     text: Tensor  # (n,) int64
     todo: Tensor  # (n,) bool
-    place: Placement = _UNPLACED  # of the next canvas
+    place: Placement  # of the next canvas
     first_start: int = 1  # the first position that a canvas may cover, after the images
 
     def under(self, values: Tensor, canvas_len: int, beyond: int) -> Tensor:
@@ -264,7 +261,7 @@ class HoleRows(Rows):
         super().__init__(writer.plan)
         self._writer, self.texts = writer, []
         for index, (text, kept, holes) in enumerate(zip(tokens.cpu(), real.cpu(), todo.cpu(), strict=True)):
-            row = _TextRow(index, kept.nonzero()[:, 0], text[kept], holes[kept])
+            row = _TextRow(index, kept.nonzero()[:, 0], text[kept], holes[kept], Placement(0, 0))
             row.first_start = self._first_start(row)
             self.texts.append(row)
         self._language = None if writer.constraint is None else self._read_constraint(writer.constraint)
@@ -296,9 +293,8 @@ class HoleRows(Rows):
 
     @property
     def new_tokens(self) -> Tensor:
-        """The text so far of a single row, (1, N)."""
-        (row,) = self.texts
-        return row.text[None]
+        """The text of the first row so far, (1, N)."""
+        return self.texts[0].text[None]
 
     def _first_start(self, row: _TextRow) -> int:
         """Return the first position of a row that a canvas may cover: after the first token and after the images."""
