@@ -224,6 +224,11 @@ def targets(context: Any) -> list[Target]:
             lambda c: {"rows": torch.tensor([0])},
             "PrefixCache.select",
         ),
+        Target(
+            lambda mark: model.encode(prompt()).rollback(mark),
+            lambda c: {"mark": model.encode(prompt()).mark()},
+            "PrefixCache.rollback",
+        ),
         Target(model.new_cache, lambda c: {"batch_size": 2}),
         Target(dgemma.DiffusionGemma, lambda c: {"config": TINY}),
         Target(dgemma.DiffusionGemma.from_pretrained, lambda c: {"path_or_repo": c.checkpoint}),

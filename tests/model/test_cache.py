@@ -114,6 +114,34 @@ def test_encoding_no_tokens_leaves_the_cache_unchanged(model):
         model.denoise(torch.zeros(2, 0, dtype=torch.long), cache)
 
 
+def test_a_cache_rolled_back_to_a_mark_equals_the_cache_at_the_mark(model):
+    prompt, reply, other = (torch.randint(5, 512, (2, n)) for n in (30, 15, 20))
+    cache = model.encode(prompt)
+    expected_then = predict(model, cache, canvas_for(2))
+    expected_other = predict(model, model.encode(other, cache.clone()), canvas_for(2))
+    mark = cache.mark()
+    for _ in range(2):
+        model.encode(reply, cache)
+        model.encode(reply, cache)
+        cache.rollback(mark)
+        assert torch.equal(predict(model, cache, canvas_for(2)), expected_then)
+    torch.testing.assert_close(
+        predict(model, model.encode(other, cache), canvas_for(2)), expected_other, atol=ROUNDING, rtol=0
+    )
+
+
+def test_a_mark_after_a_rollback_cannot_be_used(model):
+    cache = model.encode(torch.randint(5, 512, (1, 5)))
+    early = cache.mark()
+    model.encode(torch.randint(5, 512, (1, 5)), cache)
+    late = cache.mark()
+    cache.rollback(early)
+    with pytest.raises(ValueError, match="must get a mark of this cache"):
+        cache.rollback(late)
+    with pytest.raises(ValueError, match="must get a mark of this cache"):
+        cache.clone().rollback(early)
+
+
 def test_clones_and_selections_are_independent(model):
     tokens = torch.randint(5, 512, (3, 30))
     cache = model.encode(tokens)

@@ -51,14 +51,16 @@ def test_a_batch_with_different_numbers_of_images_equals_its_rows_alone(model):
     assert [torch.equal(*rows) for rows in zip(out.new_tokens, wrong.new_tokens, strict=True)] == [False, True, False]
 
 
-def test_a_cache_with_images_can_be_extended_and_joined(model):
+def test_a_cache_with_images_can_be_extended_rolled_back_and_joined(model):
     tokens, _, images = prompts([ROWS[0]])
     more, _, more_images = prompts([ROWS[2]], seed=1)
     canvas = torch.arange(100, 132)[None]
     with torch.no_grad():
         cache = model.encode(tokens, images=images)
         expected = model.denoise(canvas, cache).logits
-        longer = model.denoise(canvas, model.encode(more, cache.clone(), images=more_images)).logits
+        mark = cache.mark()
+        longer = model.denoise(canvas, model.encode(more, cache, images=more_images)).logits
+        cache.rollback(mark)
         assert torch.equal(model.denoise(canvas, cache).logits, expected)
         again = model.encode(torch.cat((tokens, more), 1), images=type(images).join([images, more_images]))
         torch.testing.assert_close(model.denoise(canvas, again).logits, longer, rtol=1e-4, atol=1e-4)

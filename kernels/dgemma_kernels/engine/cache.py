@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor
 
-from dgemma.model.cache import LayerCache, PrefixCache
+from dgemma.model.cache import CacheMark, LayerCache, PrefixCache
 from dgemma.model.config import Conventions, ModelConfig
 from dgemma_kernels.engine.graphs import GraphMemory, Replay, Turn, copy_all, in_turn, remembered, use_here
 from dgemma_kernels.ops.prefix.kernel import forget
@@ -327,7 +327,14 @@ class FusedCache(PrefixCache):
         self.make_room(self.num_postponed, max(0, num_tokens - self.num_slots))
 
     clone, select = in_turn(PrefixCache.clone), in_turn(PrefixCache.select)
-    splice = in_turn(PrefixCache.splice)
+    splice, mark = in_turn(PrefixCache.splice), in_turn(PrefixCache.mark)
+
+    @in_turn
+    def rollback(self, mark: CacheMark) -> None:
+        """Forget everything after `mark`, and later marks. This mark can be used again."""
+        self.take_postponed()
+        self.leave()
+        super().rollback(mark)
 
     @classmethod
     def join(cls, parts: Sequence[tuple[Tensor, Any]]) -> Self:

@@ -13,6 +13,7 @@ long prefix needs memory in the full layers alone: 262,144 tokens of the 26B mod
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
@@ -50,17 +51,34 @@ class Cache(Protocol):
         """The number of tokens read so far, including padding: the width of their attention mask."""
 
     def clone(self) -> Self:
-        """An independent copy: extending one leaves the other unchanged."""
+        """An independent copy: extending one leaves the other unchanged. Marks (see `mark`) stay with the original."""
 
     def select(self, rows: Tensor) -> Self:
         """The cache of some rows: rows (R,) int64 → batch size R."""
 
     def splice(self, rows: Tensor, donor: Any) -> None:
-        """Replace `rows` (R,) in place by the rows of a donor of batch size R or 1."""
+        """Replace `rows` (R,) in place by the rows of a donor of batch size R or 1. Marks are forgotten."""
 
     @classmethod
     def join(cls, parts: Sequence[tuple[Tensor, Any]]) -> Self:
         """Join caches into one. A part is row numbers (R,) and their cache; together the parts cover the batch."""
+
+    def mark(self) -> Any:
+        """Remember this boundary, to roll back to it later."""
+
+    def rollback(self, mark: Any) -> None:
+        """Forget everything after `mark`, and later marks. This mark can be used again."""
+
+
+@dataclass(frozen=True)
+class CacheMark:
+    """A block boundary a cache can be rolled back to."""
+
+    lengths: Tensor
+    num_slots: int
+    num_seen: int
+    ragged: bool
+    windows: list[tuple[Tensor, Tensor] | None]  # of sliding layers; appending makes new tensors, so no copy is needed
 
 
 class LayerCache:
@@ -110,7 +128,7 @@ class PrefixCache:
 
     `lengths` (B,) counts each row's tokens on the device; `num_slots` is the longest, known to the host.
 
-    Example: `cache = model.encode(prompt); longer = model.encode(reply, cache.clone())` keeps `cache` as it was.
+    Example: `cache = model.encode(prompt); mark = cache.mark(); model.encode(reply, cache); cache.rollback(mark)`.
     """
 
     def __init__(
@@ -133,6 +151,7 @@ class PrefixCache:
         self.num_slots = 0
         self.num_seen = 0  # tokens read so far with padding: the width of their attention mask
         self.ragged = False  # True if rows may differ in length
+        self._marks: list[CacheMark] = []
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(lengths={self.lengths.tolist()}, num_layers={len(self.layers)})"
@@ -191,8 +210,24 @@ class PrefixCache:
         slot = torch.arange(layer.num_filled(num_slots), device=self.lengths.device)
         return in_order.gather(1, (first + slot).clamp(max=in_order.shape[1] - 1))
 
+    def mark(self) -> CacheMark:
+        """Remember this boundary, to roll back to it later. It takes no memory until sliding layers get new tokens."""
+        windows = [None if layer.keep is None else (layer.keys, layer.values) for layer in self.layers]
+        mark = CacheMark(self.lengths, self.num_slots, self.num_seen, self.ragged, windows)
+        self._marks.append(mark)
+        return mark
+
+    def rollback(self, mark: CacheMark) -> None:
+        """Forget everything after `mark`, and later marks. This mark can be used again."""
+        drop_later(self._marks, mark)
+        self.lengths, self.ragged = mark.lengths, mark.ragged
+        self.num_slots, self.num_seen = mark.num_slots, mark.num_seen
+        for layer, window in zip(self.layers, mark.windows, strict=True):
+            if window is not None:
+                layer.keys, layer.values = window
+
     def clone(self) -> Self:
-        """An independent copy: extending one leaves the other unchanged."""
+        """An independent copy: extending one leaves the other unchanged. Marks (see `mark`) stay with the original."""
         return self._rebuild(lambda tensor: tensor.clone())
 
     def select(self, rows: Tensor) -> Self:
@@ -201,7 +236,7 @@ class PrefixCache:
         return self._rebuild(lambda tensor: tensor.index_select(0, rows))
 
     def splice(self, rows: Tensor, donor: Self) -> None:
-        """Replace `rows` (R,) in place by the rows of a donor, or all by its only row.
+        """Replace `rows` (R,) in place by the rows of a donor, or all by its only row. Marks are forgotten.
 
         Example: `cache.splice(torch.tensor([1]), model.encode(prompt))` gives row 1 another prefix.
         """
@@ -214,7 +249,7 @@ class PrefixCache:
             layer.values = _splice(layer.values, rows, theirs.values, theirs.num_filled(donor.num_slots))
         self.lengths = self.lengths.index_copy(0, rows, donor.lengths.expand(len(rows)))
         self.num_slots, self.num_seen = int(self.lengths.max()), max(self.num_seen, donor.num_seen)
-        self.ragged = True
+        self.ragged, self._marks = True, []
 
     @classmethod
     def join(cls, parts: Sequence[tuple[Tensor, Any]]) -> Self:
@@ -227,7 +262,7 @@ class PrefixCache:
         joined = object.__new__(cls)
         joined.num_slots = max(cache.num_slots for cache in caches)
         joined.num_seen = max(cache.num_seen for cache in caches)
-        joined.ragged = True
+        joined.ragged, joined._marks = True, []
         joined.lengths = torch.cat([cache.lengths for cache in caches])[back]
         joined_layers = []
         for layers in zip(*(cache.layers for cache in caches), strict=True):
@@ -247,8 +282,16 @@ class PrefixCache:
         copy = object.__new__(type(self))
         copy.layers = [LayerCache(transform(c.keys), transform(c.values), c.window, c.keep) for c in self.layers]
         copy.lengths = transform(self.lengths)
-        copy.num_slots, copy.num_seen, copy.ragged = self.num_slots, self.num_seen, self.ragged
+        copy.num_slots, copy.num_seen, copy.ragged, copy._marks = self.num_slots, self.num_seen, self.ragged, []
         return copy
+
+
+def drop_later(marks: list[CacheMark], mark: CacheMark) -> None:
+    """Remove the marks taken after `mark`. Raise ValueError if `mark` itself is not in `marks`."""
+    if not any(known is mark for known in marks):
+        raise ValueError("PrefixCache.rollback must get a mark of this cache that no earlier rollback has removed.")
+    while marks[-1] is not mark:
+        marks.pop()
 
 
 def _splice(buffer: Tensor, rows: Tensor, donor: Tensor, num_used: int) -> Tensor:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -71,6 +71,15 @@ class GuidedCache:
         """Join caches into one. A part is row numbers (R,) and their cache; together the parts cover the batch."""
         halves = [[(rows, getattr(cache, half)) for rows, cache in parts] for half in ("conditional", "unconditional")]
         return cls(*(type(half[0][1]).join(half) for half in halves))
+
+    def mark(self) -> tuple[Any, Any]:
+        """Return a mark of the cache as it is now, for `rollback`."""
+        return self.conditional.mark(), self.unconditional.mark()
+
+    def rollback(self, mark: tuple[Any, Any]) -> None:
+        """Forget everything after `mark`."""
+        self.conditional.rollback(mark[0])
+        self.unconditional.rollback(mark[1])
 
 
 @dataclass(frozen=True, eq=False)

@@ -129,6 +129,14 @@ class TokenCache:
         lengths = torch.cat([cache.lengths for cache in caches])
         return cls(tokens[back], lengths[back], max(cache.num_seen for cache in caches))
 
+    def mark(self) -> "TokenCache":
+        """Return a mark of the cache as it is now, for `rollback`."""
+        return self.clone()
+
+    def rollback(self, mark: "TokenCache") -> None:
+        """Forget everything after `mark`."""
+        self.tokens, self.lengths, self.num_seen = mark.tokens, mark.lengths, mark.num_seen
+
 
 class Wrapped(Denoiser[TokenCache]):
     """The result of `wrap`. `encode` keeps the tokens, and `denoise` runs the model over prefix and canvas.
