@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import contextmanager
 from inspect import signature
@@ -20,14 +19,12 @@ from triton.runtime.jit import JITFunction
 
 import dgemma
 from dgemma_kernels import accelerate
-from dgemma_kernels.engine import graphs as graph_module
 from dgemma_kernels.engine.graphs import (
-    _MOST_GRAPHS,
     CaptureError,
     GraphMemory,
+    Graphs,
     Replay,
     compile_together,
-    remembered,
 )
 from kernel_inputs import make_model
 
@@ -74,13 +71,13 @@ def test_kernels_compile_in_parallel_and_once(kernels):
 
 
 def test_only_the_most_recently_used_graphs_are_kept():
-    graphs: OrderedDict = OrderedDict()
-    for key in range(_MOST_GRAPHS):
-        remembered(graphs, key, object)
-    first = remembered(graphs, 0, object)  # used again, so it outlives key 1
-    remembered(graphs, "new", object)
-    assert remembered(graphs, 0, object) is first
-    assert len(graphs) == _MOST_GRAPHS
+    graphs = Graphs()
+    for key in range(graphs.most):
+        graphs.remembered(key, object)
+    first = graphs.remembered(0, object)  # used again, so it outlives key 1
+    graphs.remembered("new", object)
+    assert graphs.remembered(0, object) is first
+    assert len(graphs) == graphs.most == 400
     assert 1 not in graphs
 
 
@@ -133,7 +130,7 @@ def test_a_failed_capture_ends_and_is_tried_again_only_for_lack_of_memory(absent
 
 
 def test_many_samplers_drop_no_forward_and_a_larger_arena_no_sampler(device, monkeypatch):
-    monkeypatch.setattr(graph_module, "_MOST_GRAPHS", 3)
+    monkeypatch.setattr(Graphs, "most", 3)
     fast, prompt = accelerate(make_model(device)), torch.zeros(1, 5, dtype=torch.int64, device=device)
     forwards = []
     for bound in range(4):

@@ -11,7 +11,6 @@ a length. `trim` moves the newest tokens of a sliding layer to its front.
 
 import math
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn, Self
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from dgemma.model.cache import CacheMark, LayerCache, PrefixCache
 from dgemma.model.config import Conventions, ModelConfig
-from dgemma_kernels.engine.graphs import GraphMemory, Replay, Turn, copy_all, in_turn, remembered, use_here
+from dgemma_kernels.engine.graphs import GraphMemory, Graphs, Replay, Turn, copy_all, in_turn, use_here
 from dgemma_kernels.ops.prefix.kernel import forget
 
 _LEAST_SLOTS = 16_384  # of full layers, over all rows
@@ -68,7 +67,7 @@ class Arena:
         dtype: torch.dtype,
         most_read: int,
         memory: GraphMemory,
-        graphs: OrderedDict[Any, Any],
+        graphs: Graphs,
     ) -> None:
         self.config, self.conventions, self.dtype, self.memory, self.graphs = config, conventions, dtype, memory, graphs
         self.device, self.turn = memory.device, memory.turn
@@ -141,7 +140,7 @@ class Arena:
                 forget(buffers.sliding[0], buffers.sliding[1], buffers.window_lengths, buffers.keep)
             buffers.window_lengths.clamp_(max=buffers.keep)
 
-        captured: Replay = remembered(self.graphs, ("trim", batch_size), partial(Replay, run, self.memory))
+        captured: Replay = self.graphs.remembered(("trim", batch_size), partial(Replay, run, self.memory))
         return captured
 
     def _values_per_slot(self, kind: bool) -> int:

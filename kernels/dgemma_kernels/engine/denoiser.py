@@ -271,7 +271,9 @@ class FusedDenoiser(Denoiser[FusedCache]):
         if self.device.type == "cuda":
             compile_together(self._forward.rehearsal(lambda: self._launch_all(inputs, most_rows)))
         workspace.memory.is_warm = True
-        with progress_bar(desc="warming up", unit="graph", show=progress, total=len(inputs) + 4 * batch_size) as bar:
+        num_graphs = len(inputs) + 4 * batch_size
+        workspace.graphs.most += num_graphs  # later calls drop none of these
+        with progress_bar(desc="warming up", unit="graph", show=progress, total=num_graphs) as bar:
             # Largest first, so that the smaller ones find memory in the graphs' pool.
             for read in sorted(inputs, key=lambda read: read[0].numel(), reverse=True):
                 self._reader.capture(read, self._empty_buffers(len(read[0]))).graph.wait_for_inputs()

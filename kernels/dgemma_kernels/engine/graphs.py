@@ -1,6 +1,7 @@
 """Work that is captured once and replayed: a CUDA graph on a GPU; in Triton's interpreter the function runs again."""
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,8 +16,6 @@ from triton import AsyncCompileMode
 from triton.runtime import driver
 
 from dgemma_kernels.ops.ahead import only_compiling
-
-_MOST_GRAPHS = 400  # so that an option that changes at every step does not fill the memory
 
 
 class CaptureError(RuntimeError):
@@ -268,14 +267,22 @@ def side_stream(device: torch.device, streams: Sequence[torch.cuda.Stream]) -> I
         yield lambda: here.wait_stream(side)
 
 
-def remembered(graphs: Any, key: Any, make: Callable[[], Any]) -> Any:
-    """Return graphs[key], made on demand; the least recently used is dropped if there are too many."""
-    if key not in graphs:
-        graphs[key] = make()
-    graphs.move_to_end(key)
-    while len(graphs) > _MOST_GRAPHS:
-        graphs.popitem(last=False)
-    return graphs[key]
+class Graphs(OrderedDict[Any, Any]):
+    """Captured work by its key. If there is more than `most`, the least recently used is dropped.
+
+    Example: `graphs.remembered(("trim", 2), make)` calls `make` once.
+    """
+
+    most = 400  # so that an option that changes at every step does not fill the memory
+
+    def remembered(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return the work of this key, made on demand."""
+        if key not in self:
+            self[key] = make()
+        self.move_to_end(key)
+        while len(self) > self.most:
+            self.popitem(last=False)
+        return self[key]
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:

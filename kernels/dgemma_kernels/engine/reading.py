@@ -15,7 +15,7 @@ from dgemma.model.causal import CausalRule, CausalState
 from dgemma.model.vision.images import Images
 from dgemma.model.vision.places import find_blocks, insert_features, split_tokens
 from dgemma_kernels.engine.cache import Arena, CacheBuffers, FusedCache
-from dgemma_kernels.engine.graphs import Replay, copy_all, remembered, side_stream
+from dgemma_kernels.engine.graphs import Replay, copy_all, side_stream
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits
 from dgemma_kernels.engine.workspace import Workspace
 from dgemma_kernels.ops.draws import kernel as draws
@@ -99,7 +99,7 @@ class CausalReader:
         buffers = cache.make_room(1, self._workspace.config.canvas_length)
         self._before_graph()
         make = partial(CapturedRead, self._workspace, [tokens], buffers, last=True, head=True)
-        logits = remembered(self._workspace.graphs, ("token", tokens.shape), make)([tokens])
+        logits = self._workspace.graphs.remembered(("token", tokens.shape), make)([tokens])
         cache.extend(1, None)
         return logits[:, None]
 
@@ -108,7 +108,7 @@ class CausalReader:
         buffers = cache.make_room(1, self._workspace.config.canvas_length)
         self._before_graph()
         make = partial(CapturedCausalStep, self._workspace, state, rule, buffers)
-        after: CausalState = remembered(self._workspace.graphs, ("causal", rule, state.token.shape), make)(state)
+        after: CausalState = self._workspace.graphs.remembered(("causal", rule, state.token.shape), make)(state)
         cache.extend(1, None)
         return after
 
@@ -132,7 +132,7 @@ class CausalReader:
         """Return the graph of a forward over tokens (B, T), or numbers of images and embeddings."""
         make = partial(CapturedRead, self._workspace, inputs, buffers, last)
         key = ("read", inputs[0].shape, last, len(inputs))
-        captured: CapturedRead = remembered(self._workspace.graphs, key, make)
+        captured: CapturedRead = self._workspace.graphs.remembered(key, make)
         return captured
 
 

@@ -23,7 +23,7 @@ from dgemma.run.records import StepRecord
 from dgemma.run.step import Settled, decide, predict, settle, shape_prediction
 from dgemma_kernels.engine import published
 from dgemma_kernels.engine.cache import CacheBuffers, FusedCache
-from dgemma_kernels.engine.graphs import CaptureError, Replay, copy_all, remembered, side_stream
+from dgemma_kernels.engine.graphs import CaptureError, Replay, copy_all, side_stream
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits, VocabularySweep
 from dgemma_kernels.engine.workspace import Workspace
 from dgemma_kernels.ops.draws import kernel as draws
@@ -56,7 +56,7 @@ class Stepper:
             leaves, form = tree_flatten(_carried(state))
             key = (knobs, type(state), str(form), _list_shapes(leaves))
             make = partial(_StaticStep, workspace, state, knobs)
-            captured = remembered(workspace.steps, key, lambda: CapturedStep(make()))
+            captured = workspace.steps.remembered(key, lambda: CapturedStep(make()))
             captured.load(leaves)
         after, record, prediction = captured.replay(state, logits)
         prediction.soften = self.finish
@@ -92,7 +92,7 @@ class Stepper:
         """Return the graph of a forward over a canvas (B, C) after postponed tokens (B, C), if any."""
         workspace, key = self._workspace, ("canvas", shape, None if postponed is None else postponed.shape)
         make = partial(_CapturedForward, workspace, shape, postponed, buffers)
-        captured: _CapturedForward = remembered(workspace.graphs, key, make)
+        captured: _CapturedForward = workspace.graphs.remembered(key, make)
         return captured
 
     def finish(self) -> None:

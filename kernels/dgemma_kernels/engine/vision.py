@@ -1,10 +1,9 @@
 """The vision tower over kernels, captured once per number of patches. The reference is `VisionTower`."""
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from dgemma.model.config import VisionConfig
 from dgemma.model.vision.images import Images
 from dgemma.model.vision.tower import VisionLayer, VisionTower, rotary_table_2d
-from dgemma_kernels.engine.graphs import GraphMemory, Replay, remembered
+from dgemma_kernels.engine.graphs import GraphMemory, Graphs, Replay
 from dgemma_kernels.engine.weights import fuse
 from dgemma_kernels.ops.mlp.kernel import geglu
 from dgemma_kernels.ops.norms.kernel import rms_norm
@@ -49,7 +48,7 @@ class FusedTower:
     def __init__(self, tower: VisionTower, memory: GraphMemory) -> None:
         self._tower, self._memory = tower, memory
         self._layers = [_take_layer(layer) for layer in tower.layers]  # type: ignore[arg-type]
-        self._graphs: OrderedDict[int, Any] = OrderedDict()
+        self._graphs = Graphs()
 
     def __call__(self, images: Images) -> Tensor:
         """Return the embeddings (T, D) of the images' tokens, one image after the other."""
@@ -67,7 +66,7 @@ class FusedTower:
 
     def _captured(self, num_patches: int) -> "_CapturedTower":
         make = partial(_CapturedTower, self.run, self._tower.config, num_patches, self._memory)
-        captured: _CapturedTower = remembered(self._graphs, num_patches, make)
+        captured: _CapturedTower = self._graphs.remembered(num_patches, make)
         return captured
 
     def run(self, patches: Patches, num_layers: int | None = None) -> Tensor:

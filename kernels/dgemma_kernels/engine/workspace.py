@@ -1,7 +1,6 @@
 """State that the fused denoiser and its graphs share: the forward, static buffers, and the memory of graphs."""
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from dgemma.diffusion.prediction import Prediction, SoftCap
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma_kernels.engine.forward import Forward
-from dgemma_kernels.engine.graphs import GraphMemory, use_here
+from dgemma_kernels.engine.graphs import GraphMemory, Graphs, use_here
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits, SoftEmbedding
 from dgemma_kernels.engine.vision import FusedTower
 from dgemma_kernels.formats.float8 import quantize
@@ -37,8 +36,7 @@ class Workspace:
         self.turn = self.memory.turn
         # Graphs by what they compute: forwards over the arena, and what follows a forward over a canvas. The second
         # are kept apart, because every sampler needs its own, and many samplers must not drop forwards.
-        self.graphs: OrderedDict[Any, Any] = OrderedDict()
-        self.steps: OrderedDict[Any, Any] = OrderedDict()
+        self.graphs, self.steps = Graphs(), Graphs()
         where: dict[str, Any] = {"device": self.device, "dtype": self.dtype}
         self._statics = [  # tokens, soft embeddings and logits of the positions of a canvas
             torch.zeros(0, dtype=torch.int64, device=self.device),
