@@ -29,8 +29,11 @@ def test_regex_matches_the_whole_text():
 
 
 def test_json_compares_values_and_refuses_what_is_not_json():
-    texts = ['{"b": 2, "a": 1}', "[1, 2", '"x"', "null", '"Paris"']
-    assert json_equal(texts, [{"a": 1, "b": 2}, [1, 2], '"x"', "not json", "Paris"]) == [1.0, 0.0, 1.0, 0.0, 1.0]
+    texts = ['{"b": 2, "a": 1}', "[1, 2", '"x"', "null", '"Paris"', "true", "[1.0]"]
+    answers = [{"a": 1, "b": 2}, [1, 2], '"x"', "not json", "Paris", 1, "[1]"]
+    assert json_equal(texts, answers) == [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
+    with pytest.raises(ValueError, match="json_equal answer must be a value of JSON"):
+        json_equal(["1"], [{1}])
 
 
 def test_sudoku_checks_rows_columns_boxes_and_clues():

@@ -72,13 +72,20 @@ def json_equal(texts: Sequence[str], answers: Sequence[Any]) -> list[float]:
     missing = object()  # equals no value
 
     def read(text: str) -> Any:
-        try:
-            return json.loads(text)
+        try:  # Python's True equals 1, but not these pairs
+            numbers: Any = {"parse_int": lambda digits: (int, int(digits)), "parse_float": lambda x: (int, float(x))}
+            return json.loads(text, **numbers)
         except (ValueError, RecursionError):
             return missing
 
-    values = [read(answer) if isinstance(answer, str) else answer for answer in answers]
-    values = [answer if value is missing else value for answer, value in zip(answers, values, strict=True)]
+    def right(answer: Any) -> Any:
+        value = read(answer) if isinstance(answer, str) else missing
+        try:
+            return read(json.dumps(answer)) if value is missing else value
+        except TypeError as error:
+            raise ValueError(f"json_equal answer must be a value of JSON, got {answer!r}: {error}.") from None
+
+    values = [right(answer) for answer in answers]
     return [float(read(text) == value) for text, value in zip(texts, values, strict=True)]
 
 
