@@ -209,3 +209,13 @@ def test_a_projection_keeps_a_text_of_the_language_and_repairs_others(seed):
     distance = (projected != TEXTS).sum(1)
     nearest = (TEXTS[:, None] != TEXTS[fits]).sum(-1).amin(1)
     assert torch.equal(distance, nearest)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_projection_keeps_a_text_of_the_language_at_a_low_temperature(seed):
+    """Logits of about 8, divided by 0.004, are larger than the cost of contradicting an open position."""
+    logits, language = random_logits(seed) + 8, random_language(seed)
+    fits = accepted(language)
+    joint = conditioned(logits / 0.004, language, rows=int(fits.sum())).joint
+    nothing = torch.zeros(TEXTS[fits].shape, dtype=torch.bool)
+    assert torch.equal(joint.project(TEXTS[fits], nothing), TEXTS[fits])

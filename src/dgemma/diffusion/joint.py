@@ -144,10 +144,10 @@ class Joint:
         """The weights of classes (B, C, K) if contradicting `text` (B, C) costs `cost` (B, C).
 
         The weights are logarithms. Where the cost is above 0, the class of the text's token gets 0, so keeping it costs
-        nothing.
+        nothing, and every other class gets at most -cost.
         """
         own = self.language.automaton.token_class[text].long()[..., None]
-        dearer = classes - cost[..., None]
+        dearer = classes - classes.amax(-1, keepdim=True) - cost[..., None]
         kept = torch.where(cost[..., None] > 0, dearer.scatter(-1, own, 0.0), classes)
         if self.language.gaps is not None:
             gap_only = log_flags(torch.arange(classes.shape[-1], device=classes.device) == classes.shape[-1] - 1)
