@@ -1,9 +1,9 @@
 """The fused denoiser: the interface of `dgemma.DiffusionGemma` over Triton kernels and CUDA graphs, for inference.
 
-`step` is a whole denoising step (embedding, self-conditioning, layers, head, vocabulary pass, sampler, stop test) in
-two graphs without host synchronisation. The first ends with the stop test. The second computes the soft embedding for
-the next step; while it runs, the host prepares that step. Everything that varies is on the device. A graph
-is captured for one set of frozen values: sampler, noise, temperature schedule, stop rule and shapes.
+`step` is a whole denoising step in three graphs without host synchronisation: the forward, then sampler and stop test,
+then the soft embedding for the next step (`step.py`). While the third runs, the host prepares that step. Everything
+that varies is on the device. The last two are captured for one set of frozen values: sampler, noise, temperature
+schedule, stop rule and shapes.
 """
 
 import copy
@@ -276,13 +276,13 @@ class FusedDenoiser(Denoiser[FusedCache]):
         with progress_bar(desc="warming up", unit="graph", show=progress, total=num_graphs) as bar:
             # Largest first, so that the smaller ones find memory in the graphs' pool.
             for read in sorted(inputs, key=lambda read: read[0].numel(), reverse=True):
-                self._reader.capture(read, self._empty_buffers(len(read[0]))).graph.wait_for_inputs()
+                self._reader.capture(read, self._empty_buffers(len(read[0]))).graph.mark_stale()
                 bar.update()
             for rows in most_rows:
                 canvas, buffers = self._zeros(rows, canvas_len), self._empty_buffers(rows)
                 for postponed in (None, canvas):
-                    self._stepper.capture(canvas.shape, buffers, postponed).graph.wait_for_inputs()
-                self._arena.capture_trim(rows).wait_for_inputs()
+                    self._stepper.capture(canvas.shape, buffers, postponed).graph.mark_stale()
+                self._arena.capture_trim(rows).mark_stale()
                 generate(self, canvas[:, :1], max_new_tokens=canvas_len, steps=1, progress=False)
                 bar.update(4)
         # Torch loads its own kernels at their first use, which takes longer than a step.

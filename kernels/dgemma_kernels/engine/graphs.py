@@ -208,7 +208,7 @@ class Replay:
             if isinstance(target, Tensor) and target is not source:
                 target.copy_(source)
 
-    def wait_for_inputs(self) -> "Replay":
+    def mark_stale(self) -> "Replay":
         """Make the next call run `fn`, because the constructor has run it for other inputs than those to come."""
         self._is_fresh = False
         return self

@@ -1,9 +1,9 @@
 """A denoising step in three CUDA graphs over static tensors.
 
 The first is the forward over a canvas, up to the logits. It is the same for all samplers. The second runs the library's
-own `predict`, `decide` and `settle` on these logits. With the published sampler, one launch (`published.py`) replaces
-the last two. Each draw is one launch, unless the state has its own `draw`. The third graph computes the soft embedding
-for the next step, and copies the new state to the inputs of the first two.
+own `predict`, `decide` and `settle` on these logits. For the published sampler, one launch (`published.py`) decides and
+settles. Each draw is one launch, unless the state has its own `draw`. The third graph computes the soft embedding for
+the next step, and copies the new state to the inputs of the first two.
 """
 
 import weakref
@@ -149,7 +149,7 @@ class CapturedStep:
         changes = step.find_changes(outcome)
         self._can_hold = changes is not None
         self._held: tuple[Callable[[], Any], Callable[[], bool]] | None = None
-        self.soft_graph = Replay(lambda: step.soften(changes or []), workspace.memory).wait_for_inputs()
+        self.soft_graph = Replay(lambda: step.soften(changes or []), workspace.memory).mark_stale()
         # A result may also be an input, or not a tensor.
         self._results, self._form = tree_flatten((outcome.after, outcome.record, outcome.statistics))
         self._input_at = {id(x): at for at, x in enumerate(self._inputs) if isinstance(x, Tensor)}

@@ -103,7 +103,7 @@ class _CapturedTower:
             zeros(num_patches, 2, dtype=torch.int32),
             zeros(num_patches // per_token, per_token, dtype=torch.int64),
         )
-        self._replay = Replay(partial(run, patches), memory, partial(run, patches, 1)).wait_for_inputs()
+        self._replay = Replay(partial(run, patches), memory, partial(run, patches, 1)).mark_stale()
 
     def __call__(self, patches: Patches) -> Tensor:
         for static, new in zip(self._patches, patches, strict=True):
