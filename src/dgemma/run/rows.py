@@ -29,7 +29,7 @@ class Rows:
         self.plan, self.index = plan, index  # the index names the row in a `Batch`
         self.num_top = num_top  # a `Batch` scores this many alternatives of each token; None: it scores nothing
         self.scores: list[Scores] = []  # of each block
-        self.left = torch.arange(plan.batch_size, device=plan.seeds.device)  # (R,) the rows that have not ended
+        self.present = torch.arange(plan.batch_size, device=plan.seeds.device)  # (R,) the rows that have not ended
         self.blocks: list[Tensor] = []  # (B, C) each
         self.steps: list[Tensor] = []  # (B,) each
         self.forwards: list[Tensor] = []  # (B,) each
@@ -46,9 +46,9 @@ class Rows:
         cache = model.encode_with(join_images(self.unread_images), self.unread, cache, self.unread_mask)
         if any(self._leaving):
             leaving = torch.tensor(self._leaving)
-            ends, goes_on = (flags.nonzero()[:, 0].to(self.left.device) for flags in (leaving, ~leaving))
-            self._retired.append((self.left[ends], cache.select(ends)))
-            self.left, cache = self.left[goes_on], cache.select(goes_on)
+            ends, goes_on = (flags.nonzero()[:, 0].to(self.present.device) for flags in (leaving, ~leaving))
+            self._retired.append((self.present[ends], cache.select(ends)))
+            self.present, cache = self.present[goes_on], cache.select(goes_on)
             self._states = None if self._states is None else self._states[goes_on]
             self._leaving = []
         return cache
@@ -63,33 +63,33 @@ class Rows:
         return start_state(
             knobs,
             plan.noise,
-            seeds=plan.seeds[block, self.left],
+            seeds=plan.seeds[block, self.present],
             canvas_len=plan.canvas_len,
             num_steps=plan.num_steps,
             block=plan.first_block + block,
-            rows=self.left,
+            rows=self.present,
             uniform=model.uniform,
-            **plan.part(block, self.left, self._states),
+            **plan.part(block, self.present, self._states),
         )
 
     def write(self, drafts: Tensor, steps: Tensor, forwards: Tensor) -> BlockCommit:
         """Write the finished canvases (R, C), which took `steps` and `forwards` (R,). Call `read` after it."""
-        plan, block, left = self.plan, len(self.blocks), self.left
+        plan, block, present = self.plan, len(self.blocks), self.present
         if plan.language is not None and self._states is not None:
             self._states = plan.language.advance(self._states, drafts.to(self._states.device))
-        self.unread, self.unread_mask, self._leaving = plan.end_rows(drafts, block, left)
+        self.unread, self.unread_mask, self._leaving = plan.end_rows(drafts, block, present)
         self.unread_images = None
-        self.blocks.append(_spread(self.unread, left, plan.batch_size, plan.pad_token_id))
-        self.steps.append(_spread(steps, left, plan.batch_size, 0))
-        self.forwards.append(_spread(forwards, left, plan.batch_size, 0))
+        self.blocks.append(_spread(self.unread, present, plan.batch_size, plan.pad_token_id))
+        self.steps.append(_spread(steps, present, plan.batch_size, 0))
+        self.forwards.append(_spread(forwards, present, plan.batch_size, 0))
         self.ended = all(self._leaving) or block + 1 == plan.num_blocks
-        ends = torch.zeros_like(left, dtype=torch.bool)  # a copy from the host would wait for the device
+        ends = torch.zeros_like(present, dtype=torch.bool)  # a copy from the host would wait for the device
         if any(self._leaving):
-            ends = torch.tensor(self._leaving, device=left.device)
+            ends = torch.tensor(self._leaving, device=present.device)
         return BlockCommit(
             block=block,
             tokens=self.blocks[-1],
-            finished=_spread(ends, left, plan.batch_size, True),
+            finished=_spread(ends, present, plan.batch_size, True),
             steps=self.steps[-1],
             forwards=self.forwards[-1],
         )
@@ -98,7 +98,7 @@ class Rows:
         """Write a block of a recorded run again."""
         steps = commit.steps
         forwards = steps if commit.forwards is None else commit.forwards
-        self.write(*(values.to(self.left.device)[self.left] for values in (commit.tokens, steps, forwards)))
+        self.write(*(values.to(self.present.device)[self.present] for values in (commit.tokens, steps, forwards)))
 
     @property
     def new_tokens(self) -> Tensor:
@@ -117,7 +117,7 @@ class Rows:
             new_tokens=self.new_tokens,
             steps=torch.stack(self.steps, dim=1),
             tokens_per_forward=self.tokens_per_forward,
-            cache=type(cache).join([*self._retired, (self.left, cache)]) if self._retired else cache,
+            cache=type(cache).join([*self._retired, (self.present, cache)]) if self._retired else cache,
         )
 
 

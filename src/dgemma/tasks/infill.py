@@ -271,11 +271,11 @@ class HoleRows(Rows):
 
     def read(self, model: Denoiser, cache: Cache | None = None) -> Cache:
         if cache is not None and self._staying is not None:
-            cache = cache.select(torch.tensor(self._staying, device=self.left.device))
+            cache = cache.select(torch.tensor(self._staying, device=self.present.device))
         return super().read(model, cache)
 
     def start(self, model: Denoiser, knobs: Knobs) -> DenoiseState:
-        index = torch.tensor([row.index for row in self.open], device=self.left.device)
+        index = torch.tensor([row.index for row in self.open], device=self.present.device)
         return replace(self._start(model, 0, knobs), rows=index)  # the plan is for one canvas
 
     def write(self, drafts: Tensor, steps: Tensor, forwards: Tensor) -> BlockCommit:
@@ -316,7 +316,7 @@ class HoleRows(Rows):
 
     def _place(self) -> None:
         """Place the next canvas of every open row, and plan it as a run whose prompt is the text left of the canvas."""
-        writer, rows, device = self._writer, self.open, self.left.device
+        writer, rows, device = self._writer, self.open, self.present.device
         template, canvas_len, num_read = writer.plan, writer.plan.canvas_len, [row.place.start for row in rows]
         for row in rows:
             row.place = place_canvas(row.todo, canvas_len, row.first_start)
@@ -332,7 +332,7 @@ class HoleRows(Rows):
                 tables = [row.under(table, canvas_len, True) for row, table in zip(rows, tables, strict=True)]
             allowed = torch.stack(tables)
         prefix, is_prefix = _pad_rows([row.text[: row.place.start] for row in rows], device)
-        self.left = torch.arange(len(rows), device=device)
+        self.present = torch.arange(len(rows), device=device)
         self.plan = plan = replace(
             template,
             prompt_tokens=prefix,
