@@ -249,13 +249,13 @@ class Objective:
             self_cond_prob=self.self_cond_prob,
             masks=self.masks,
             masks_prob=self.masks_prob,
-            allowed=None if self.allowed is None else mask_of(self.allowed, self.noise.vocab_size, seeds.device),
+            allowed=None if self.allowed is None else flags_of_ids(self.allowed, self.noise.vocab_size, seeds.device),
             scored=self.loss.scored,
         )
         return Drawn(canvases, noisy)
 
 
 @cache
-def mask_of(ids: tuple[int, ...], vocab_size: int, device: torch.device) -> Tensor:
-    """Return a mask (V,) bool; cached, because copying the ids to a GPU makes the host wait."""
+def flags_of_ids(ids: tuple[int, ...], vocab_size: int, device: torch.device) -> Tensor:
+    """Return flags (V,) bool, True for `ids`; cached, because copying the ids to a GPU makes the host wait."""
     return torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, torch.tensor(ids), True).to(device)

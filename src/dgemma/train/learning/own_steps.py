@@ -15,7 +15,7 @@ from dgemma.run.knobs import Knobs
 from dgemma.run.step import start_state, step
 from dgemma.train.batch import TrainBatch
 from dgemma.train.canvases import cut_canvases, draw_choice
-from dgemma.train.objective import mask_of
+from dgemma.train.objective import flags_of_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class OwnSteps(Checked):
             num_steps=self.steps,
             canvas=torch.where(frozen, x, -1),
             frozen=frozen,
-            allowed=None if self.allowed is None else mask_of(self.allowed, self.noise.vocab_size, seeds.device),
+            allowed=None if self.allowed is None else flags_of_ids(self.allowed, self.noise.vocab_size, seeds.device),
         )
         costs = torch.zeros(x.shape, device=seeds.device)
         for _ in range(self.steps):
