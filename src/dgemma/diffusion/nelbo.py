@@ -51,7 +51,7 @@ def integrand(
     logits = _read(noise, logits)
     if weights is None:
         weights = exact_weights(noise, x, z, noise_level)
-    level = _per_position(noise_level)
+    level = _inner_level(noise_level)
     if noise.kind == "mask":
         cost = torch.where(noise.masked(z), _cross_entropy(logits, x), 0.0)
     else:
@@ -68,7 +68,7 @@ def exact_weights(noise: Noise, x: Tensor, z: Tensor, noise_level: Tensor) -> Te
 
     Example: `exact_weights(noise, x, z, level).clamp(max=2.0)` gives GIDD's clipped weights.
     """
-    level = _per_position(noise_level)
+    level = _inner_level(noise_level)
     speed = -noise.schedule.derivative(noise.schedule.time(1 - level))
     if noise.kind == "mask":
         return torch.where(noise.masked(z), speed / level, 0.0)
@@ -95,7 +95,7 @@ def reconstruction(
     if noise.kind == "mask":
         return torch.where(noise.masked(z), _cross_entropy(logits, x), 0.0)
     if parametrisation == "loo":
-        logits = noise.to_mean(logits, z, _per_position(noise_level).expand(x.shape))
+        logits = noise.to_mean(logits, z, _inner_level(noise_level).expand(x.shape))
     return _cross_entropy(logits, x)
 
 
@@ -137,7 +137,7 @@ def _hazard(noise: Noise, z: Tensor, level: Tensor) -> Tensor:
     return pure * torch.where(noise.masked(z), 1.0, level + noise.gamma / 2 * (1 - 2 * level))
 
 
-def _per_position(noise_level: Tensor) -> Tensor:
+def _inner_level(noise_level: Tensor) -> Tensor:
     level = noise_level[:, None] if noise_level.dim() == 1 else noise_level
     return level.double().clamp(*_ENDS)  # (B, C) or (B, 1); one number per position, so float64 costs nothing
 

@@ -21,9 +21,10 @@ from dgemma.diffusion.schedule import Linear, Schedule
 
 @dataclass(frozen=True)
 class Noise:
-    """A process over `vocab_size` tokens; `schedule` gives α(t), and noise_level is 1 - α. Bayes' rule is written in α.
+    """A process over `vocab_size` tokens; `schedule` gives α(t), and noise_level is 1 - α.
 
-    A noise_level of shape (B,) applies to whole rows of (B, C) tokens. Other shapes must broadcast to (B, C).
+    `marginal` and `posterior` take α, because Bayes' rule is written in it. All other methods take noise_level. Shape
+    (B,) applies to whole rows of (B, C) tokens; other shapes must broadcast to (B, C).
     `allowed`, booleans that broadcast to (B, C, V), restricts the process to a set of tokens per position: in every
     method, uniform noise is then uniform over that set. None allows all tokens.
 

@@ -17,7 +17,7 @@ from dgemma.checks import ValueRule, broadcasts, in_range, require, typed
 
 _EVERY = "Use None to keep every token."
 TopCount = Annotated[int, ValueRule("be >= 1", lambda top_k: top_k >= 1, _EVERY)]
-# Below about 1e-38 it would be 0 in float32.
+# A top_p below about 1e-38 would be 0 in float32.
 TopShare = Annotated[float, ValueRule("be in (0, 1] in float32", lambda top_p: 1e-30 <= top_p <= 1, _EVERY)]
 _SAMPLE_CHUNK = 1024  # vocabulary entries per chunk of the two-level inverse CDF
 _SLICE_ELEMENTS = 1 << 24  # float32 temporaries of a statistics pass stay under 64 MiB
@@ -336,6 +336,8 @@ class TopK(NamedTuple):
 
 
 class _TopP(NamedTuple):
+    """Lowers all logits but those of the fewest tokens that together have the probability `p` by `cut`."""
+
     p: float
     cut: float
 

@@ -127,6 +127,7 @@ def dispatch(tokens: Tensor, groups: Groups) -> Tensor:
 
     Example: `dispatch(x, group_by_expert(routing.experts, 128))`.
     """
+    # Not tokens[order // A], whose backward adds rows in any order on a GPU. This one sums a token's choices in order.
     return tokens.repeat_interleave(groups.experts.shape[1], dim=0).index_select(0, groups.order)
 
 

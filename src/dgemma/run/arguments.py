@@ -29,7 +29,7 @@ _INTS = (torch.int64, torch.int32)
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Constraints over all blocks: canvas (B, N) with -1 for noise, frozen (B, N), allowed (B or 1, N or 1, V).
+    """The caller's canvas over all blocks: canvas (B, N) with -1 for noise, frozen (B, N), allowed (B or 1, N or 1, V).
 
     A canvas may end once its positions in awaited (B, N) are finished; None means all positions.
     """
@@ -49,7 +49,7 @@ class Span:
         return position >= last
 
     def to(self, device: torch.device) -> "Span":
-        """The same constraints on `device`."""
+        """The same span on `device`."""
         return Span(**{name: None if value is None else value.to(device) for name, value in vars(self).items()})
 
     def part(self, block: int, canvas_len: int, rows: Tensor) -> dict[str, Any]:
