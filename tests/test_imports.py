@@ -213,7 +213,6 @@ DEVICE_BRANCHES = {
     "dgemma.model.diffusion",  # tensors on the "meta" device have no values
     "dgemma.model.attention",  # a bug of torch's attention on GPUs
     "dgemma.train.batch",  # reading lengths would wait for a GPU; page-locked memory exists only for one
-    "dgemma.diffusion.joint",  # comparing drafts would wait
     "dgemma.run.arguments",  # a GPU and a CPU report their memory in different ways
     "dgemma.train.log",  # the same
 }

@@ -105,8 +105,8 @@ class Joint:
         It keeps the draft's tokens at `decided` positions if an accepted text has them, then as many others as
         possible. A draft in the language is returned unchanged.
         """
-        if draft.device.type == "cpu" and torch.equal(draft, self.best):
-            return draft  # not on a GPU, where the comparison would wait for results
+        if self.prediction.automaton_ops is None and torch.equal(draft, self.best):
+            return draft  # an engine does not compare, because that would wait for its results
         cost = torch.where(decided, COST, _PREFERENCE).double()
         weights = self._arcs(self._kept(self._sums_and_maxima[1], draft, cost))
         path = self._ops.best_path(self.language, weights, self._ops.best_pass(self.language, weights))
