@@ -306,6 +306,29 @@ def test_a_gradient_that_is_not_finite_is_named(tmp_path):
         run(tmp_path, objective=Steep())
 
 
+def test_a_process_whose_prediction_fails_waits_for_no_other(tmp_path):
+    """The others are inside the step. They never come to a sum, or to the restoring of a checkpoint."""
+
+    class Pair(Parallel):
+        world_size, may_sum = 2, True
+
+        def sum(self, tensor):
+            assert self.may_sum
+            return tensor
+
+    class Fails(NextToken):
+        def __call__(self, model, batch, *, seeds):
+            if steps:
+                pair.may_sum = False
+                raise FloatingPointError("a prediction is NaN")
+            return super().__call__(model, batch, seeds=seeds)
+
+    pair, steps = Pair(), []
+    with pytest.raises(FloatingPointError, match=r"^a prediction is NaN$"):
+        train(next_token.model(), Fails(), counting, config(), out=tmp_path, parallel=pair, on_step=steps.append)
+    assert [record.step for record in steps] == [1]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_finishes_the_step_saves_and_warns(tmp_path, number, caplog):
     before = signal.getsignal(number)

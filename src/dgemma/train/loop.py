@@ -200,6 +200,8 @@ class _Run:
                 try:
                     record = self.updater.update(parts, step=self.step, steps=self.steps, warmup=self._warmup())
                 except FloatingPointError as error:  # a prediction, perhaps with weights that an earlier step spoilt
+                    if self.parallel.world_size > 1:
+                        raise  # the other processes are still in this step, so none of them would answer
                     if self.unread:
                         self.read()  # names that step
                     raise FloatingPointError(f"{error} {self._restore()}") from None
