@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dgemma.diffusion.prediction import Prediction
 from dgemma_kernels.ops.vocabulary import kernel as vocabulary
@@ -106,6 +107,31 @@ def test_the_k_largest_logits_keep_their_probabilities(device, k):
     assert kept.gather(1, tokens[:, None]).all()
     weights, scale = vocabulary.soft_probabilities(logits, got, shaping)
     torch.testing.assert_close(weights.double() * scale[:, None], law.probs, rtol=1e-4, atol=1e-6)
+
+
+@TWINS
+def test_nan_among_the_logits_is_noticed_after_a_cut_to_the_largest(twin, device):
+    logits, temperature = draw(CHUNK + 1, torch.float32, device)
+    logits[0, 5], logits[1] = torch.nan, torch.nan
+    got = twin.vocabulary_statistics(logits, Shaping(temperature, floor=twin.kth_largest(logits, 3)))
+    assert got.entropy.isnan().tolist() == [True, True, False, False]
+
+
+def test_the_search_for_the_largest_copies_no_vocabulary_of_whole_chunks(device):
+    class Sizes(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **kwargs or {})
+            for tensor in result if isinstance(result, tuple) else (result,):
+                is_view = tensor.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr()
+                self.largest = max(self.largest, 0 if is_view else tensor.numel())
+            return result
+
+    logits = torch.randn(2, 64 * 20, device=device)
+    with Sizes() as whole:
+        vocabulary.kth_largest(logits, 3)
+    assert whole.largest == 2 * 3 * 64  # the chunks with the largest maxima
 
 
 def test_pack_allowed_keeps_every_bit():

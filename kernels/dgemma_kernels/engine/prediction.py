@@ -229,14 +229,21 @@ class FusedPrediction(Prediction):
             values = (bias.bias if isinstance(bias, ClassBias) else bias.joint.bias).flatten(0, 1).float().contiguous()
             token_class = bias.token_class if isinstance(bias, ClassBias) else bias.joint.language.automaton.token_class
             bias = vocabulary.Bias(values, token_class)
-        # Cap and temperature keep the order of logits, so the head's own tell which are the largest.
-        floor = None
-        if top_k is not None:
-            with self.turn:
-                raw = self._raw if allow is None else allow(self._raw, slice(None))
-                floor = vocabulary.kth_largest(raw.flatten(0, 1), top_k)
+        floor = None if top_k is None else self._find_floor(top_k, allow)
         allowed = None if allow is None else self._pack(allow.allowed)
         return vocabulary.Shaping(temperature, cap.cap, allowed, bias, floor)
+
+    @in_turn
+    def _find_floor(self, top_k: int, allow: Allow | None) -> Tensor:
+        """The k-th largest logit of each position among the allowed ones, (B·C,).
+
+        Cap and temperature keep the order of logits, so those of the head tell which are the largest.
+        """
+        if allow is None:
+            return vocabulary.kth_largest(self._rows, top_k)
+        masked = (allow(self._raw[:, part], part).flatten(0, 1) for part in self._slices())  # copies one at a time
+        floors = [vocabulary.kth_largest(rows, top_k).view(self.batch_size, -1) for rows in masked]
+        return torch.cat(floors, dim=1).flatten()
 
     def _pack(self, allowed: Tensor) -> Tensor:
         allowed = allowed.reshape(*[1] * (3 - allowed.dim()), *allowed.shape).expand(-1, -1, self.vocab_size)

@@ -90,8 +90,9 @@ def kth_largest(logits: Tensor, k: int) -> Tensor:
     Example: `Shaping(temperature, floor=kth_largest(logits, 64))` keeps the 64 most likely tokens.
     """
     chunk_len = 64
-    chunks = torch.nn.functional.pad(logits, (0, -logits.shape[1] % chunk_len), value=-torch.inf)
-    chunks = chunks.unflatten(1, (-1, chunk_len))
+    missing = -logits.shape[1] % chunk_len
+    padded = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits  # padding copies
+    chunks = padded.unflatten(1, (-1, chunk_len))
     best = chunks.amax(-1).topk(min(k, chunks.shape[1]), dim=-1).indices
     near = chunks.gather(1, best[..., None].expand(-1, -1, chunk_len)).flatten(1)
     return near.topk(min(k, logits.shape[1]), dim=-1).values[:, -1].contiguous()
@@ -242,7 +243,7 @@ def _load_allowed(
             word = tl.load(words + token // 32)
         x = tl.where((word >> (token % 32)) & 1 == 1, x, float("-inf"))
     if shaping.floor is not None:
-        x = tl.where(x >= tl.load(shaping.floor + row).to(tl.float32), x, float("-inf"))
+        x = tl.where(x < tl.load(shaping.floor + row).to(tl.float32), float("-inf"), x)  # NaN stays, to be noticed
     return x
 
 
