@@ -421,6 +421,8 @@ def check_published_steps(
                     assert torch.equal(value, expected), column.name
                 elif column.name in ("memory", "stop_memory", "awaited", "allowed"):
                     assert value == expected, column.name
+        for name in ("argmax", "entropy", "confidence", "noise_level"):  # properties of a record
+            assert torch.equal(getattr(record, name), getattr(want_record, name)), name
         assert torch.equal(record.prediction.logits, want_record.prediction.logits)
         num_accepted, num_renoised = num_accepted + record.accepted.sum(), num_renoised + record.renoised.sum()
         drafts.append(after.draft)

@@ -272,7 +272,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
             compile_together(self._forward.rehearsal(lambda: self._launch_all(inputs, most_rows)))
         workspace.memory.is_warm = True
         num_graphs = len(inputs) + 4 * batch_size
-        workspace.graphs.most += num_graphs  # later calls drop none of these
+        workspace.graphs.most += num_graphs  # they take no room from those of later calls
         with progress_bar(desc="warming up", unit="graph", show=progress, total=num_graphs) as bar:
             # Largest first, so that the smaller ones find memory in the graphs' pool.
             for read in sorted(inputs, key=lambda read: read[0].numel(), reverse=True):
