@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dgemma.diffusion.prediction import Prediction
+from dgemma.diffusion.prediction import Allow, Prediction, SoftCap
+from dgemma_kernels.engine.prediction import FusedPrediction, Logits
 from dgemma_kernels.ops.vocabulary import kernel as vocabulary
 from dgemma_kernels.ops.vocabulary import reference
 from dgemma_kernels.ops.vocabulary.kernel import Shaping, pack_allowed
@@ -117,21 +118,36 @@ def test_nan_among_the_logits_is_noticed_after_a_cut_to_the_largest(twin, device
     assert got.entropy.isnan().tolist() == [True, True, False, False]
 
 
+class Sizes(TorchDispatchMode):
+    """Notes the size of the largest new tensor, in numbers."""
+
+    def __init__(self, *known):
+        super().__init__()
+        self.known, self.largest = {tensor.untyped_storage().data_ptr() for tensor in known}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        for tensor in result if isinstance(result, tuple) else (result,):
+            is_new = isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in self.known
+            self.largest = max(self.largest, tensor.numel() if is_new else 0)
+        return result
+
+
 def test_the_search_for_the_largest_copies_no_vocabulary_of_whole_chunks(device):
-    class Sizes(TorchDispatchMode):
-        largest = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **kwargs or {})
-            for tensor in result if isinstance(result, tuple) else (result,):
-                is_view = tensor.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr()
-                self.largest = max(self.largest, 0 if is_view else tensor.numel())
-            return result
-
     logits = torch.randn(2, 64 * 20, device=device)
-    with Sizes() as whole:
+    with Sizes(logits) as sizes:
         vocabulary.kth_largest(logits, 3)
-    assert whole.largest == 2 * 3 * 64  # the chunks with the largest maxima
+    assert sizes.largest == 2 * 3 * 64  # the chunks with the largest maxima
+
+
+def test_a_mask_copies_one_slice_of_positions_at_a_time(monkeypatch, device):
+    monkeypatch.setattr("dgemma.diffusion.prediction._SLICE_ELEMENTS", 2 * 2 * 640)  # two positions of two rows
+    logits, allowed = torch.randn(2, 5, 640, device=device), torch.rand(2, 5, 640, device=device) < 0.3
+    fused = FusedPrediction(Logits(logits), (SoftCap(30.0),)).shaped(allowed=allowed, top_k=3)
+    with Sizes(logits, allowed) as sizes:
+        floor = fused._find_floor(3, Allow(allowed))
+    assert sizes.largest == 2 * 2 * 640
+    assert torch.equal(floor, logits.masked_fill(~allowed, -torch.inf).sort(-1).values[..., -3].flatten())
 
 
 def test_pack_allowed_keeps_every_bit():
