@@ -190,3 +190,10 @@ def test_generate_runs_a_guided_model_like_any_other(model, tokens):
         Guided(model, strength=2.0, unconditional=4), tokens["block"], cache=same.cache, max_new_tokens=1, steps=2
     )
     assert turn.cache.lengths.tolist() == turn.cache.unconditional.lengths.tolist()
+
+
+def test_a_guided_model_has_the_files_and_the_image_budget_of_its_model():
+    model = dgemma.DiffusionGemma(dgemma.presets.tiny())
+    model.source, model.image_tokens = "a folder", 70
+    guided = Guided(model, strength=1.0, unconditional=4)
+    assert (guided.source, guided.image_tokens) == ("a folder", 70)

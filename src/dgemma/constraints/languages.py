@@ -183,7 +183,7 @@ def _read_schema(schema: Any) -> Any:
     require(isinstance(schema, str | Mapping | bool), "JsonSchema.schema", rule, schema)
     with refuse_deep("JsonSchema.schema"):
         try:
-            text = schema if isinstance(schema, str) else json.dumps(schema)  # Python's values may be no JSON
+            text = schema if isinstance(schema, str) else json.dumps(schema, default=dict)  # of other mappings
             return json.loads(text, parse_constant=_refuse_constant)
         except (TypeError, ValueError) as error:
             raise ValueError(f"JsonSchema.schema must be JSON, got {show(schema)}: {error}.") from None

@@ -109,7 +109,7 @@ class Guided(Denoiser[GuidedCache]):
 
     def __post_init__(self) -> None:
         check_denoiser("Guided", self.denoiser)
-        for name in ("takes_noise_level", "takes_position_levels", "takes_images"):
+        for name in ("takes_noise_level", "takes_position_levels", "takes_images", "source", "image_tokens"):
             object.__setattr__(self, name, getattr(self.denoiser, name))
         check_types(self)
         require_field(-1 <= self.strength < math.inf, self, "strength", "be >= -1", "Use 0 for no guidance.")
