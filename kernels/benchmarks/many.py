@@ -17,13 +17,12 @@ count:
 import argparse
 import json
 import math
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from timing import describe_run, results_folder
+from timing import describe_run, results_folder, seconds_of
 from torch import Tensor
 
 import dgemma
@@ -111,14 +110,6 @@ def share_equal(left: Tensor, right: Tensor) -> float:
     return float((left.cpu() == right.cpu()).float().mean())
 
 
-def measure(function: Callable[[], Any]) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    function()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=48)
@@ -164,7 +155,7 @@ def main() -> None:
     tokens = sum(work.canvases) * config.canvas_length
     report["seconds"] = {}
     for name in arguments.ways:
-        report["seconds"][name] = seconds = measure(ways[name])
+        report["seconds"][name] = seconds = seconds_of(ways[name])
         print(f"[{name}] {seconds:.2f} s, {tokens / seconds:.0f} tokens/s", flush=True)
         report["tokens_per_s"] = {way: tokens / s for way, s in report["seconds"].items()}
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,6 +76,18 @@ def measure_read_bandwidth(num_bytes: int = 8 << 30) -> float:
         median_ms, _ = time_graph(read, replays=10)
         best = max(best, programs * steps * block * 4 / (median_ms * 1e-3))
     return best
+
+
+def seconds_of(function: Callable[[], object]) -> float:
+    """Return the seconds of one call, with all of its work on the device.
+
+    Example: `seconds_of(lambda: model.warm_up())`.
+    """
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    function()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def read_joules() -> float:

@@ -25,7 +25,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from generate import add_precision, build, draw_tokens
 from step import Results
-from timing import describe_run, results_folder
+from timing import describe_run, results_folder, seconds_of
 
 import dgemma
 from dgemma.run.prefixes import PREFIX_BYTES, SharedPrefixes
@@ -57,14 +56,6 @@ class Shape(NamedTuple):
     rows: int
     tokens: int
     setting: str
-
-
-def seconds_of(function: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    function()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def measure_memory(results: Results, model: FusedDenoiser) -> None:
@@ -158,7 +149,7 @@ def time_prefixes(results: Results, model: FusedDenoiser, num_chats: int) -> Non
 
 
 def time_compiling(results: Results, options: argparse.Namespace) -> None:
-    """Warm up in a process of its own, which leaves its kernels in Triton's cache."""
+    """Warm up in another process, which leaves its kernels in Triton's cache."""
     precision = options.precision if isinstance(options.precision, str) else ",".join(options.precision)
     command = [sys.executable, __file__, "--weights", options.weights, "--precision", precision, "--parts"]
     printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout

@@ -298,7 +298,7 @@ def test_anchors_are_refused():
         ({"type": "string", "pattern": 5}, "must be a JSON schema, got .*'int' object has no attribute"),
         ({"enum": 5}, "must be a JSON schema"),
         ({"type": "integer", "minimum": 0.5}, "must have whole numbers as bounds"),
-        ({"const": float("nan")}, "NaN is no number of JSON"),
+        ({"const": float("nan")}, "NaN is not a number of JSON"),
         ({"items": {"$ref": "#name"}, "$defs": {"a": {"$anchor": "name", "const": 1}}}, "refer only to parts"),
         ({"type": "integer", "minimum": "5"}, "must be a JSON schema"),
         ({"type": "object", "properties": ["a"]}, "must be a JSON schema"),

@@ -190,7 +190,7 @@ def _read_schema(schema: Any) -> Any:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number of JSON")
 
 
 def _describe_tool(tool: Any) -> Mapping[str, Any]:
