@@ -29,7 +29,7 @@ from dgemma.run.records import StepRecord
 from dgemma_kernels.engine.cache import Arena, CacheBuffers, FusedCache
 from dgemma_kernels.engine.checks import check_model, check_weights, require_gpu
 from dgemma_kernels.engine.forward import Forward, choose_kernels
-from dgemma_kernels.engine.graphs import compile_together, in_turn
+from dgemma_kernels.engine.graphs import Graphs, compile_together, in_turn
 from dgemma_kernels.engine.precision import choose_parts
 from dgemma_kernels.engine.prediction import FusedPrediction
 from dgemma_kernels.engine.reading import MOST_READ, MOST_READ_FOUR_BIT, CausalReader, read_sizes
@@ -272,7 +272,8 @@ class FusedDenoiser(Denoiser[FusedCache]):
             compile_together(self._forward.rehearsal(lambda: self._launch_all(inputs, most_rows)))
         workspace.memory.is_warm = True
         num_graphs = len(inputs) + 4 * batch_size
-        workspace.graphs.most += num_graphs  # they take no room from those of later calls
+        # Later calls have as much room as without a warm-up.
+        workspace.graphs.most = max(workspace.graphs.most, Graphs.most + num_graphs)
         with progress_bar(desc="warming up", unit="graph", show=progress, total=num_graphs) as bar:
             # Largest first, so that the smaller ones find memory in the graphs' pool.
             for read in sorted(inputs, key=lambda read: read[0].numel(), reverse=True):

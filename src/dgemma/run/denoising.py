@@ -33,7 +33,7 @@ class Denoising:
     _written: Callable[[], bool] = field(init=False, repr=False)  # True if a callback wrote into the state after it
 
     def step(self) -> StepRecord:
-        """Take a step, by the engine's own code if it has some. Nothing waits for the device."""
+        """Take a step. An engine may replace `step`. Nothing waits for the device."""
         take = self.model.step or partial(step, self.model)
         self.state, self._record = take(self.state, cache=self.cache, knobs=self.knobs)
         state = self.state
