@@ -5,30 +5,12 @@
 Commands that train a text model on one GPU, and sample from it:
 
     python examples/text_corpus/prepare.py --out runs/corpus
-    python examples/08_train_text.py --corpus runs/corpus --out runs/text --minutes 7 --fast
-    python examples/text_corpus/prepare.py --stage 2 --out runs/corpus2
-    python examples/08_train_text.py --start runs/text/checkpoint --corpus runs/corpus2 --out runs/text2 \\
-        --minutes 3 --fast
-    python examples/text_corpus/prepare.py --stage 3 --out runs/corpus3
-    python examples/08_train_text.py --start runs/text2/checkpoint --corpus runs/corpus3 --out runs/text3 \\
-        --holes 0.6 --minutes 3 --fast
-    python examples/08_train_text.py --start runs/text3/checkpoint --corpus runs/corpus3 --out runs/text4 \\
-        --answers --holes 0.3 --minutes 10 --fast
-    python examples/18_samples.py --model runs/text4/checkpoint --out runs/text4/samples.md
+    python examples/08_train_text.py --corpus runs/corpus --out runs/text --minutes 19 --fast
+    python examples/18_samples.py --model runs/text/checkpoint --out runs/text/samples.md
 
-With --start, training goes on from a checkpoint with a lower learning rate. Uniform noise, the harder one, then gets
-more of the canvases, and low noise levels are drawn more often. The saved weights are a mean: 0.3 of the checkpoint
-plus 0.7 of the trained weights. So the model learns the new text and keeps most of the old one.
-
---holes is the share of canvases that are frozen except for holes. With it, each noise gets half of the canvases. All
-noise levels are equally likely, because a hole starts as pure noise. Together with --start, the saved weights are 0.4
-of the checkpoint plus 0.6 of the trained weights.
-
-With --answers, the text is answers.jsonl of the corpus. Prompts are clean and not scored, and the canvases of an answer
-begin where its prompt ends, as in generation. The saved weights are 0.2 of the checkpoint plus 0.8 of the trained
-weights. The trained weights alone are better on new answers, and worse on beginnings that are unlike the corpus.
-One pass over the answers has 288 million tokens, of which a quarter are answers. The others are prompts and padding. At
-490,000 tokens per second, a pass takes 10 minutes. Many different answers, each seen once, are better than many passes.
+Steps alternate between running text (train.txt) and answers (answers.jsonl). Prompts are clean and not scored, and the
+canvases of an answer begin where its prompt ends, as in generation. --holes is the share of canvases that are frozen
+except for holes, to learn infilling. Canvases get uniform noise, the harder one, or masks.
 
 The --out folder will contain `checkpoint` (bfloat16, for `from_pretrained` and transformers), `results.json` and `run`,
 with the log of the losses. Run the same command again to resume. The likelihood is measured under both noises, on
@@ -51,7 +33,6 @@ import torch
 import dgemma
 from dgemma.data.corpus import SEPARATOR, prepare_corpus
 from dgemma.data.text import TextSource, TokenFile, permute, read_documents, scan
-from dgemma.diffusion.schedule import Linear, PlainCosine
 from dgemma.sampling.named import describe_noise
 from dgemma.train import Objective, TrainConfig, balanced_routers, evaluate, muon, soften_attention, train
 from dgemma.train.batch import TrainBatch
@@ -62,7 +43,6 @@ NUMBERS = {  # defaults with and without a GPU
     "batch-size": (96, 4, "rows per step"),
     "canvases": (8, 2, "canvases per row"),
 }
-TRAINED_SHARE = {"books": 0.7, "holes": 0.6, "answers": 0.8}  # of the saved weights, with --start
 EXCERPT = Path(dgemma.__file__).parent / "assets" / "text" / "held_out.txt"
 
 
@@ -153,6 +133,17 @@ class AnswerSource:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class InTurn:
+    """A `BatchSource` that takes its steps from several sources in turn."""
+
+    sources: tuple[TextSource | AnswerSource, ...]
+
+    def __call__(self, step: int, rows: range) -> TrainBatch:
+        turn, number = divmod(step, len(self.sources))
+        return self.sources[number](turn, rows)
+
+
 def split_excerpt(folder: Path) -> Path:
     """Split the excerpt that ships with dgemma into the three parts of a small corpus."""
     validation, test, *train = EXCERPT.read_text().split(SEPARATOR)
@@ -191,19 +182,19 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
         print("To train a smaller model on a CPU in a few minutes, use `dgemma train`.", flush=True)
     out = args.out or scratch / "out"
     shape = dgemma.presets.text() if args.corpus else dgemma.presets.tiny()
-    if args.start:
-        dgemma.Tokenizer.from_pretrained(args.start).save_pretrained(args.corpus / "tokenizer")
-    corpus = prepare_corpus(args.corpus or split_excerpt(scratch), shape.vocab_size)
+    folder = args.corpus or split_excerpt(scratch)
+    corpus = prepare_corpus(folder, shape.vocab_size)
     for part, file in (("train", corpus.train), ("validation", corpus.validation), ("test", corpus.test)):
         print(f"{part}: {file.num_documents} documents, {file.num_tokens:,} tokens, {file.num_bytes:,} bytes")
+    packing = {"canvas_len": shape.canvas_length, "num_canvases": args.canvases, "batch_size": args.batch_size}
+    sources: list[TextSource | AnswerSource] = [TextSource(file=corpus.train, **packing, seed=args.seed)]
+    if (folder / "answers.jsonl").is_file():
+        sources.append(AnswerSource(file=answers(folder, corpus.tokenizer), **packing, seed=args.seed))
     if args.prepare_only:
         return
     torch.manual_seed(args.seed)
-    if args.start:
-        model = dgemma.DiffusionGemma.from_pretrained(args.start, dtype=torch.float32, device=args.device)
-    else:
-        model = dgemma.DiffusionGemma(shape, device=args.device)
-        soften_attention(model)
+    model = dgemma.DiffusionGemma(shape, device=args.device)
+    soften_attention(model)
     # The published stop tokens 106 and 50 are words in this vocabulary. A chat stops at the end of a turn. The bound
     # and the steps were chosen after training: a small model is less certain than the published one, and needs
     # fewer steps for a short canvas.
@@ -221,24 +212,14 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
     masks = dgemma.MaskNoise(shape.vocab_size, mask_token_id=corpus.tokenizer.mask_token_id)
     # All canvases of a row at once, some of them with masks. No input tells the kind of noise: masks show it. The
     # causal mode quickly memorises a small corpus, so its loss has a low weight.
-    is_harder = args.start and not args.holes and not args.answers
-    schedule = PlainCosine() if is_harder else Linear()
     objective = Objective(
-        noise=replace(uniform, schedule=schedule),
-        masks=replace(masks, schedule=schedule),
-        masks_prob=0.3 if is_harder else 0.5,
+        noise=uniform,
+        masks=masks,
+        masks_prob=0.4,
         holes_prob=args.holes,
         canvas_len=shape.canvas_length,
         canvases="all",
-        causal_weight=0.1 if args.start else 0.25,
-    )
-    source_type: type[TextSource | AnswerSource] = AnswerSource if args.answers else TextSource
-    source = source_type(
-        file=answers(args.corpus, corpus.tokenizer) if args.answers else corpus.train,
-        canvas_len=shape.canvas_length,
-        num_canvases=args.canvases,
-        batch_size=args.batch_size,
-        seed=args.seed,
+        causal_weight=0.25,
     )
     config = TrainConfig(
         steps=args.steps if args.minutes is None else None,
@@ -250,8 +231,7 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
         precision="mixed" if model.device.type == "cuda" else "weights",
         seed=args.seed,
     )
-    optimizer = partial(muon, lr=1.5e-3 if args.start else 2.5e-3, momentum=0.9, weight_decay=0.1)
-    start = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    optimizer = partial(muon, lr=2.5e-3, momentum=0.9, weight_decay=0.1)
     began = time.perf_counter()
     with ExitStack() as stack:
         if args.fast:
@@ -259,23 +239,17 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
 
             stack.enter_context(accelerate_training(model))
         stack.enter_context(balanced_routers(model, 0.01))
+        source = InTurn(sources=tuple(sources))
         result = train(model, objective, source, config, out=out / "run", optimizer=optimizer, on_step=report_every(30))
     seconds = time.perf_counter() - began
 
-    if args.start:
-        share = TRAINED_SHARE["answers" if args.answers else "holes" if args.holes else "books"]
-        with torch.no_grad():
-            for name, weight in model.named_parameters():
-                weight.copy_(torch.lerp(start[name], weight, share))
     # Evaluate the weights as they are saved, rounded to bfloat16.
     model.to(torch.bfloat16).save_pretrained(out / "checkpoint")
     corpus.tokenizer.save_pretrained(out / "checkpoint")
-    epochs = result.step * args.batch_size / source.num_rows
-    print(
-        f"{result.step} steps in {seconds:.0f} s, {epochs:.1f} passes over the text, "
-        f"{result.tokens_per_second:,.0f} tokens/s",
-        flush=True,
-    )
+    epochs = [result.step * args.batch_size / len(sources) / part.num_rows for part in sources]
+    passes = " and ".join(f"{epoch:.1f}" for epoch in epochs)
+    print(f"{result.step} steps in {seconds:.0f} s, {result.tokens_per_second:,.0f} tokens/s", flush=True)
+    print(f"{passes} passes over {' and '.join(('text', 'answers')[: len(sources)])}", flush=True)
     router = result.log.lines()[-1].get("router", [])
     for number, layer in enumerate(router):
         print(f"layer {number}: shares of the experts " + " ".join(f"{share:.2f}" for share in layer["load"]))
@@ -288,7 +262,7 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
     for noise in (uniform, masks):
         model.generation = replace(model.generation, noise=describe_noise(noise))
         for name, file in held_out.items():
-            rows = scan(file, row_len=source.stride, context=source.stride)
+            rows = scan(file, row_len=sources[0].stride, context=sources[0].stride)
             likelihood = evaluate(model, rows, noise, batch_size=64, num_samples=4, num_bytes=file.num_bytes)
             print(f"{name}, {noise.kind} noise:\n{likelihood}", flush=True)
             found[name][noise.kind] = likelihood.summary()
@@ -308,20 +282,15 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, help="folder with train.txt, validation.txt, test.txt; default: excerpt")
-    parser.add_argument("--start", help="checkpoint to go on from, with a --corpus; default: random weights")
     parser.add_argument("--out", type=Path, help="default: a temporary folder")
     for name, (on_gpu, without, meaning) in NUMBERS.items():
         default = on_gpu if torch.cuda.is_available() else without
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (%(default)s)")
-    parser.add_argument("--holes", type=float, default=0.0, help="share of canvases with holes (%(default)s)")
-    parser.add_argument("--answers", action="store_true", help="train on answers.jsonl of the corpus")
+    parser.add_argument("--holes", type=float, default=0.3, help="share of canvases with holes (%(default)s)")
     parser.add_argument("--minutes", type=float, help="train for this long, instead of a number of steps")
     parser.add_argument("--prepare-only", action="store_true", help="only make the tokenizer and the token files")
     parser.add_argument("--fast", action="store_true", help="train with kernels, on a GPU: slower start, faster steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as folder:
-        arguments = parser.parse_args()
-        if (arguments.start or arguments.answers) and not arguments.corpus:
-            parser.error("--start and --answers need a --corpus")
-        main(arguments, Path(folder))
+        main(parser.parse_args(), Path(folder))

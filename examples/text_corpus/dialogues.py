@@ -3,7 +3,7 @@
     python examples/text_corpus/dialogues.py --count 3 --seed 7 --kind reading
 
 A dialogue is a list of messages, as chat templates take them, and perhaps tools. `as_text` renders one in the format of
-`chat_template.jinja`. The phrases are in `dialogue_phrases.toml`, with the marks of `everyday.py`.
+`chat_template.jinja`. The phrases are in the files `dialogue_*.toml`, with the marks of `everyday.py`.
 """
 
 import argparse
@@ -21,7 +21,10 @@ import everyday
 from everyday import Scene
 from stories import write_story
 
-phrases: dict[str, Any] = tomllib.loads(Path(__file__).with_name("dialogue_phrases.toml").read_text("utf-8"))
+phrases: dict[str, Any] = {"records": []}
+for _name in ("records", "talks", "phrases"):
+    _found = tomllib.loads(Path(__file__).with_name(f"dialogue_{_name}.toml").read_text("utf-8"))
+    phrases |= _found | {"records": phrases["records"] + _found.get("records", [])}
 Message = dict[str, Any]
 OTHER_VALUES = 0.4  # probability that a name, number or code of a record is none of its list; half of it for nouns
 CLOSED = {"weekday", "month", "colour", "hobby", "chore", "sky", "state", "spot", "by", "direction", "money"}
@@ -231,7 +234,8 @@ def writing(scene: Scene, dialogue: Dialogue) -> None:
     kind = scene.pick(list(phrases["write"]))
     text = everyday.Scene(scene.rng)
     everyday.KINDS[kind][0](text)
-    scene.slots |= {name: text.expand(text.slots[name]) for name in ("meal", "to", "about") if name in text.slots}
+    named = {name: text.slots.get(name) for name in ("meal", "to", "about")}
+    scene.slots |= {name: text.expand(value) for name, value in named.items() if isinstance(value, str)}
     dialogue.ask(scene.expand(scene.pick(phrases["write"][kind])), "\n\n".join(text.text))
 
 
@@ -240,7 +244,7 @@ def going_on(scene: Scene, dialogue: Dialogue) -> None:
     text, ends = "", list[int]()
     while len(ends) < 3:
         source = everyday.Scene(scene.rng)
-        everyday.telling(source, ("at_home", "in_town"))
+        everyday.telling(source, everyday.LONG)
         text = " ".join(source.text) if scene.rng.random() < 0.7 else write_story(scene.rng.getrandbits(40), seed=-1)
         ends = [match.end() for match in re.finditer(r"(?<!Mr)(?<!Mrs)[.!?]\"?(?=\s+[\"A-Z])", text)]
         ends = [end for end in ends if text[:end].count('"') % 2 == 0]  # not inside of what somebody says
@@ -254,6 +258,12 @@ def advice(scene: Scene, dialogue: Dialogue) -> None:
     """Ask what to do; the answers are things that people do in this scene."""
     for _ in range(scene.rng.choice((1, 1, 2))):
         _exchange(scene, scene.pick(phrases["advice"]), dialogue)
+
+
+def talk(scene: Scene, dialogue: Dialogue) -> None:
+    """Ask one of many other questions and requests, each with its own answers."""
+    for _ in range(scene.rng.choice((1, 1, 2))):
+        _exchange(scene, scene.pick(phrases["talks"]), dialogue)
 
 
 def unknown(scene: Scene, dialogue: Dialogue) -> None:
@@ -497,6 +507,7 @@ KINDS: dict[str, tuple[Callable[[Scene, Dialogue], None], int]] = {  # with how 
     "writing": (writing, 6),
     "going on": (going_on, 5),
     "advice": (advice, 11),
+    "talk": (talk, 30),
     "unknown": (unknown, 4),
     "remember": (remember, 8),
     "reading": (reading, 20),

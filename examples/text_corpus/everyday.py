@@ -9,8 +9,8 @@ The phrases are in the files `everyday_*.toml`. They use the marks of `stories.p
 - `[hobby]` is something that one does: `[hobby.past]`, `[hobby.ing]` and `[hobby.third]` inflect its first word.
 - `[dish.plural]` is the plural. `[dish*]` is another word each time, and none is remembered.
 
-Most of the texts come from `everyday_at_home.toml`, `everyday_in_town.toml` and `everyday_in_short.toml`.
-Each entry there is a whole text, so its sentences follow from each other. `hero` says who the hero may be. `words` are
+Most of the texts come from the files of `TOLD`, such as `everyday_at_home.toml`. Each entry there is a whole text, so
+its sentences follow from each other. `hero` says who the hero may be. `words` are
 chosen once per text; where one has parts, separated by semicolons, `[trouble.1]` is the second part.
 """
 
@@ -26,8 +26,10 @@ from typing import Any
 
 from stories import Story
 
+LONG = ("at_home", "in_town", "at_work", "in_company", "in_general", "in_memory")
+TOLD = (*LONG, "in_short")
 phrases: dict[str, Any] = {}
-for _name in ("words", "phrases", "facts", "at_home", "in_town", "in_short"):
+for _name in ("words", "phrases", "facts", *TOLD):
     phrases |= tomllib.loads(Path(__file__).with_name(f"everyday_{_name}.toml").read_text("utf-8"))
 _NUMBERED = re.compile(r"(.*?)([0-9]*)(\*?)")
 _SAID_I = re.compile(r"\b(said|asked|answered|thought) (I|we)\b(?! )")
@@ -203,9 +205,9 @@ def _doubling() -> frozenset[str]:
     return frozenset(phrases["doubling"].split())
 
 
-def telling(scene: Scene, sources: tuple[str, ...] = ("at_home", "in_town", "in_short")) -> None:
+def telling(scene: Scene, sources: tuple[str, ...] = TOLD) -> None:
     """Tell a text that was written as a whole, so that each sentence follows from the last; or a few short ones."""
-    source = scene.rng.choice(sources)
+    source = scene.rng.choices(sources, [len(phrases[source]) for source in sources])[0]
     for _ in range(scene.rng.randint(1, 3) if source == "in_short" else 1):
         chosen = scene.pick(phrases[source])
         scene.words = {**scene.words, "words": chosen.get("words", {})}

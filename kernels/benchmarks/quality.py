@@ -8,8 +8,8 @@ first, on a GPU, and measured like `dgemma/text`.
 
     python kernels/benchmarks/quality.py --out docs/results/quantized.json
 
-    python examples/text_corpus/prepare.py --stage 2 --out runs/corpus2
-    python kernels/benchmarks/quality.py --out docs/results/quantized.json --corpus runs/corpus2
+    python examples/text_corpus/prepare.py --out runs/corpus
+    python kernels/benchmarks/quality.py --out docs/results/quantized.json --corpus runs/corpus
 """
 
 import argparse

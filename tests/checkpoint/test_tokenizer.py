@@ -493,3 +493,9 @@ def test_an_expression_that_backtracks_is_a_value_error(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match="cannot split this text"):
         Tokenizer.from_pretrained(tmp_path).encode("a" * 60 + "b")
+
+
+def test_many_texts_are_encoded_as_each_one(tokenizer):
+    texts = ["Hello there", "", "a\ud800b", "Paris is <mask>", "é" * 40]
+    for bos in (True, False):
+        assert tokenizer.encode_many(texts, bos=bos) == [tokenizer.encode(text, bos=bos) for text in texts]

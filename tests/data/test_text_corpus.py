@@ -73,7 +73,7 @@ def test_chapters_are_separated_at_headings_and_unwrapped(corpus):
 def test_sentences_are_never_held_out(corpus, tmp_path):
     documents = [corpus.Document(name=f"document {n}", text=f"Text {n}.") for n in range(200)]
     for package, is_empty in ((corpus.WORDNET, True), (corpus.BIBLE, False)):
-        corpus.write_corpus(tmp_path, [(package, documents)], {}, cut=lambda text, copy: [text])
+        corpus.write_corpus(tmp_path, [(package, documents)], {})
         assert ((tmp_path / "test.txt").read_text() == "") == is_empty
 
 
@@ -191,11 +191,11 @@ def test_values_of_an_extraction_occur_in_its_sentence(dialogues):
 def test_records_have_values_that_are_in_no_list(dialogues, everyday):
     """Else a model answers with a value that it knows, instead of the one in the text."""
     listed = {name for names in everyday.phrases["people"]["name"].values() for name in names.split(", ")}
-    answers = (dialogues.write_dialogue(n, seed=5, kind="extraction").messages[1]["content"] for n in range(600))
+    answers = (dialogues.write_dialogue(n, seed=5, kind="extraction").messages[1]["content"] for n in range(1500))
     keys = ("owner", "sender", "seller", "guest", "traveller")
     names = [value for answer in answers for key, value in json.loads(answer).items() if key in keys]
     new = [name for name in names if name not in listed]
-    assert len(new) == len(set(new)) > 0.25 * len(names) > 10
+    assert len(set(new)) > 0.9 * len(new) > 0.25 * len(names) > 10
 
 
 def test_arguments_of_tool_calls_occur_in_the_request_and_their_names_in_the_declaration(dialogues):
@@ -212,7 +212,8 @@ def test_arguments_of_tool_calls_occur_in_the_request_and_their_names_in_the_dec
 
 
 def test_answers_about_a_paragraph_take_names_and_numbers_from_it(dialogues):
-    starts = "A About At By For From In It On Of The Its There They That You Room Near Platform Gate Floor Table He She"
+    starts = "A About At Because Between By For From In It On Of The To Together Its There They That You He She"
+    starts += " Room Near Platform Gate Floor Table Line Number"
     for number in range(400):
         question, answer, *_ = dialogues.write_dialogue(number, seed=7, kind="reading").messages
         if answer["content"] not in dialogues.phrases["not_in_text"]:
@@ -240,7 +241,7 @@ def test_what_was_told_is_remembered(dialogues):
 
 def test_dialogues_contain_no_template_syntax(dialogues):
     marks = re.compile(r"\[[a-z]|\w\]|[{}]\w|\w[{}]|\||  |[,.!?] ?[,.]|\b[Aa] [aeio](?!ne\b)|\b([a-z]+) \1\b")
-    allowed = re.compile(r"\b(had had|that that|her her)\b|\([^)]*\)")
+    allowed = re.compile(r"\b(had had|that that|her her)\b|\([^)]*\)|\.\.\.")
     for kind in dialogues.KINDS:
         for number in range(150 if kind not in ("extraction", "tool") else 0):
             for message in dialogues.write_dialogue(number, seed=10, kind=kind).messages:

@@ -113,6 +113,13 @@ class Tokenizer(ABC):
         Example: `tokenizer.encode("Paris is <mask>", bos=False)`.
         """
 
+    def encode_many(self, texts: Sequence[str], *, bos: bool = True) -> list[list[int]]:
+        """Return the token ids of each text; of a Hugging Face tokenizer, on all cores.
+
+        Example: `tokenizer.encode_many(["Once upon a time", "Hello"])`.
+        """
+        return [self.encode(text, bos=bos) for text in texts]
+
     @property
     def fingerprint(self) -> str:
         """A text that differs for another tokenizer."""
@@ -379,6 +386,12 @@ class PretrainedTokenizer(Tokenizer):
             if not markers and not set(self._markers.values()).isdisjoint(ids):
                 ids = self._plain.encode(text, add_special_tokens=False).ids
         return [self.bos_token_id, *ids] if bos else ids
+
+    def encode_many(self, texts: Sequence[str], *, bos: bool = True) -> list[list[int]]:
+        plain = [text.encode(errors="replace").decode() for text in texts]  # as in `encode`
+        with explained(f"the tokenizer in {self._folder} cannot split these texts", "Check its tokenizer.json."):
+            encodings = self.backend_tokenizer.encode_batch(plain, add_special_tokens=False)
+        return [[self.bos_token_id] * bos + encoding.ids for encoding in encodings]
 
     @cached_property
     def _markers(self) -> Mapping[str, int]:

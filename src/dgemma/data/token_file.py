@@ -4,7 +4,6 @@ import io
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,7 +22,7 @@ from dgemma.printing import one_line
 _FORMAT = 1
 _DTYPES = ("uint16", "uint32")
 _CHUNK = 1 << 24  # bytes per read
-_BATCH = 256  # documents encoded in parallel
+_BATCH = 4096  # documents encoded together, on all cores
 _SAMPLE = 10_000  # characters whose tokens identify a tokenizer
 
 
@@ -219,28 +218,34 @@ def _crc32(tokens: np.ndarray, sizes: np.ndarray, images: Any) -> int:
 def _encode(
     documents: Iterable[Document], tokenizer: Tokenizer, processor: ImageProcessor | None
 ) -> Iterator[tuple[Document, list[int], list[int]]]:
-    """Yield each document with the tokens of its prompt and of its text, in order; encode on all cores."""
+    """Yield each document with the tokens of its prompt and of its text, in order."""
 
-    def encode(document: Document) -> tuple[Document, list[int], list[int]]:
+    def is_plain(document: Document) -> bool:
         fix = "Pass read_documents(paths), or Document(text) for each text."
         require(isinstance(document, Document), "TokenFile.write documents", "be Documents", document, fix)
+        return document.chat is None and not document.images
+
+    def encode(document: Document) -> tuple[list[int], list[int]]:
         fix = "Pass ImageProcessor.from_pretrained(path) of a model with a vision tower."
         fits = processor is not None or not document.images
         require(fits, "TokenFile.write images", "be a processor for documents with pictures", processor, fix)
         images = processor(document.images) if processor is not None and document.images else None
         if document.chat is None:
             prompt = encode_text(tokenizer, document.prompt, images)
-            return document, prompt, tokenizer.encode(document.text, bos=False)
+            return prompt, tokenizer.encode(document.text, bos=False)
         try:
             prompt, text = tokenizer.chat_turn(document.chat.messages, tools=document.chat.tools)
-            return document, prompt if images is None else tokenizer.place_images(prompt, images), text
+            return prompt if images is None else tokenizer.place_images(prompt, images), text
         except ValueError as error:
             raise ValueError(f"{document.chat.place}: {error}") from None
 
     rest = iter(documents)
-    with ThreadPoolExecutor() as pool:
-        while chunk := list(islice(rest, _BATCH)):
-            yield from pool.map(encode, chunk)
+    while chunk := list(islice(rest, _BATCH)):
+        plain = [document for document in chunk if is_plain(document)]
+        prompts = iter(tokenizer.encode_many([document.prompt for document in plain]))
+        texts = iter(tokenizer.encode_many([document.text for document in plain], bos=False))
+        for document in chunk:
+            yield document, *((next(prompts), next(texts)) if is_plain(document) else encode(document))
 
 
 def _refuse_markers(number: int, ids: Sequence[int], tokenizer: Tokenizer) -> None:
