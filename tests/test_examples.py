@@ -131,16 +131,16 @@ def test_sudoku_is_trained_and_solving_orders_are_compared(run, tmp_path):
     sizes = ("--steps", "2", "--batch-size", "2", "--layers", "1", "--pool", "4", "--num-tests", "2")
     more = ("--denoising-steps", "2", "--workers", "1", "--device", "cpu", "--puzzles", "puzzles")
     assert run("10", *sizes, *more, "--prepare-only") == ""
-    assert len(list((tmp_path / "puzzles").iterdir())) == 3
+    assert len(list((tmp_path / "puzzles").iterdir())) == 4
     for noise, num_settings in (("mask", 3 + 7 + 1), ("uniform", 2 + 3 + 7 + 7 + 1)):  # and four numbers of retries
-        run("10", *sizes, *more, "--noise", noise, "--out", noise)
-        printed = run("10", *sizes, *more, "--noise", noise, "--out", noise, "--own-updates", "1")
-        assert "\nafter 1 updates on own steps\n" in printed
-        results = json.loads((tmp_path / noise / "results.json").read_text())
-        assert results["test_grids_with_a_key_trained_on"] == 0
-        assert results["untrained"]["24-29 givens"]["exact"] == results["own steps"]["24-29 givens"]["exact"] == 0
-        assert results["train_steps"] == 2
-        assert results["puzzles_per_second"] > 0  # also in a call that only continues
+        for start, out in ((), noise), ((), noise), (("--start", f"{noise}/checkpoint"), f"{noise}-own"):
+            run("10", *sizes, *more, *start, "--noise", noise, "--out", out)
+            results = json.loads((tmp_path / out / "results.json").read_text())
+            assert results["test_grids_with_a_key_trained_on"] == 0
+            assert results["before"]["24-29 givens"]["exact"] == results["trained"]["24-29 givens"]["exact"] == 0
+            assert [scores["bound"] for scores in results["validation"]] == [0.1, 0.2, 0.3, 0.5]
+            assert results["train_steps"] == 2
+            assert results["puzzles_per_second"] > 0  # also in a call that only continues
         options = ("--num-tests", "2", "--max-steps", "1", "--puzzles", "puzzles", "--device", "cpu")
         printed = run("17", "--model", f"{noise}/checkpoint", *options, "--out", noise)
         rows = json.loads((tmp_path / noise / "orders.json").read_text())
