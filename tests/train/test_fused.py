@@ -7,6 +7,7 @@ import torch
 from triton import knobs
 
 import dgemma
+import learning_toy
 from dgemma.model.quantize import quantize
 from dgemma.train import LoRA, Objective, TrainBatch, add_lora
 from dgemma_kernels import accelerate_training
@@ -57,6 +58,24 @@ def test_a_fused_function_is_compiled_once_for_all_numbers_of_tokens(graphs, mon
     monkeypatch.setattr(fused, "COMPILED_ON", ("cuda",))
     fast(torch.ones(4, 3, dtype=torch.float64), weight)
     assert graphs == ["double"]
+
+
+@pytest.mark.slow
+def test_runs_that_end_one_by_one_compile_no_function_again(graphs):
+    model = learning_toy.small_model()
+
+    def gradients(group):
+        policy = learning_toy.objective(group=group)
+        terms = policy(model, policy.problems(0, range(1)), seeds=torch.zeros(1, dtype=torch.int64))
+        return torch.autograd.grad(policy.reduce(terms), list(model.parameters()), materialize_grads=True)
+
+    expected = gradients(16)  # most rows take a second step
+    with accelerate_training(model, whole_layers=False):
+        found, compiled = gradients(16), list(graphs)
+        gradients(11)
+    assert compiled
+    assert graphs == compiled
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.slow

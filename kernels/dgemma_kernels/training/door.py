@@ -11,7 +11,7 @@
 | a forward and backward pass | a CUDA graph (`replay.py`) |
 | the optimizers | AdamW as one fused kernel, Muon's products in bfloat16 |
 
-Without adapters, whole layers are compiled.
+Without adapters, whole layers are compiled, unless `whole_layers` is False.
 """
 
 from collections.abc import Callable, Iterator
@@ -67,11 +67,13 @@ _REPLACED: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 @contextmanager
-def accelerate_training(model: DiffusionGemma, *, replay: bool = True) -> Iterator[None]:
+def accelerate_training(model: DiffusionGemma, *, replay: bool = True, whole_layers: bool = True) -> Iterator[None]:
     """Train faster within the context, on a GPU; losses and gradients are the same up to rounding.
 
-    Add adapters before. Without adapters, whole layers are compiled, which takes a minute or two. On one GPU, a pass
-    whose shape comes for the third time is captured as a CUDA graph; replay=False saves the graphs' memory.
+    Add adapters before. Without adapters, whole layers are compiled, which takes a minute or two for every new number
+    of rows. With whole_layers=False, only functions between products are, once for all numbers of rows: for runs whose
+    rows end one by one, as in `PolicyGradient`. On one GPU, a pass whose shape comes for the third time is captured as
+    a CUDA graph; replay=False saves the graphs' memory.
 
     Example: `with accelerate_training(model): train(model, objective, source, config, out="run")`.
     """
@@ -94,7 +96,7 @@ def accelerate_training(model: DiffusionGemma, *, replay: bool = True) -> Iterat
             stack.enter_context(torch._dynamo.config.patch(recompile_limit=_RECOMPILATIONS))
         if is_adapted(model):
             adapted_linear.make_neighbours(model)
-        elif on_gpu:
+        elif on_gpu and whole_layers:
             stack.enter_context(_compiled_layers(model))
         stack.enter_context(replaced(_REPLACED | own))
         yield
