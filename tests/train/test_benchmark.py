@@ -37,3 +37,16 @@ def test_adapters_are_trained_and_timed(monkeypatch, tmp_path):
     assert (result["loop"], result["rows"]) == ("dgemma", 2)
     assert result["loss"] == pytest.approx(2 * 6.24, rel=0.1)
     assert result["tokens_per_second"] == pytest.approx(2 * 64 / result["milliseconds"] * 1e3)
+
+
+@pytest.mark.slow
+def test_updates_on_runs_are_timed_by_part(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.setattr(sys, "argv", ["learning.py", "--parts", "speed", "--output", str(tmp_path / "out.json")])
+    runpy.run_path(str(BENCHMARKS / "learning.py"), run_name="__main__")
+    results = json.loads((tmp_path / "out.json").read_text())["speed"]
+    assert [result["loop"] for result in results] == ["plain", "accelerate_training"]
+    for result in results:
+        shares = [result[part] for part in ("runs", "scoring", "gradients and step")]
+        assert sum(shares) == pytest.approx(1)
+        assert min(shares) >= 0
