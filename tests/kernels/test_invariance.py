@@ -105,7 +105,7 @@ def test_prompts_with_a_shared_prefix_have_the_bits_of_prompts_read_as_a_whole()
     prefix, prefixes = draw_tokens(9), dgemma.SharedPrefixes()
     prompts = [torch.cat((prefix, draw_tokens(2, seed=1))), draw_tokens(3, seed=2), torch.cat((prefix, prefix))]
     canvas = draw_tokens(3, fast.config.canvas_length, seed=3)
-    logits = fast.denoise(canvas, prefixes.read(fast, prompts, [None] * 3)).logits
+    logits = fast.denoise(canvas, prefixes.encode(fast, prompts, [None] * 3)).logits
     assert prefixes.num_reused == len(prefix)
     for row, prompt in enumerate(prompts):
         assert torch.equal(logits[row], fast.denoise(canvas[row : row + 1], fast.encode(prompt[None])).logits[0])
@@ -114,10 +114,10 @@ def test_prompts_with_a_shared_prefix_have_the_bits_of_prompts_read_as_a_whole()
 def test_a_prefix_of_other_weights_is_read_again():
     model = make_model(DEVICE)
     fast, prefixes, prompt = accelerate(model), dgemma.SharedPrefixes(), draw_tokens(9)
-    prefixes.read(fast, [prompt, prompt], [None, None])
+    prefixes.encode(fast, [prompt, prompt], [None, None])
     with torch.no_grad():
         model.layers[0].mlp.up_proj.weight.mul_(2)
-    prefixes.read(fast, [prompt, prompt], [None, None])
+    prefixes.encode(fast, [prompt, prompt], [None, None])
     assert prefixes.num_read == 2 * len(prompt)
 
 

@@ -115,7 +115,7 @@ def test_an_image_is_a_part_of_the_prefix():
     marks = [torch.tensor([START, *[IMAGE] * size, END]) for size in first.num_tokens]
     prompt = torch.cat((intro, marks[0], text, marks[1], text))
     prefixes, images = SharedPrefixes(), [first, other, mixed, first]
-    cache = prefixes.read(model, [prompt, prompt, prompt, torch.cat((prompt, text))], images)
+    cache = prefixes.encode(model, [prompt, prompt, prompt, torch.cat((prompt, text))], images)
     assert prefixes.num_kept == 3  # up to the first image; up to the second one after `first`; the whole prompt
     for row, (found, own) in enumerate(zip(logits(model, cache), images, strict=True)):
         tokens = prompt if row < 3 else torch.cat((prompt, text))
@@ -125,28 +125,28 @@ def test_an_image_is_a_part_of_the_prefix():
 def test_the_budget_bounds_the_memory_and_the_least_recently_used_prefix_leaves(model):
     pairs = [[torch.tensor([*draw(30, seed=at), word]) for word in (6, 7)] for at in range(4)]
     one = SharedPrefixes()
-    one.read(model, pairs[0], [None, None])
+    one.encode(model, pairs[0], [None, None])
     prefixes = SharedPrefixes(num_bytes=2 * one.num_bytes)
     for at in (0, 1, 0, 2):  # 1 leaves
-        prefixes.read(model, pairs[at], [None, None])
+        prefixes.encode(model, pairs[at], [None, None])
         assert prefixes.num_bytes <= 2 * one.num_bytes
     assert (prefixes.num_kept, prefixes.num_evicted) == (2, 1)
     for at, num_read in ((0, 2), (2, 2), (1, 32)):
         before = prefixes.num_read
-        cache = prefixes.read(model, pairs[at], [None, None])
+        cache = prefixes.encode(model, pairs[at], [None, None])
         assert prefixes.num_read - before == num_read
         want = logits(model, model.encode(torch.stack(pairs[at])))
         torch.testing.assert_close(logits(model, cache), want, rtol=0, atol=1e-12)
     small, none = (SharedPrefixes(num_bytes=size) for size in (one.num_bytes - 1, 0))
     for too_small, num_read in ((small, 32), (none, 62)):
-        too_small.read(model, pairs[0], [None, None])
+        too_small.encode(model, pairs[0], [None, None])
         assert (too_small.num_kept, too_small.num_read) == (0, num_read)
 
 
 def test_a_hundred_thousand_kept_prefixes_would_not_be_compared(model):
     prefixes = SharedPrefixes()
     for at in range(300):
-        prefixes.read(model, [torch.tensor(draw(8, seed=at))] * 2, [None, None])
+        prefixes.encode(model, [torch.tensor(draw(8, seed=at))] * 2, [None, None])
     assert prefixes.num_kept == 256
 
 
@@ -155,7 +155,8 @@ def test_other_weights_read_again(model):
 
     def check():
         want = logits(model, model.encode(torch.stack(prompts)))
-        torch.testing.assert_close(logits(model, prefixes.read(model, prompts, [None, None])), want, rtol=0, atol=1e-12)
+        got = logits(model, prefixes.encode(model, prompts, [None, None]))
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
     check()
     for weight in add_lora(model, LoRA(rank=2)):

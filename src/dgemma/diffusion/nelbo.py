@@ -48,7 +48,7 @@ def integrand(
     Example: `nelbo.integrand(noise, model.denoise(z, cache).logits, x, z, level).sum(-1)` estimates the bound on
     -log p(x), if the time of `level` is uniform.
     """
-    logits = _read(noise, logits)
+    logits = _proposable(noise, logits)
     if weights is None:
         weights = exact_weights(noise, x, z, noise_level)
     level = _inner_level(noise_level)
@@ -91,7 +91,7 @@ def reconstruction(
 
     Example: the integral of `integrand` from level 1e-3 to 1, plus this at 1e-3, bounds -log p(x) for any network.
     """
-    logits = _read(noise, logits)
+    logits = _proposable(noise, logits)
     if noise.kind == "mask":
         return torch.where(noise.masked(z), _cross_entropy(logits, x), 0.0)
     if parametrisation == "loo":
@@ -146,7 +146,7 @@ def _cross_entropy(logits: Tensor, x: Tensor) -> Tensor:
     return logits.logsumexp(-1) - logits.gather(-1, x[..., None])[..., 0]
 
 
-def _read(noise: Noise, logits: Tensor) -> Tensor:
+def _proposable(noise: Noise, logits: Tensor) -> Tensor:
     """Return the logits in float32 or float64, without the mask token; raise if they do not fit the noise."""
     check_process(noise)
     num_tokens, rule = logits.shape[-1], f"cover the noise's {noise.vocab_size} tokens"

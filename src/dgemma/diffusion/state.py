@@ -154,11 +154,11 @@ def _row_fields(state: DenoiseState) -> dict[str, Any]:
 
 
 def watch(*tensors: Tensor) -> Callable[[], bool]:
-    """Return a function that returns True if a tensor has been written since this call. Nothing runs on the device.
+    """Return a function that returns True once a tensor has been changed in place. Nothing runs on the device.
 
-    Tensors made under `torch.inference_mode` do not count writes, so the result for them is always True.
+    Tensors made under `torch.inference_mode` do not count changes, so the result for them is always True.
 
-    Example: `written = watch(state.done); state.done.fill_(True); written()` is True.
+    Example: `is_edited = watch(state.done); state.done.fill_(True); is_edited()` is True.
     """
     if any(tensor.is_inference() for tensor in tensors):
         return lambda: True

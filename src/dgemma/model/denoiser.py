@@ -159,10 +159,10 @@ class Denoiser(Generic[CacheT]):
         return draws.uniform(seeds, block, step, num_positions, purpose)
 
     def read_ahead(self, values: Tensor) -> list[Any]:
-        """Return `values.tolist()`.
+        """Return `values.tolist()`, while an engine prepares the next step on the device.
 
-        The loop calls this if another step is likely. An engine may then queue work for that step before it reads the
-        values.
+        A run calls this after a step if another one is likely: without a stop rule, until the last step of a row. A
+        `Batch` always calls it, because other rows go on. It affects only the speed.
 
         Example: `steps_left, broken, stray = model.read_ahead(record.verdict)`.
         """

@@ -29,15 +29,12 @@ _INTS = (torch.int64, torch.int32)
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """The caller's canvas over all blocks: canvas (B, N) with -1 for noise, frozen (B, N), allowed (B or 1, N or 1, V).
+    """The caller's canvas over all N positions of a run. None is the default of each field."""
 
-    A canvas may end once its positions in awaited (B, N) are finished; None means all positions.
-    """
-
-    canvas: Tensor | None = None
-    frozen: Tensor | None = None
-    allowed: Tensor | None = None
-    awaited: Tensor | None = None
+    canvas: Tensor | None = None  # (B, N) int64, -1 for noise
+    frozen: Tensor | None = None  # (B, N) bool
+    awaited: Tensor | None = None  # (B, N) bool: a canvas may end once these positions are finished; None means all
+    allowed: Tensor | None = None  # (B or 1, N or 1, V) bool
 
     def past_frozen(self, block: int, canvas_len: int, rows: Tensor) -> Tensor:
         """The positions where a stop token ends a row: its last frozen position and those after it, (R, C) bool."""
@@ -53,22 +50,29 @@ class Span:
         return Span(**{name: None if value is None else value.to(device) for name, value in vars(self).items()})
 
     def part(self, block: int, canvas_len: int, rows: Tensor) -> dict[str, Any]:
-        """The part of the span over one block, for some rows. Positions after the end of the span are free."""
-        part = slice(block * canvas_len, (block + 1) * canvas_len)
-        found: dict[str, Tensor | None] = {"allowed": self.allowed}
-        for name, free in (("canvas", -1), ("frozen", False), ("awaited", False)):
-            table = getattr(self, name)
-            cut = None if table is None else table[rows, part]
-            found[name] = None if cut is None else F.pad(cut, (0, canvas_len - cut.shape[1]), value=free)
-        if self.canvas is not None and part.start >= self.canvas.shape[1]:
-            found["canvas"] = None  # so that the block starts at level 1
-        if self.allowed is not None:
-            allowed = self.allowed if self.allowed.shape[0] == 1 else self.allowed[rows]
-            if allowed.shape[1] > 1:
-                allowed = allowed[:, part]
-                allowed = F.pad(allowed, (0, 0, 0, canvas_len - allowed.shape[1]), value=True)
-            found["allowed"] = allowed
-        return found
+        """The fields over one block, for some rows. Positions after the end of the span are free."""
+        start = block * canvas_len
+
+        def cut(table: Tensor | None, free: int) -> Tensor | None:
+            if table is None:
+                return None
+            part = table[rows, start : start + canvas_len]
+            return F.pad(part, (0, canvas_len - part.shape[1]), value=free)
+
+        has_canvas = self.canvas is not None and start < self.canvas.shape[1]  # without it, the block starts at level 1
+        canvas = cut(self.canvas, -1) if has_canvas else None
+        allowed = self.allowed
+        if allowed is not None and allowed.shape[0] > 1:
+            allowed = allowed[rows]
+        if allowed is not None and allowed.shape[1] > 1:
+            allowed = allowed[:, start : start + canvas_len]
+            allowed = F.pad(allowed, (0, 0, 0, canvas_len - allowed.shape[1]), value=True)
+        return {
+            "canvas": canvas,
+            "frozen": cut(self.frozen, False),
+            "awaited": cut(self.awaited, False),
+            "allowed": allowed,
+        }
 
 
 def read_seeds(seed: int | Sequence[int] | Tensor, prompt_tokens: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from dgemma.model.cache import Cache
 from dgemma.model.denoiser import Denoiser
 from dgemma.run.denoising import Denoising
-from dgemma.run.prefixes import SharedPrefixes, read_texts
+from dgemma.run.prefixes import SharedPrefixes, encode_texts
 from dgemma.run.records import Scores, StepRecord
 from dgemma.run.rows import Rows
 
@@ -49,7 +49,7 @@ class _Group:
 class Batch:
     """Rows with the same knobs and noise, denoised together. `add` rows at any time; each `step` takes one step.
 
-    A row is a `Rows` of batch size 1. It takes the first step of each canvas outside the batch, after its unread tokens
+    A row is a `Rows` of batch size 1. It takes the first step of each canvas outside the batch, after its new tokens
     are encoded: a first step has no self-conditioning. It joins the others for its second step.
 
     Example: `batch = Batch(model); batch.add(Rows(plan)); finished = batch.step()`.
@@ -58,7 +58,7 @@ class Batch:
     def __init__(self, model: Denoiser, prefixes: SharedPrefixes | None = None) -> None:
         self._model = model
         self._prefixes = SharedPrefixes() if prefixes is None else prefixes
-        self._waiting: list[Rows] = []  # not yet read
+        self._waiting: list[Rows] = []  # not yet encoded
         self._between: list[tuple[list[Rows], Cache]] = []  # rows between two blocks; their cache lacks the last block
         self._running: _Group | None = None
 
@@ -114,14 +114,14 @@ class Batch:
             yield self._start(rows, None)
 
     def _start(self, rows: Sequence[Rows], cache: Cache | None) -> _Group:
-        """Encode what the rows have not read, and start their next canvases."""
+        """Encode the new tokens of the rows, and start their next canvases."""
         model = self._model
-        texts = [row.unread[0] for row in rows]
+        texts = [row.uncached[0] for row in rows]
         if cache is None:
-            images = [None if row.unread_images is None else row.unread_images[0] for row in rows]
-            cache = self._prefixes.read(model, texts, images)
+            images = [None if row.uncached_images is None else row.uncached_images[0] for row in rows]
+            cache = self._prefixes.encode(model, texts, images)
         else:
-            cache = read_texts(model, cache, texts)
+            cache = encode_texts(model, cache, texts)
         states = [row.start(model, row.plan.knobs) for row in rows]
         first = torch.zeros(1, dtype=torch.int64, device=model.device)
         state = states[0].select(first.expand(len(rows)))
@@ -143,7 +143,7 @@ class Batch:
             return []
         drafts = group.denoising.state.draft.cpu()
         for at, place in finished.items():
-            place.row.write(drafts[at : at + 1], torch.tensor([place.steps]), torch.tensor([place.forwards]))
+            place.row.commit(drafts[at : at + 1], torch.tensor([place.steps]), torch.tensor([place.forwards]))
             if place.scores is not None:
                 place.row.scores.append(Scores(*(values.cpu() for values in place.scores)))
             group.places[at] = None

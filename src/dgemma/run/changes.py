@@ -101,16 +101,16 @@ def merge_changes(earlier: dict[str, Any], later: dict[str, Any], knobs: Knobs) 
 
 
 def snapshot(state: DenoiseState) -> DenoiseState:
-    """Copy a state, to detect later writes into its tensors. Predictions are shared, not copied."""
+    """Copy a state, to detect later changes of its tensors. Predictions are shared, not copied."""
     names, _ = split_fields(state, "constant")
     own = {name: getattr(state, name) for name in names}
     return replace(state, **tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, own))
 
 
-def list_writes(before: DenoiseState, after: DenoiseState) -> dict[str, Any]:
-    """Return the fields that were written in place, in the form of `list_changes`.
+def list_in_place(before: DenoiseState, after: DenoiseState) -> dict[str, Any]:
+    """Return the fields that were changed in place, in the form of `list_changes`.
 
-    If `canvas` or `frozen` was written, `open` is listed too, even if it is unchanged. Otherwise `list_changes` would
+    If `canvas` or `frozen` was changed, `open` is listed too, even if it is unchanged. Otherwise `list_changes` would
     compute a new `open` from them.
     """
     changeable, _ = split_fields(after, "constant")

@@ -30,28 +30,27 @@ class Denoising:
     cache: Cache
     knobs: Knobs
     _record: StepRecord = field(init=False, repr=False)  # of the last step
-    _written: Callable[[], bool] = field(init=False, repr=False)  # True if a callback wrote into the state after it
+    _is_edited: Callable[[], bool] = field(init=False, repr=False)  # since the last step
 
     def step(self) -> StepRecord:
         """Take a step. An engine may replace `step`. Nothing waits for the device."""
         take = self.model.step or partial(step, self.model)
         self.state, self._record = take(self.state, cache=self.cache, knobs=self.knobs)
         state = self.state
-        self._written = watch(state.done, state.step, state.num_steps, state.canvas)
+        self._is_edited = watch(state.done, state.step, state.num_steps, state.canvas)
         return self._record
 
     def finish_step(self, changes: Changes = None, *, expects_more: bool = True) -> list[int]:
         """Apply changes, wait for the device, and return the steps that each row has left, 0 if it is done.
 
-        expects_more: True if another step is likely. An engine then queues work for it before the host waits. It
-        affects only the speed.
+        expects_more: True if another step is likely, see `Denoiser.read_ahead`.
         """
         record = self._record
-        verdict = record.verdict if changes is None and not self._written() else None
+        verdict = record.verdict if changes is None and not self._is_edited() else None
         self.state, self.knobs = apply_changes(changes, self.state, self.knobs)
         if verdict is None:
             verdict = judge(record.prediction, self.state)
-        # The host waits here.
+        # The host waits for the device here.
         steps_left, broken, stray = self.model.read_ahead(verdict) if expects_more else verdict.tolist()
         if any(broken) or any(stray):
             _refuse_step(record, broken, stray)

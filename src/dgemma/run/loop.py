@@ -43,17 +43,17 @@ def run_plan(
     Example: `run_plan(model, plan, past=trajectory.commits[:2])` begins with the third block.
     """
     rows, knobs = Rows(plan), plan.knobs
-    cache = rows.read(model, cache)
+    cache = rows.encode(model, cache)
     for commit in past:
         rows.repeat(commit)
-        cache = rows.read(model, cache)
+        cache = rows.encode(model, cache)
     while not rows.ended:
         state = rows.start(model, knobs)
         if on_start is not None:
             state, knobs = apply_changes(on_start(Moment(state, cache, knobs)), state, knobs)
         drafts, steps, forwards, knobs = yield from denoise_canvas(model, state, cache, knobs)
-        commit = rows.write(drafts, steps, forwards)
-        cache = rows.read(model, cache)
+        commit = rows.commit(drafts, steps, forwards)
+        cache = rows.encode(model, cache)
         yield commit
     return rows.output(cache)
 
@@ -72,7 +72,7 @@ def denoise_canvas(
     here = list(range(state.batch_size))  # the rows that are still in the batch
     drafts, steps, forwards = list(state.draft), [0] * len(here), [0] * len(here)
     num_forwards = 0
-    expects_more = knobs.stop is None  # another step is likely: there is no stop rule, and every row has steps left
+    expects_more = knobs.stop is None
     for num_taken in itertools.count(1):
         record = denoising.step()
         num_forwards += record.num_forwards
@@ -120,11 +120,11 @@ def run_events(
         changes = None
         if isinstance(event, StepRecord):
             bar.update()
-            unwritten = snapshot(event.state) if recording is not None and on_step is not None else None
+            untouched = snapshot(event.state) if recording is not None and on_step is not None else None
             changes = on_step(event) if on_step is not None else None
             if recording is not None:
                 if rows is not None:
                     event = replace(event, before=replace(event.before, rows=torch.searchsorted(rows, event.rows)))
-                recording.add_step(event, changes, unwritten=unwritten)
+                recording.add_step(event, changes, untouched=untouched)
         elif recording is not None:
             recording.add_commit(event)

@@ -1,7 +1,7 @@
-"""Shared prefixes: prompts that begin with the same system prompt, tools, examples or document read it once.
+"""Shared prefixes: prompts that begin with the same system prompt, tools, examples or document encode it once.
 
 A prefix is kept where two prompts part, at least a canvas of tokens after the start or after a shorter kept prefix.
-Prompts that begin with it copy its keys and values into their own cache, and read only the rest. So a kept prefix may
+Prompts that begin with it copy its keys and values into their own cache, and encode only the rest. So a kept prefix may
 leave at any time. Its sliding layers have the window before the place where it ends, which is all that later tokens
 see. An image is compared by its pixels.
 """
@@ -56,7 +56,7 @@ class _KeptPrefix(NamedTuple):
 
 
 class SharedPrefixes:
-    """Reads prompts, and keeps at most `num_bytes` of keys and values of prefixes that they share.
+    """Encodes prompts, and keeps at most `num_bytes` of keys and values of prefixes that they share.
 
     The least recently used prefix leaves first. A prefix belongs to one model, and leaves when its weights change. Pass
     the same value to several calls of `generate_many`, `decide_many` or `slots` to share prefixes between them.
@@ -70,7 +70,7 @@ class SharedPrefixes:
         require(num_bytes >= 0, "SharedPrefixes num_bytes", "be >= 0", num_bytes)
         self._most_bytes = num_bytes
         self.num_tokens = 0  # of all prompts
-        self.num_read = 0  # tokens that the model read for them
+        self.num_read = 0  # tokens that the model encoded for them
         self.num_evicted = 0  # prefixes that left to make room
         self._kept: list[_KeptPrefix] = []  # the least recently used first
         self._recent = deque[np.ndarray](maxlen=_MOST_RECENT)
@@ -90,14 +90,14 @@ class SharedPrefixes:
 
     @property
     def num_reused(self) -> int:
-        """Tokens of prompts that were copied instead of read."""
+        """Tokens of prompts that were copied instead of encoded."""
         return self.num_tokens - self.num_read
 
     @torch.no_grad()
-    def read(self, model: Denoiser, texts: Sequence[Tensor], images: Sequence[Images | None]) -> Cache:
-        """Read texts (N,) of any lengths with the images in them, and return the cache of these rows.
+    def encode(self, model: Denoiser, texts: Sequence[Tensor], images: Sequence[Images | None]) -> Cache:
+        """Encode texts (N,) of any lengths with the images in them, and return the cache of these rows.
 
-        Example: `cache = prefixes.read(model, [torch.tensor([2, 7, 9]), torch.tensor([2, 7])], [None, None])`.
+        Example: `cache = prefixes.encode(model, [torch.tensor([2, 7, 9]), torch.tensor([2, 7])], [None, None])`.
         """
         with self._lock:
             self.num_tokens += sum(map(len, texts))
@@ -135,7 +135,7 @@ class SharedPrefixes:
         return found
 
     def _copy_prefixes(self, model: Denoiser, prompts: list[_Prompt], ends: list[list[int]]) -> Cache:
-        """Return the cache of the prompts' rows after their prefixes. Prefixes that are new are read and kept."""
+        """Return the cache of the prompts' rows after their prefixes. Prefixes that are new are encoded and kept."""
         groups = dict[bytes, list[int]]()
         for row, (prompt, (*_, end)) in enumerate(zip(prompts, ends, strict=True)):
             if end:
@@ -148,7 +148,7 @@ class SharedPrefixes:
         return cache
 
     def _keep(self, model: Denoiser, prefix: _Prompt) -> _KeptPrefix:
-        """Return a prefix with its keys and values, which are read unless they are kept."""
+        """Return a prefix with its keys and values, which are computed unless they are kept."""
         kept = self._find(model, prefix.names)
         if kept is not None and len(kept.names) == len(prefix.names):
             return kept
@@ -180,7 +180,7 @@ class SharedPrefixes:
         self, model: Denoiser, cache: Cache | None, texts: Sequence[Tensor], images: Sequence[Images | None]
     ) -> Cache:
         self.num_read += sum(map(len, texts))
-        return read_texts(model, cache, texts, images)
+        return encode_texts(model, cache, texts, images)
 
     def _drop_stale(self, model: Denoiser) -> None:
         """Forget the prefixes of earlier weights, and of models that are gone."""
@@ -191,12 +191,12 @@ class SharedPrefixes:
         self._kept = [kept for kept in self._kept if kept.model() not in (None, None if versions == known else model)]
 
 
-def read_texts(
+def encode_texts(
     model: Denoiser, cache: Cache | None, texts: Sequence[Tensor], images: Sequence[Images | None] = ()
 ) -> Cache:
     """Extend the cache of B rows by texts (N,) of any lengths and by the images in them; None makes a new cache.
 
-    Example: `cache = read_texts(model, None, [torch.tensor([2, 7, 9]), torch.tensor([2, 7])])`.
+    Example: `cache = encode_texts(model, None, [torch.tensor([2, 7, 9]), torch.tensor([2, 7])])`.
     """
     tokens, mask = pad_left(texts)
     if cache is not None and tokens.shape[1] == 0:

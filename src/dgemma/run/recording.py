@@ -14,7 +14,7 @@ from dgemma.checks import as_int, require, typed
 from dgemma.diffusion.prediction import Prediction, Top
 from dgemma.diffusion.state import DenoiseState
 from dgemma.run import stored
-from dgemma.run.changes import Changes, knob_changes, list_changes, list_writes, merge_changes
+from dgemma.run.changes import Changes, knob_changes, list_changes, list_in_place, merge_changes
 from dgemma.run.knobs import Knobs
 from dgemma.run.plan import Plan
 from dgemma.run.records import COLUMNS, BlockCommit, Change, Moment, RecordedStep, StepRecord
@@ -34,13 +34,13 @@ class Recording:
         self.commits: list[BlockCommit] = []
         self.changes: list[Change] = []
 
-    def add_step(self, record: StepRecord, changes: Changes = None, *, unwritten: DenoiseState | None = None) -> None:
+    def add_step(self, record: StepRecord, changes: Changes = None, *, untouched: DenoiseState | None = None) -> None:
         """Record a step, and the changes after it.
 
-        unwritten: a `snapshot` of the state as the step left it. Pass it if a callback may have written into the state.
+        untouched: a `snapshot` of the state as the step left it. Pass it if a callback may have changed the state.
         """
-        written = {} if unwritten is None else list_writes(unwritten, record.state)
-        after = record.state if unwritten is None else unwritten
+        in_place = {} if untouched is None else list_in_place(untouched, record.state)
+        after = record.state if untouched is None else untouched
         none = record.entropy.new_empty(*record.canvas.shape, 0)
         top = record.prediction.top(self.top) if self.top else Top(none, none)
         values = {"next_canvas": after.canvas, "done": after.done, "draft": after.draft, "open": after.open}
@@ -52,7 +52,7 @@ class Recording:
             columns[name] = tensor.detach().to(torch.int16 if is_small else column.dtypes[-1]).cpu()
         block, index = self.place()
         self.steps.append(RecordedStep(block=block, index=index, **columns))
-        self._add_change((block, index + 1), changes, Moment(record.state, record.cache, record.knobs), written)
+        self._add_change((block, index + 1), changes, Moment(record.state, record.cache, record.knobs), in_place)
 
     def add_commit(self, commit: BlockCommit) -> None:
         """Record a finished block."""

@@ -1,7 +1,7 @@
-"""The rows of a run in progress: what they have written, the states of their language, and which of them have ended.
+"""The rows of a run in progress: their tokens, the states of their language, and which of them have ended.
 
-A driver repeats four calls for every block: `read` (encode what is new), `start` (the next canvas), then it denoises
-the canvas, then `write`.
+A driver repeats four calls for every block: `encode` (what is new), `start` (the next canvas), then it denoises
+the canvas, then `commit`.
 """
 
 import torch
@@ -18,11 +18,11 @@ from dgemma.run.step import start_state
 
 
 class Rows:
-    """The rows of a plan, which start together and are written block by block.
+    """The rows of a plan, which start together and are committed block by block.
 
     `generate` runs one `Rows` for its batch. `Batch` runs many of them, each with a plan of batch size 1.
 
-    Example: `rows = Rows(plan); cache = rows.read(model); state = rows.start(model, plan.knobs)`.
+    Example: `rows = Rows(plan); cache = rows.encode(model); state = rows.start(model, plan.knobs)`.
     """
 
     def __init__(self, plan: Plan, *, index: int = 0, num_top: int | None = None) -> None:
@@ -34,16 +34,16 @@ class Rows:
         self.steps: list[Tensor] = []  # (B,) each
         self.forwards: list[Tensor] = []  # (B,) each
         self.ended = False
-        self.unread: Tensor = plan.prompt_tokens  # (R, n) tokens that are not in the cache
-        self.unread_mask: Tensor | None = plan.attention_mask
-        self.unread_images = plan.images
+        self.uncached: Tensor = plan.prompt_tokens  # (R, n) tokens that are not in the cache
+        self.uncached_mask: Tensor | None = plan.attention_mask
+        self.uncached_images = plan.images
         self._states = None if plan.language is None else plan.language.start  # (R,) of the constraint
         self._leaving: list[bool] = []
         self._retired: list[tuple[Tensor, Cache]] = []
 
-    def read(self, model: Denoiser, cache: Cache | None = None) -> Cache:
-        """Encode the unread tokens, and return the cache of the rows that go on. Rows that ended keep their cache."""
-        cache = model.encode_with(join_images(self.unread_images), self.unread, cache, self.unread_mask)
+    def encode(self, model: Denoiser, cache: Cache | None = None) -> Cache:
+        """Encode the uncached tokens, and return the cache of the rows that go on. Rows that ended keep their cache."""
+        cache = model.encode_with(join_images(self.uncached_images), self.uncached, cache, self.uncached_mask)
         if any(self._leaving):
             leaving = torch.tensor(self._leaving)
             ends, goes_on = (flags.nonzero()[:, 0].to(self.present.device) for flags in (leaving, ~leaving))
@@ -72,14 +72,14 @@ class Rows:
             **plan.part(block, self.present, self._states),
         )
 
-    def write(self, drafts: Tensor, steps: Tensor, forwards: Tensor) -> BlockCommit:
-        """Write the finished canvases (R, C), which took `steps` and `forwards` (R,). Call `read` after it."""
+    def commit(self, drafts: Tensor, steps: Tensor, forwards: Tensor) -> BlockCommit:
+        """Commit the finished canvases (R, C), which took `steps` and `forwards` (R,). Call `encode` after it."""
         plan, block, present = self.plan, len(self.blocks), self.present
         if plan.language is not None and self._states is not None:
             self._states = plan.language.advance(self._states, drafts.to(self._states.device))
-        self.unread, self.unread_mask, self._leaving = plan.end_rows(drafts, block, present)
-        self.unread_images = None
-        self.blocks.append(_spread(self.unread, present, plan.batch_size, plan.pad_token_id))
+        self.uncached, self.uncached_mask, self._leaving = plan.end_rows(drafts, block, present)
+        self.uncached_images = None
+        self.blocks.append(_spread(self.uncached, present, plan.batch_size, plan.pad_token_id))
         self.steps.append(_spread(steps, present, plan.batch_size, 0))
         self.forwards.append(_spread(forwards, present, plan.batch_size, 0))
         self.ended = all(self._leaving) or block + 1 == plan.num_blocks
@@ -95,10 +95,10 @@ class Rows:
         )
 
     def repeat(self, commit: BlockCommit) -> None:
-        """Write a block of a recorded run again."""
+        """Commit a block of a recorded run again."""
         steps = commit.steps
         forwards = steps if commit.forwards is None else commit.forwards
-        self.write(*(values.to(self.present.device)[self.present] for values in (commit.tokens, steps, forwards)))
+        self.commit(*(values.to(self.present.device)[self.present] for values in (commit.tokens, steps, forwards)))
 
     @property
     def new_tokens(self) -> Tensor:

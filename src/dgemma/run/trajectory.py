@@ -138,12 +138,12 @@ class Trajectory(Recording):
         self._check_model(model, cache)
         plan, device = self.plan.to(model.device), model.device
         rows = Rows(plan)
-        cache = rows.read(model, None if cache is None else cache.clone())
+        cache = rows.encode(model, None if cache is None else cache.clone())
         number = 0
         for block in range(self.steps[-1].block + 1 if self.steps else 0):
             if block > 0:
                 rows.repeat(self.commits[block - 1])
-                cache = rows.read(model, cache)
+                cache = rows.encode(model, cache)
             knobs = self._knobs_at(block)
             state, here = rows.start(model, knobs), cache
             steps = [step for step in self.steps if step.block == block]

@@ -101,9 +101,9 @@ def join_settings(settings: Mapping[str, Any]) -> str:
 
 def _literal(text: str) -> Any:
     """The Python value that a text denotes, or the text itself."""
-    for read in (ast.literal_eval, float):  # float reads "inf"
+    for parse in (ast.literal_eval, float):  # float reads "inf"
         with suppress(ValueError, SyntaxError, TypeError):
-            return read(text)
+            return parse(text)
     return text
 
 

@@ -76,14 +76,14 @@ def _start(model: Denoiser, prompt_tokens: Tensor, options: CausalOptions) -> tu
         pad_token_id=plan.pad_token_id,
     )
     num_tokens = model.generation.max_new_tokens if max_new_tokens is None else max_new_tokens
-    cache, last = _read_prompt(model, prompt_tokens, settings["attention_mask"], join_images(plan.images))
+    cache, last = _encode_prompt(model, prompt_tokens, settings["attention_mask"], join_images(plan.images))
     seeds = plan.seeds[0]
     none = torch.zeros_like(seeds, dtype=torch.bool)
     state = CausalState(token=last, number=torch.zeros_like(seeds), done=none, broken=none, seeds=seeds)
     return state, cache, rule, num_tokens
 
 
-def _read_prompt(
+def _encode_prompt(
     model: Denoiser, tokens: Tensor, attention_mask: Tensor | None, images: Images | None
 ) -> tuple[Any, Tensor]:
     """Read all but the last real token of each row, and return the cache and those last tokens (B, 1)."""

@@ -102,8 +102,8 @@ def infill_row(model: Denoiser, tokens: Tensor, holes: Holes, **options: Unpack[
     Example: `batch.add(infill_row(model, tokens, [(3, 6)], seed=1))`.
     """
     require(options.get("constraint") is None, "infill_row constraint", "be None", options.get("constraint"))
-    tokens, real, writer = _read_options("infill", model, tokens, cast(InfillOptions, options))
-    return HoleRows(writer, tokens, real, _read_todo(tokens, real, holes, writer))
+    tokens, real, filler = _read_options("infill", model, tokens, cast(InfillOptions, options))
+    return HoleRows(filler, tokens, real, _read_todo(tokens, real, holes, filler))
 
 
 @takes_options(InfillOptions)
@@ -135,8 +135,8 @@ def infill(model: Denoiser, tokens: Tensor, holes: Holes, **options: Unpack[Infi
 
     Example: `infill(model, tokens, [(12, 20)], noise=MaskNoise(vocab_size), sampler=Confidence(), seed=1).tokens`.
     """
-    tokens, real, writer = _read_options("infill", model, tokens, options)
-    return writer.write(tokens, real, _read_todo(tokens, real, holes, writer))
+    tokens, real, filler = _read_options("infill", model, tokens, options)
+    return filler.fill(tokens, real, _read_todo(tokens, real, holes, filler))
 
 
 @takes_options(InfillOptions)
@@ -159,7 +159,7 @@ def edit(
 
     Example: `edit(model, tokens, noise_level=0.3, frozen=is_prompt)`.
     """
-    tokens, real, writer = _read_options("edit", model, tokens, options)
+    tokens, real, filler = _read_options("edit", model, tokens, options)
     level = arguments.read_noise_level("edit", noise_level)
     todo = real & (real.cumsum(1) > 1)
     if frozen is not None:
@@ -168,8 +168,8 @@ def edit(
         todo = todo & ~frozen.to(tokens.device)
     rule = "leave a token to rewrite in every row"
     require(bool(todo.any(1).all()), "edit frozen", rule, frozen, "Omit the rows that have none.")
-    _check_text(tokens, real, writer)
-    return replace(writer, plan=replace(writer.plan, noise_level=level), from_text=True).write(tokens, real, todo)
+    _check_text(tokens, real, filler)
+    return replace(filler, plan=replace(filler.plan, noise_level=level), from_text=True).fill(tokens, real, todo)
 
 
 @dataclass
@@ -196,7 +196,7 @@ class _TextRow:
 
 
 @dataclass(frozen=True)
-class _Writer:
+class _Filler:
     """The settings of `infill` or `edit`."""
 
     name: str  # of the function, for errors
@@ -209,8 +209,8 @@ class _Writer:
     from_text: bool = False  # start from noised text instead of noise
     constraint: Constraint = None
 
-    def write(self, tokens: Tensor, real: Tensor, todo: Tensor) -> Infilling:
-        """Write the positions `todo` of `tokens`, of which `real` are not padding; all (B, N)."""
+    def fill(self, tokens: Tensor, real: Tensor, todo: Tensor) -> Infilling:
+        """Fill the positions `todo` of `tokens`, of which `real` are not padding; all (B, N)."""
         out, log_probs = tokens.clone(), torch.zeros(tokens.shape, device=tokens.device)
         steps, forwards = torch.zeros(2, len(tokens), dtype=torch.int64, device=tokens.device)
         rows, knobs, trajectories = HoleRows(self, tokens, real, todo), self.plan.knobs, []
@@ -221,7 +221,7 @@ class _Writer:
             while not rows.ended:
                 plan = replace(rows.plan, knobs=knobs)
                 trajectory = None if self.record_top is None else Trajectory(plan, top=self.record_top)
-                cache = rows.read(self.model, cache if self.record_top is None else None)
+                cache = rows.encode(self.model, cache if self.record_top is None else None)
                 state = rows.start(self.model, knobs)
                 events = denoise_canvas(self.model, state, cache, knobs)
                 drafts, num_steps, num_forwards, knobs = run_events(
@@ -229,7 +229,7 @@ class _Writer:
                 )
                 for row, score in zip(rows.open, self._score(state, cache, drafts), strict=True):
                     row.keep(scored[row.index], score)
-                commit = rows.write(drafts, num_steps, num_forwards)
+                commit = rows.commit(drafts, num_steps, num_forwards)
                 if trajectory is not None:
                     trajectory.add_commit(replace(commit, block=0))
                     trajectories.append(trajectory)
@@ -257,30 +257,30 @@ class HoleRows(Rows):
     `plan` is that of the next canvases, of the rows that still have holes. They are in `open`.
     """
 
-    def __init__(self, writer: _Writer, tokens: Tensor, real: Tensor, todo: Tensor) -> None:
-        super().__init__(writer.plan)
-        self._writer, self.texts = writer, []
+    def __init__(self, filler: _Filler, tokens: Tensor, real: Tensor, todo: Tensor) -> None:
+        super().__init__(filler.plan)
+        self._filler, self.texts = filler, []
         for index, (text, kept, holes) in enumerate(zip(tokens.cpu(), real.cpu(), todo.cpu(), strict=True)):
             row = _TextRow(index, kept.nonzero()[:, 0], text[kept], holes[kept], Placement(0, 0))
             row.first_start = self._first_start(row)
             self.texts.append(row)
-        self._language = None if writer.constraint is None else self._read_constraint(writer.constraint)
+        self._language = None if filler.constraint is None else self._read_constraint(filler.constraint)
         self.open = self.texts
         self._staying: list[int] | None = None  # the places of open rows in the cache; None: all
         self._place()
 
-    def read(self, model: Denoiser, cache: Cache | None = None) -> Cache:
+    def encode(self, model: Denoiser, cache: Cache | None = None) -> Cache:
         if cache is not None and self._staying is not None:
             cache = cache.select(torch.tensor(self._staying, device=self.present.device))
-        return super().read(model, cache)
+        return super().encode(model, cache)
 
     def start(self, model: Denoiser, knobs: Knobs) -> DenoiseState:
         index = torch.tensor([row.index for row in self.open], device=self.present.device)
         return replace(self._start(model, 0, knobs), rows=index)  # the plan is for one canvas
 
-    def write(self, drafts: Tensor, steps: Tensor, forwards: Tensor) -> BlockCommit:
+    def commit(self, drafts: Tensor, steps: Tensor, forwards: Tensor) -> BlockCommit:
         """Keep the tokens of the holes that the canvases have finished, and place the next ones."""
-        commit = super().write(drafts, steps, forwards)
+        commit = super().commit(drafts, steps, forwards)
         for row, draft in zip(self.open, drafts, strict=True):
             row.keep(row.text, draft)
             row.todo[: row.place.keep_until] = False
@@ -298,12 +298,12 @@ class HoleRows(Rows):
 
     def _first_start(self, row: _TextRow) -> int:
         """Return the first position of a row that a canvas may cover: after the first token and after the images."""
-        writer = self._writer
-        if writer.plan.images is None:
+        filler = self._filler
+        if filler.plan.images is None:
             return 1
-        assert isinstance(writer.model.config, ModelConfig)
-        start = max((row.text == writer.model.config.image_token_id).nonzero().flatten().tolist(), default=0) + 1
-        require(not bool(row.todo[:start].any()), f"{writer.name} images", "stand before the first hole", start)
+        assert isinstance(filler.model.config, ModelConfig)
+        start = max((row.text == filler.model.config.image_token_id).nonzero().flatten().tolist(), default=0) + 1
+        require(not bool(row.todo[:start].any()), f"{filler.name} images", "stand before the first hole", start)
         return start
 
     def _read_constraint(self, constraint: Constraint) -> HoleLanguage:
@@ -312,12 +312,12 @@ class HoleRows(Rows):
         if allowed is not None:
             tables = [_allowed_in(row, allowed) for row in self.texts]
             allowed = pad_sequence(tables, batch_first=True, padding_value=True)
-        return HoleLanguage(self._writer.name, constraint, holes, allowed, self.plan.noise)
+        return HoleLanguage(self._filler.name, constraint, holes, allowed, self.plan.noise)
 
     def _place(self) -> None:
         """Place the next canvas of every open row, and plan it as a run whose prompt is the text left of the canvas."""
-        writer, rows, device = self._writer, self.open, self.present.device
-        template, canvas_len, num_read = writer.plan, writer.plan.canvas_len, [row.place.start for row in rows]
+        filler, rows, device = self._filler, self.open, self.present.device
+        template, canvas_len, num_before = filler.plan, filler.plan.canvas_len, [row.place.start for row in rows]
         for row in rows:
             row.place = place_canvas(row.todo, canvas_len, row.first_start)
         text = torch.stack([row.under(row.text, canvas_len, -1) for row in rows]).to(device)
@@ -345,25 +345,25 @@ class HoleRows(Rows):
             language=None if self._language is None else self._language.canvases(rows, canvas_len).to(device),
             images=None if template.images is None else tuple(template.images[row.index] for row in rows),
         )
-        if writer.from_text:
+        if filler.from_text:
             # The level is that of the first step, which is rarely exactly the requested one.
-            canvas = _corrupt(text, allowed, self._start(writer.model, 0, plan.knobs), plan)
+            canvas = _corrupt(text, allowed, self._start(filler.model, 0, plan.knobs), plan)
         canvas = torch.where(frozen, text, canvas)
         # Under mask noise, positions after the text are frozen masks by default. The sampler spends all its steps on
         # the holes, and the masks tell the network that the text may go on. A network that takes the level of each
         # position is an exception, because it would read level 0 at frozen masks.
-        tail = writer.tail_token_id
-        if tail is None and plan.noise.kind == "mask" and not writer.model.takes_position_levels:
+        tail = filler.tail_token_id
+        if tail is None and plan.noise.kind == "mask" and not filler.model.takes_position_levels:
             tail = plan.noise.mask_token
         if tail is not None and plan.text_len is not None:
             is_tail = torch.arange(canvas_len, device=device) >= plan.text_len[:, None]
             canvas, frozen = torch.where(is_tail, tail, canvas), frozen | is_tail
         self.plan = replace(plan, span=replace(plan.span, canvas=canvas, frozen=frozen))
-        if writer.record_top is None:
-            new = [row.text[start : row.place.start] for row, start in zip(rows, num_read, strict=True)]
-            self.unread, self.unread_mask = _pad_rows(new, device)
+        if filler.record_top is None:
+            new = [row.text[start : row.place.start] for row, start in zip(rows, num_before, strict=True)]
+            self.uncached, self.uncached_mask = _pad_rows(new, device)
         else:  # a replay encodes the whole prefix of each canvas again
-            self.unread, self.unread_mask, self.unread_images = prefix, is_prefix, plan.images
+            self.uncached, self.uncached_mask, self.uncached_images = prefix, is_prefix, plan.images
 
 
 def _pad_rows(parts: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -390,8 +390,8 @@ def _corrupt(text: Tensor, allowed: Tensor | None, state: DenoiseState, plan: Pl
     return torch.where(ends, -1, noised)
 
 
-def _read_options(name: str, model: Denoiser, tokens: Any, options: InfillOptions) -> tuple[Tensor, Tensor, _Writer]:
-    """Check tokens and options like `generate`; return the tokens in int64, those that are real, and the writer."""
+def _read_options(name: str, model: Denoiser, tokens: Any, options: InfillOptions) -> tuple[Tensor, Tensor, _Filler]:
+    """Check tokens and options like `generate`; return the tokens in int64, those that are real, and a filler."""
     check_denoiser(name, model)
     longest = model.config.max_position_embeddings
     rule = f"be integer ids of shape (batch, 1 to {longest} positions)"
@@ -417,7 +417,7 @@ def _read_options(name: str, model: Denoiser, tokens: Any, options: InfillOption
         require_tensor(mask, f"{name} attention_mask", rule, shape=tokens.shape)
         require(bool(((mask == 0) | (mask == 1)).all()), f"{name} attention_mask", rule, mask)
         real = mask.to(tokens.device, torch.bool)
-    writer = _Writer(
+    filler = _Filler(
         name=name,
         model=model,
         plan=replace(plan, span=Span(allowed=allowed), images=arguments.read_images(model, tokens, settings["images"])),
@@ -427,7 +427,7 @@ def _read_options(name: str, model: Denoiser, tokens: Any, options: InfillOption
         progress=settings["progress"],
         constraint=constraint,
     )
-    return tokens.long(), real, writer
+    return tokens.long(), real, filler
 
 
 def _read_holes(holes: Holes, tokens: Tensor) -> Tensor:
@@ -447,23 +447,23 @@ def _read_holes(holes: Holes, tokens: Tensor) -> Tensor:
     return marked
 
 
-def _read_todo(tokens: Tensor, real: Tensor, holes: Holes, writer: _Writer) -> Tensor:
+def _read_todo(tokens: Tensor, real: Tensor, holes: Holes, filler: _Filler) -> Tensor:
     """Check the holes and the text around them; return the tokens to write, (B, N) bool."""
     todo = _read_holes(holes, tokens) & real
     fits = bool(todo.any(1).all()) and not bool((todo & (real.cumsum(1) == 1)).any())
     rule = "mark a token in every row, but never the first, which is the prefix of a canvas"
     require(fits, "infill holes", rule, holes, "Put the bos token first, and omit rows without a hole.")
-    _check_text(tokens, real & ~todo, writer)
+    _check_text(tokens, real & ~todo, filler)
     return todo
 
 
-def _check_text(tokens: Tensor, kept: Tensor, writer: _Writer) -> None:
+def _check_text(tokens: Tensor, kept: Tensor, filler: _Filler) -> None:
     """Check that the tokens outside the holes are in the vocabulary and are not noise."""
-    noise = writer.plan.noise
+    noise = filler.plan.noise
     strange = tokens[kept & ((tokens < 0) | (tokens >= noise.vocab_size) | noise.masked(tokens))].tolist()
     rule = f"hold ids in [0, {noise.vocab_size}) and no mask token outside the holes"
-    require(not strange, f"{writer.name} tokens", rule, strange, "Mark them as holes.")
-    check_tail(writer.name, writer.tail_token_id, noise)
+    require(not strange, f"{filler.name} tokens", rule, strange, "Mark them as holes.")
+    check_tail(filler.name, filler.tail_token_id, noise)
 
 
 def check_tail(name: str, token: int | None, noise: Noise) -> None:

@@ -19,7 +19,7 @@ from dgemma.diffusion.noise import Noise
 from dgemma.model.cache import Cache
 from dgemma.model.denoiser import Denoiser
 from dgemma.model.vision.images import Images
-from dgemma.run.prefixes import SharedPrefixes, read_texts
+from dgemma.run.prefixes import SharedPrefixes, encode_texts
 
 _OPEN = -1  # in a canvas: a position whose token is not shown
 
@@ -102,8 +102,8 @@ def layouts_of(pieces: Sequence[Piece], places: Sequence[int], canvas_len: int, 
     return [layout._replace(fixed=layout.fixed[:num_fixed]) for layout in found]
 
 
-class Reader:
-    """Reads prefixes, and predicts canvases with open positions. Equal canvases of a row are predicted once."""
+class Scorer:
+    """Encodes prefixes, and scores canvases with open positions. Equal canvases of a row are predicted once."""
 
     def __init__(
         self, model: Denoiser, noise: Noise, num_draws: int, batch_size: int, prefixes: SharedPrefixes | None = None
@@ -112,12 +112,12 @@ class Reader:
         self._prefixes = SharedPrefixes() if prefixes is None else prefixes
         self.num_draws = num_draws if noise.mask_token is None else 1  # masks are not random
 
-    def read(self, texts: Sequence[Sequence[int]], cache: Cache | None, images: Sequence[Images | None]) -> Cache:
+    def encode(self, texts: Sequence[Sequence[int]], cache: Cache | None, images: Sequence[Images | None]) -> Cache:
         """Extend the cache of B rows by their texts. The first ones may have images, and share prefixes."""
         tokens = [torch.tensor(text, dtype=torch.int64) for text in texts]
         if cache is None:
-            return self._prefixes.read(self.model, tokens, images)
-        return read_texts(self.model, cache, tokens)
+            return self._prefixes.encode(self.model, tokens, images)
+        return encode_texts(self.model, cache, tokens)
 
     def score(
         self, cache: Cache, layouts: Sequence[Sequence[Layout]], seeds: Sequence[int], block: int

@@ -30,7 +30,7 @@ from dgemma.run.knobs import learnt_noise
 from dgemma.run.options import Default, fill_in, takes_options
 from dgemma.run.prefixes import SharedPrefixes
 from dgemma.tasks.infill import check_tail
-from dgemma.tasks.option_scores import Blank, Layout, Piece, Reader, layouts_of
+from dgemma.tasks.option_scores import Blank, Layout, Piece, Scorer, layouts_of
 
 _MOST_COMBINATIONS = 4096
 
@@ -133,7 +133,7 @@ def slots(
         filled["prime"].probabilities
     """
     filler = _Filler("slots", model, options, prefixes)
-    return filler.fill([filler.read("slots template", template, 0)])[0]
+    return filler.fill([filler.tokenize("slots template", template, 0)])[0]
 
 
 @takes_options(SlotOptions)
@@ -234,7 +234,7 @@ def _decide(filler: "_Filler", templates: Iterable[Template], bar: Any) -> Itera
     numbered = enumerate(templates)
     with bar:
         while batch := list(itertools.islice(numbered, filler.settings["batch_size"])):
-            rows = [filler.read(f"decide_many templates[{number}]", template, number) for number, template in batch]
+            rows = [filler.tokenize(f"decide_many templates[{number}]", template, number) for number, template in batch]
             for filled in filler.fill(rows):
                 bar.update()
                 yield filled
@@ -253,7 +253,7 @@ class _TemplateRow:
     images: Images | None  # before the first slot
     chosen: dict[int, int] = field(default_factory=dict)  # the index of the option, by place
     laws: list[Tensor] = field(default_factory=list)  # of each group
-    num_read: int = 0  # tokens in the cache
+    num_cached: int = 0  # tokens in the cache
 
     def text(self, end: int | None = None) -> list[int]:
         """The tokens of the pieces before `end`, with the chosen options."""
@@ -261,10 +261,10 @@ class _TemplateRow:
         filled = [piece.options[self.chosen[place]] if isinstance(piece, Blank) else piece for place, piece in pieces]
         return list(itertools.chain(*filled))
 
-    def read_up_to(self, end: int) -> list[int]:
+    def take_text(self, end: int) -> list[int]:
         """The tokens before `end` that are not in the cache yet."""
         text = self.text(end)
-        start, self.num_read = self.num_read, len(text)
+        start, self.num_cached = self.num_cached, len(text)
         return text[start:]
 
 
@@ -291,9 +291,9 @@ class _Filler:
         self.model, self.noise, self.settings = model, noise, settings
         self.tokenizer, self.mode, self.bias = settings["tokenizer"], settings["mode"], settings["bias"] or {}
         self.tail = [] if tail is None else [tail] * model.config.canvas_length
-        self.reader = Reader(model, noise, settings["num_draws"], settings["batch_size"], prefixes)
+        self.scorer = Scorer(model, noise, settings["num_draws"], settings["batch_size"], prefixes)
 
-    def read(self, owner: str, template: Template, number: int) -> _TemplateRow:
+    def tokenize(self, owner: str, template: Template, number: int) -> _TemplateRow:
         """Tokenize a template and check it."""
         pieces: list[Piece] = []
         images: list[Images] = []
@@ -352,11 +352,11 @@ class _Filler:
             if cache is not None and len(kept) < len(active):
                 cache = cache.select(torch.tensor(kept, device=self.model.device))
             active = [active[at] for at in kept]
-            texts = [row.read_up_to(row.rounds[number][0][0]) for row in active]
-            cache = self.reader.read(texts, cache, [row.images for row in active])
+            texts = [row.take_text(row.rounds[number][0][0]) for row in active]
+            cache = self.scorer.encode(texts, cache, [row.images for row in active])
             layouts = [self._layouts(row, row.rounds[number]) for row in active]
             joined = [list(itertools.chain(*groups)) for groups in layouts]
-            scores = self.reader.score(cache, joined, [row.seed for row in active], block=number)
+            scores = self.scorer.score(cache, joined, [row.seed for row in active], block=number)
             for row, groups, score in zip(active, layouts, scores, strict=True):
                 parts = score.split([len(group) for group in groups])
                 for places, part in zip(row.rounds[number], parts, strict=True):

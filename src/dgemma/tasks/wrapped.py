@@ -244,10 +244,10 @@ def _defaults(hf_model: nn.Module, canvas_len: int, mask_token_id: int) -> Gener
     """Return LLaDA's defaults, with the stop and padding ids of the model's configs."""
     configs = [getattr(hf_model, name, None) for name in ("generation_config", "config")]
 
-    def read(name: str) -> Any:
+    def setting(name: str) -> Any:
         return next((value for config in configs if (value := getattr(config, name, None)) is not None), None)
 
-    eos, pad = read("eos_token_id"), read("pad_token_id")
+    eos, pad = setting("eos_token_id"), setting("pad_token_id")
     stops = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     return GenerationDefaults(
         max_new_tokens=canvas_len,
