@@ -35,7 +35,7 @@ from dgemma.sampling.named import parse_sampler
 from dgemma.train.batch import TrainBatch, row_seeds
 from dgemma.train.canvases import cut_canvases
 from dgemma.train.likelihood import evaluate
-from dgemma.train.one_pass import read_canvases
+from dgemma.train.predictors import read_canvases
 from dgemma.values import label
 
 try:

@@ -18,7 +18,7 @@ from dgemma.run.step import predict, settle, start_state
 from dgemma.sampling.base import Sampler
 from dgemma.sampling.temperature import ConstantTemperature
 from dgemma.train.canvases import Canvases
-from dgemma.train.one_pass import ByCanvas
+from dgemma.train.predictors import ByCanvas
 
 
 def check_sampler(sampler: Sampler, noise: Noise) -> None:

@@ -31,7 +31,7 @@ from dgemma.train.by_sampler import check_sampler, nats_of_texts
 from dgemma.train.canvases import Canvases, cut_canvases
 from dgemma.train.config import SHARE
 from dgemma.train.estimates import Likelihood, RowSums
-from dgemma.train.one_pass import ByCanvas, OnePass, read_canvases
+from dgemma.train.predictors import ByCanvas, OnePass, read_canvases
 
 _MOST_SAMPLES = 100_000  # per canvas; more rows narrow the interval further
 
