@@ -1,6 +1,5 @@
 """Headless Chromium through its debugging pipe: nothing to install but the browser itself."""
 
-import base64
 import fcntl
 import json
 import os
@@ -111,9 +110,6 @@ class Browser:
     def click(self, selector: str) -> None:
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             self.mouse(kind, *self.centre(selector))
-
-    def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self("Page.captureScreenshot")["data"]))
 
     @property
     def requests(self) -> list[str]:

@@ -196,7 +196,7 @@ class _TextRow:
 
 
 @dataclass(frozen=True)
-class _Filler:
+class _Infiller:
     """The settings of `infill` or `edit`."""
 
     name: str  # of the function, for errors
@@ -257,7 +257,7 @@ class HoleRows(Rows):
     `plan` is that of the next canvases, of the rows that still have holes. They are in `open`.
     """
 
-    def __init__(self, filler: _Filler, tokens: Tensor, real: Tensor, todo: Tensor) -> None:
+    def __init__(self, filler: _Infiller, tokens: Tensor, real: Tensor, todo: Tensor) -> None:
         super().__init__(filler.plan)
         self._filler, self.texts = filler, []
         for index, (text, kept, holes) in enumerate(zip(tokens.cpu(), real.cpu(), todo.cpu(), strict=True)):
@@ -390,7 +390,7 @@ def _corrupt(text: Tensor, allowed: Tensor | None, state: DenoiseState, plan: Pl
     return torch.where(ends, -1, noised)
 
 
-def _read_options(name: str, model: Denoiser, tokens: Any, options: InfillOptions) -> tuple[Tensor, Tensor, _Filler]:
+def _read_options(name: str, model: Denoiser, tokens: Any, options: InfillOptions) -> tuple[Tensor, Tensor, _Infiller]:
     """Check tokens and options like `generate`; return the tokens in int64, those that are real, and a filler."""
     check_denoiser(name, model)
     longest = model.config.max_position_embeddings
@@ -417,7 +417,7 @@ def _read_options(name: str, model: Denoiser, tokens: Any, options: InfillOption
         require_tensor(mask, f"{name} attention_mask", rule, shape=tokens.shape)
         require(bool(((mask == 0) | (mask == 1)).all()), f"{name} attention_mask", rule, mask)
         real = mask.to(tokens.device, torch.bool)
-    filler = _Filler(
+    filler = _Infiller(
         name=name,
         model=model,
         plan=replace(plan, span=Span(allowed=allowed), images=arguments.read_images(model, tokens, settings["images"])),
@@ -447,7 +447,7 @@ def _read_holes(holes: Holes, tokens: Tensor) -> Tensor:
     return marked
 
 
-def _read_todo(tokens: Tensor, real: Tensor, holes: Holes, filler: _Filler) -> Tensor:
+def _read_todo(tokens: Tensor, real: Tensor, holes: Holes, filler: _Infiller) -> Tensor:
     """Check the holes and the text around them; return the tokens to write, (B, N) bool."""
     todo = _read_holes(holes, tokens) & real
     fits = bool(todo.any(1).all()) and not bool((todo & (real.cumsum(1) == 1)).any())
@@ -457,7 +457,7 @@ def _read_todo(tokens: Tensor, real: Tensor, holes: Holes, filler: _Filler) -> T
     return todo
 
 
-def _check_text(tokens: Tensor, kept: Tensor, filler: _Filler) -> None:
+def _check_text(tokens: Tensor, kept: Tensor, filler: _Infiller) -> None:
     """Check that the tokens outside the holes are in the vocabulary and are not noise."""
     noise = filler.plan.noise
     strange = tokens[kept & ((tokens < 0) | (tokens >= noise.vocab_size) | noise.masked(tokens))].tolist()
