@@ -340,6 +340,17 @@ def test_a_string_without_a_possible_length_is_no_value():
     assert dgemma.JsonSchema({"anyOf": [empty, {"type": "null"}]}, TOKENIZER).pattern == "null"
 
 
+@pytest.mark.parametrize("kind", [("string", "Length"), ("array", "Items")])
+def test_lengths_may_be_written_as_floats(kind):
+    """JSON Schema: 2.0 is an integer, 2.5 is none."""
+    name, unit = kind
+    two, whole = ({"type": name, f"min{unit}": n, f"max{unit}": n} for n in (2.0, 2))
+    assert dgemma.JsonSchema(two, TOKENIZER).pattern == dgemma.JsonSchema(whole, TOKENIZER).pattern
+    for wrong in (2.5, -1, True, "2"):
+        with pytest.raises(ValueError, match=f"whole number of at least 0 as max{unit}"):
+            dgemma.JsonSchema({"type": name, f"max{unit}": wrong}, TOKENIZER)
+
+
 def test_max_items_cuts_off_prefix_items():
     jsonschema = pytest.importorskip("jsonschema")
     schema = {"type": "array", "prefixItems": [{"const": 1}, {"const": 2}, False], "maxItems": 1}

@@ -1,6 +1,7 @@
 """The server's routes in this process: answers are those of `generate`, and every mistake gets a clear error."""
 
 import asyncio
+import dataclasses
 import importlib
 import json
 import re
@@ -20,6 +21,7 @@ import pydantic
 from starlette.testclient import TestClient
 
 import dgemma
+from dgemma.checkpoint.tokenizer import ToolCall
 from dgemma.constraints import build
 from dgemma.run.rows import Rows
 from dgemma.serve.app import create_app
@@ -230,6 +232,26 @@ def test_a_required_tool_is_called_in_the_form_of_openai(model):
         history = [*MESSAGES, choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "yes"}]
         refused = chat(client, messages=history)  # the toy's template has no turns of tools
         assert (refused.status_code, "role" in refused.json()["error"]["message"]) == (400, True)
+
+
+class TwoCalls(WithTools):
+    """Reads two calls in every answer."""
+
+    def reply(self, tokens):
+        return dataclasses.replace(
+            super().reply(tokens), tool_calls=(ToolCall(name="look", arguments={}, text="call:look{}"),) * 2
+        )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_may_ask_for_one_call_at_a_time(model, stream):
+    tool = {"type": "function", "function": {"name": "look"}}
+    with TestClient(create_app(model, TwoCalls(), name="toy", batch_size=2)) as client:
+        for parallel, count in ((None, 2), (True, 2), (False, 1)):
+            answer = chat(client, tools=[tool], parallel_tool_calls=parallel, max_tokens=8, stream=stream)
+            parts = [event["choices"][0]["delta"] for event in read_stream(answer)] if stream else []
+            message = parts[-2] if stream else answer.json()["choices"][0]["message"]
+            assert len(message["tool_calls"]) == count
 
 
 @pytest.mark.parametrize("arguments", ["[", "[" * 100_000, "3", "[1]", "null", "\ud800"])

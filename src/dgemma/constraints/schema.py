@@ -161,7 +161,7 @@ class _Compiler:
 
     def _string(self, schema: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str | None:
         quote, char = self.notation.quote, self.notation.char
-        least, most = schema.get("minLength", 0), schema.get("maxLength")
+        least, most = _count(schema, "minLength", where) or 0, _count(schema, "maxLength", where)
         if "pattern" in schema:
             self._refuse_others(schema, where, {"type", "pattern"})
             pattern = schema["pattern"]
@@ -197,7 +197,7 @@ class _Compiler:
         if schema.get("uniqueItems"):
             _refuse("not require uniqueItems", True, where, "Check it afterwards.")
         space = self.notation.space
-        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        least, most = _count(schema, "minItems", where) or 0, _count(schema, "maxItems", where)
         prefix = schema.get("prefixItems", ())[:most]
         first = [self.value(one, f"{where}/prefixItems/{i}", refs) for i, one in enumerate(prefix)]
         if None in first:
@@ -311,6 +311,15 @@ def _in_order(pieces: list[tuple[str, bool]], comma: str) -> str:
         piece + "".join(f"(?:{comma}{later})?" for later, _ in pieces[at + 1 :]) for at, (piece, _) in enumerate(pieces)
     ]
     return f"(?:{'|'.join(tails)})?" if tails else ""
+
+
+def _count(schema: Mapping[str, Any], keyword: str, where: str) -> int | None:
+    """Return a length or number of items. JSON schemas may write 2 as 2.0."""
+    value = schema.get(keyword)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (is_number and value >= 0 and value == value // 1):
+        _refuse(f"have a whole number of at least 0 as {keyword}", value, where)
+    return None if value is None else int(value)
 
 
 def _refuse(rule: str, value: Any, where: str, fix: str = "") -> NoReturn:

@@ -161,6 +161,7 @@ class Answer:
         if choice.text.reply is None or not isinstance(self._body, ChatRequest) or not self._body.tools:
             return []
         calls = [call for call in choice.text.reply.tool_calls if call.arguments is not None]
+        calls = calls[:1] if self._body.parallel_tool_calls is False else calls
         functions = [{"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)} for call in calls]
         return [
             {"id": f"call_{self._id[-12:]}_{choice.index}_{at}", "type": "function", "function": function}
