@@ -212,6 +212,8 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
     masks = dgemma.MaskNoise(shape.vocab_size, mask_token_id=corpus.tokenizer.mask_token_id)
     # All canvases of a row at once, some of them with masks. No input tells the kind of noise: masks show it. The
     # causal mode quickly memorises a small corpus, so its loss has a low weight.
+    # All canvases of a row at once, some of them with masks. No input tells the kind of noise: masks show it. The
+    # causal mode learns faster than the others, so its loss has a low weight.
     objective = Objective(
         noise=uniform,
         masks=masks,
