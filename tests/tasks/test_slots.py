@@ -243,6 +243,8 @@ def test_calibration_finds_the_temperature_of_the_known_answers():
     results = [answered([0.9, 0.1], [0.9, 0.1], joint=table / table.sum())] * 5
     assert calibrate(results, [["yes", "yes"]] * 4 + [["no", "no"]]) == pytest.approx(2.0, rel=1e-9)
     assert calibrate([answered([0.9, 0.1])], [["yes"]]) == pytest.approx(0.01)  # always right
+    with pytest.raises(ValueError, match="calibrate results must have at least one answered slot"):
+        calibrate([], [])
     for truth in ([], ["maybe"]):
         with pytest.raises(ValueError, match=r"truths\[0\] must have an option of each of the slots .*, got \["):
             calibrate([answered([0.9, 0.1])], [truth])
