@@ -64,6 +64,10 @@ parser.add_argument("--new-tokens", type=int, default=64, help="tokens per sampl
 parser.add_argument("--out", type=Path, help="also write the page to this Markdown file")
 parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 args = parser.parse_args()
+if args.num_prompts < 1:
+    parser.error(f"--num-prompts must be at least 1, got {args.num_prompts}")
+if args.out is not None:
+    args.out.parent.mkdir(parents=True, exist_ok=True)  # before the run, so that a wrong path costs no time
 
 model = dgemma.DiffusionGemma.from_pretrained(args.model, dtype=torch.float32, device=args.device)
 tokenizer = dgemma.Tokenizer.from_pretrained(args.model)

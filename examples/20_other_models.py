@@ -21,6 +21,8 @@ from dgemma.train.likelihood import evaluate
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--steps", type=int, default=300, help="training steps (%(default)s)")
 args = parser.parse_args()
+if args.steps < 1:
+    parser.error(f"--steps must be at least 1, got {args.steps}")
 
 FIRST, MASK, VOCAB = 2, 1, 28  # ids 2 to 27 are the letters, 1 is the mask, 0 pads
 

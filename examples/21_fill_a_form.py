@@ -35,6 +35,8 @@ def main() -> None:
     phrases = dict.fromkeys(" ".join(part) for part in parts)
     names = [phrase for phrase in phrases if phrase[0].isupper()]
     things = [phrase for phrase in phrases if phrase[0].islower()]
+    if not (names and things):
+        parser.error(f"--story must have a name and a thing that the form can take, got {options.story!r}")
     blanks = [f"({'|'.join(names if field == 'name' else things)})" for field in FORM]
     pattern = "".join(re.escape(text) + blank for text, blank in zip(FORM.values(), blanks, strict=True)) + r"\."
     constraint = dgemma.Regex(pattern, tokenizer)

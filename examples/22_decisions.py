@@ -79,5 +79,8 @@ def decide_cells() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=60, help="sentences (%(default)s)")
-    decide_pronouns(parser.parse_args().rows)
+    args = parser.parse_args()
+    if args.rows < 2:
+        parser.error(f"--rows must be at least 2, for a half with known answers, got {args.rows}")
+    decide_pronouns(args.rows)
     decide_cells()
