@@ -12,6 +12,7 @@ import torch
 from huggingface_hub import HfApi, ModelCard
 
 import dgemma
+from dgemma.train import LoRA, add_lora
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -95,3 +96,11 @@ def test_a_card_that_is_there_stays(hub):
     dgemma.DiffusionGemma(dgemma.presets.tiny()).push_to_hub("me/small", token="hf_secret")
     assert hub.files["README.md"] == b"my own words"
     assert "model.safetensors" in hub.files
+
+
+def test_a_model_that_cannot_be_saved_makes_no_repository(hub):
+    model = dgemma.DiffusionGemma(dgemma.presets.tiny())
+    add_lora(model, LoRA(rank=2, alpha=4.0), seed=0)
+    with pytest.raises(ValueError, match="Merge adapters first"):
+        model.push_to_hub("me/small", token="hf_secret")
+    assert hub.requests == []

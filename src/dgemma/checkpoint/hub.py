@@ -3,7 +3,7 @@
 import tempfile
 from pathlib import Path
 
-from dgemma.checkpoint.saving import save_pretrained
+from dgemma.checkpoint.saving import check_tensors, save_pretrained
 from dgemma.files import write_text
 from dgemma.model.diffusion import DiffusionGemma
 
@@ -58,6 +58,7 @@ def push_to_hub(model: DiffusionGemma, repo_id: str, *, private: bool | None, to
     """Upload the folder of `save_pretrained`, with a model card if the repository has none; return the address."""
     from huggingface_hub import HfApi
 
+    check_tensors(model)  # now, because an error after the next request would leave an empty repository
     api = HfApi(token=token)
     address = api.create_repo(repo_id, private=private, exist_ok=True)
     repo_id = address.repo_id  # with its owner, whom `repo_id` may omit

@@ -75,6 +75,14 @@ def _published_config(model: DiffusionGemma) -> dict[str, Any]:
 
 
 def _tensors_to_save(model: DiffusionGemma) -> dict[str, Tensor]:
+    tensors = {published_name(name): weight for name, weight in check_tensors(model).items()}
+    for name, weight in quantized_weights(model):
+        tensors |= compressed_tensors.published_tensors(published_name(name), weight)
+    return tensors
+
+
+def check_tensors(model: DiffusionGemma) -> dict[str, Tensor]:
+    """Return the weights that are not quantised; raise ValueError for a model that `save_pretrained` refuses."""
     quantized = dict(quantized_weights(model))
     buffers = {f"{name}.{role}" for name, weight in quantized.items() for role in weight.tensors()}
     state = {name: weight for name, weight in model.state_dict().items() if name not in buffers}
@@ -85,10 +93,7 @@ def _tensors_to_save(model: DiffusionGemma) -> dict[str, Tensor]:
             "DiffusionGemma.save_pretrained must find exactly the published tensors, got "
             f"{first(sorted(extra))} extra and {first(sorted(missing))} missing. Merge adapters first."
         )
-    tensors = {published_name(name): weight for name, weight in state.items()}
-    for name, weight in quantized.items():
-        tensors |= compressed_tensors.published_tensors(published_name(name), weight)
-    return tensors
+    return state
 
 
 def _pack(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
