@@ -92,6 +92,25 @@ def test_a_file_of_prompts_gives_a_file_of_results_that_the_command_completes(co
     assert "must be used together" in command("generate", "--input", prompts).err
 
 
+def test_ctrl_c_keeps_finished_results_and_says_that_the_command_continues(command, checkpoint, monkeypatch, tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "run.jsonl"
+    prompts.write_text('"Once"\n"It was"\n')
+    generate_many = writing.generate_many
+
+    def press_ctrl_c(*args, **options):
+        yield next(generate_many(*args, **options))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(writing, "generate_many", press_ctrl_c)
+    words = ("generate", "-m", checkpoint, *QUICK, "--batch-size", "1", "--input", prompts, "--out", out, "--quiet")
+    stopped = f"\nFinished results are in {out}. The same command continues.\n\nStopped.\n"
+    assert command(*words) == (130, "", stopped)
+    assert len(out.read_text().splitlines()) == 2  # the settings and one result
+    monkeypatch.undo()
+    assert command(*words) == (0, "", "")
+    assert len(out.read_text().splitlines()) == 3
+
+
 def test_written_tokens_end_with_the_stop_token():
     """A padding token that the model wrote before the stop token is kept, because it is in the cache."""
     writer = SimpleNamespace(denoiser=SimpleNamespace(generation=dgemma.GenerationDefaults()))

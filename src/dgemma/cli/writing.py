@@ -85,8 +85,12 @@ def _generate_many(arguments: argparse.Namespace) -> None:
         progress=not arguments.quiet,
         **writer.settings,
     )
-    for _ in results:
-        pass
+    try:
+        for _ in results:
+            pass
+    except KeyboardInterrupt:
+        output.print_note(f"\nFinished results are in {arguments.out}. The same command continues.")
+        raise
     if not arguments.quiet:
         print(f"{arguments.out} holds {output.counted(num_prompts, 'result')}.", file=sys.stderr)
 
