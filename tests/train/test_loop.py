@@ -25,7 +25,7 @@ from dgemma.train.config import TrainConfig
 from dgemma.train.loop import train
 from dgemma.train.lora import LoRA, add_lora
 from dgemma.train.losses import CrossEntropy
-from dgemma.train.objective import Objective
+from dgemma.train.objective import Objective, RowMean
 from dgemma.train.parallel import Parallel
 from dgemma.train.update import Updater
 from dgemma_kernels import accelerate_training
@@ -80,6 +80,13 @@ def test_weights_that_no_gradient_reaches_are_named(tmp_path, caplog):
     model.layers[0].experts.register_forward_hook(lambda module, inputs, out: out * 0)
     run(tmp_path / "some", model=model, steps=9)
     assert "No gradient reaches 7 weights, such as layers.0.router.scale" in caplog.text
+
+
+def test_updates_without_any_loss_name_no_weights(tmp_path, caplog):
+    """Runs that all got the same reward, for example: their advantages are 0."""
+    nothing = RowMean(lambda model, batch, seeds: 0.0 * seeds * sum(w.sum() for w in model.parameters()))
+    run(tmp_path, objective=nothing, steps=9)
+    assert "No gradient" not in caplog.text
 
 
 def test_an_error_ends_the_thread_that_prepares_batches(tmp_path):

@@ -110,7 +110,11 @@ class Updater:
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 self.learning[name] = self.learning.get(name, False) | parameter.grad.any()
-        if is_last and (untrained := [name for name, any_gradient in self.learning.items() if not any_gradient]):
+        if not is_last:  # reading the flags waits for the device
+            return
+        untrained = [name for name, any_gradient in self.learning.items() if not any_gradient]
+        # If no weight had a gradient, the first updates had no loss: runs, for example, that all got the same reward.
+        if 0 < len(untrained) < len(self.learning):
             expected = "They will not learn. Routers that choose one expert never have a gradient."
             names = ", ".join(untrained[:3])
             _logger.warning("No gradient reaches %d weights, such as %s. %s", len(untrained), names, expected)
