@@ -1,6 +1,6 @@
 """Print a model's answers to prompts that were used in no choice, and autoregressive answers of the same weights.
 
-    python examples/text_corpus/held_out.py --model runs/text4/checkpoint
+    python examples/text_corpus/held_out.py --model runs/text/checkpoint
     python examples/text_corpus/held_out.py --model dgemma/text --count 3
 
 The prompts are in `held_out_prompts.toml`: everyday prose, holes in such prose, dialogues, and JSON from a sentence.
