@@ -5,7 +5,7 @@
 Commands that train a text model on one GPU, and sample from it:
 
     python examples/text_corpus/prepare.py --out runs/corpus
-    python examples/08_train_text.py --corpus runs/corpus --out runs/text --minutes 19 --fast
+    python examples/08_train_text.py --corpus runs/corpus --out runs/text --minutes 23 --fast
     python examples/18_samples.py --model runs/text/checkpoint --out runs/text/samples.md
 
 Steps alternate between running text (train.txt) and answers (answers.jsonl). Prompts are clean and not scored, and the

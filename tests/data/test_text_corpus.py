@@ -292,6 +292,12 @@ def answer_source(tmp_path, chat_tokenizer):
     return make
 
 
+def test_steps_alternate_between_the_sources_and_no_source_misses_one_of_its_own(answer_source):
+    in_turn = sys.modules["train_text"].InTurn(sources=(lambda *asked: ("text", *asked), lambda *asked: asked))
+    rows = range(3)
+    assert [in_turn(step, rows) for step in range(4)] == [("text", 0, rows), (0, rows), ("text", 1, rows), (1, rows)]
+
+
 def test_a_row_has_at_most_five_open_canvases_and_two_epochs_open_a_whole_answer(answer_source):
     source = answer_source([("What is 1?", " It is 1, and 1, and 1." * 9)], canvas_len=4, batch_size=1)
     first, last = (set((~source(step, range(1)).frozen[0]).nonzero().flatten().tolist()) for step in range(2))

@@ -33,7 +33,7 @@ class Denoising:
     _is_edited: Callable[[], bool] = field(init=False, repr=False)  # since the last step
 
     def step(self) -> StepRecord:
-        """Take a step. An engine may replace `step`. Nothing waits for the device."""
+        """Take a step without waiting for the device. An engine may replace `step`."""
         take = self.model.step or partial(step, self.model)
         self.state, self._record = take(self.state, cache=self.cache, knobs=self.knobs)
         state = self.state
