@@ -8,9 +8,9 @@ Commands that train a text model on one GPU, and sample from it:
     python examples/08_train_text.py --corpus runs/corpus --out runs/text --minutes 23 --fast
     python examples/18_samples.py --model runs/text/checkpoint --out runs/text/samples.md
 
-Steps alternate between running text (train.txt) and answers (answers.jsonl). Prompts are clean and not scored, and the
-canvases of an answer begin where its prompt ends, as in generation. --holes is the share of canvases that are frozen
-except for holes, to learn infilling. Canvases get uniform noise, the harder one, or masks.
+One step in three is of running text (train.txt), the others are of answers (answers.jsonl). Prompts are clean and not
+scored, and the canvases of an answer begin where its prompt ends, as in generation. --holes is the share of canvases
+that are frozen except for holes, to learn infilling. Canvases get uniform noise or masks.
 
 The --out folder will contain `checkpoint` (bfloat16, for `from_pretrained` and transformers), `results.json` and `run`,
 with the log of the losses. Run the same command again to resume. The likelihood is measured under both noises, on
@@ -135,13 +135,18 @@ class AnswerSource:
 
 @dataclass(frozen=True, kw_only=True)
 class InTurn:
-    """A `BatchSource` that takes its steps from several sources in turn."""
+    """A `BatchSource` whose steps are `shares[0]` from the first source, then `shares[1]` from the second."""
 
     sources: tuple[TextSource | AnswerSource, ...]
+    shares: tuple[int, ...]
 
     def __call__(self, step: int, rows: range) -> TrainBatch:
-        turn, number = divmod(step, len(self.sources))
-        return self.sources[number](turn, rows)
+        turn, number = divmod(step, sum(self.shares))
+        for source, share in zip(self.sources, self.shares, strict=True):
+            if number < share:
+                return source(turn * share + number, rows)
+            number -= share
+        raise AssertionError("the shares count every step of a turn")
 
 
 def split_excerpt(folder: Path) -> Path:
@@ -190,11 +195,15 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
     sources: list[TextSource | AnswerSource] = [TextSource(file=corpus.train, **packing, seed=args.seed)]
     if (folder / "answers.jsonl").is_file():
         sources.append(AnswerSource(file=answers(folder, corpus.tokenizer), **packing, seed=args.seed))
+    shares = (1, 2)[: len(sources)]  # answers are short, so a step of them has fewer tokens to learn from
     if args.prepare_only:
         return
     torch.manual_seed(args.seed)
-    model = dgemma.DiffusionGemma(shape, device=args.device)
-    soften_attention(model)
+    if args.start is None:
+        model = dgemma.DiffusionGemma(shape, device=args.device)
+        soften_attention(model)
+    else:
+        model = dgemma.DiffusionGemma.from_pretrained(args.start, dtype=torch.float32, device=args.device)
     # The published stop tokens 106 and 50 are words in this vocabulary. A chat stops at the end of a turn. The bound
     # and the steps were chosen after training: a small model is less certain than the published one, and needs
     # fewer steps for a short canvas.
@@ -211,13 +220,11 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
     uniform = dgemma.UniformNoise(shape.vocab_size)
     masks = dgemma.MaskNoise(shape.vocab_size, mask_token_id=corpus.tokenizer.mask_token_id)
     # All canvases of a row at once, some of them with masks. No input tells the kind of noise: masks show it. The
-    # causal mode quickly memorises a small corpus, so its loss has a low weight.
-    # All canvases of a row at once, some of them with masks. No input tells the kind of noise: masks show it. The
     # causal mode learns faster than the others, so its loss has a low weight.
     objective = Objective(
         noise=uniform,
         masks=masks,
-        masks_prob=0.4,
+        masks_prob=0.6,
         holes_prob=args.holes,
         canvas_len=shape.canvas_length,
         canvases="all",
@@ -241,14 +248,15 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
 
             stack.enter_context(accelerate_training(model))
         stack.enter_context(balanced_routers(model, 0.01))
-        source = InTurn(sources=tuple(sources))
+        source = InTurn(sources=tuple(sources), shares=shares)
         result = train(model, objective, source, config, out=out / "run", optimizer=optimizer, on_step=report_every(30))
     seconds = time.perf_counter() - began
 
     # Evaluate the weights as they are saved, rounded to bfloat16.
     model.to(torch.bfloat16).save_pretrained(out / "checkpoint")
     corpus.tokenizer.save_pretrained(out / "checkpoint")
-    epochs = [result.step * args.batch_size / len(sources) / part.num_rows for part in sources]
+    rows_seen = [result.step * args.batch_size * share / sum(shares) for share in shares]
+    epochs = [rows / source.num_rows for rows, source in zip(rows_seen, sources, strict=True)]
     passes = " and ".join(f"{epoch:.1f}" for epoch in epochs)
     print(f"{result.step} steps in {seconds:.0f} s, {result.tokens_per_second:,.0f} tokens/s", flush=True)
     print(f"{passes} passes over {' and '.join(('text', 'answers')[: len(sources)])}", flush=True)
@@ -289,6 +297,7 @@ if __name__ == "__main__":
         default = on_gpu if torch.cuda.is_available() else without
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (%(default)s)")
     parser.add_argument("--holes", type=float, default=0.3, help="share of canvases with holes (%(default)s)")
+    parser.add_argument("--start", type=Path, help="checkpoint with the same tokenizer, whose weights are trained on")
     parser.add_argument("--minutes", type=float, help="train for this long, instead of a number of steps")
     parser.add_argument("--prepare-only", action="store_true", help="only make the tokenizer and the token files")
     parser.add_argument("--fast", action="store_true", help="train with kernels, on a GPU: slower start, faster steps")

@@ -292,10 +292,12 @@ def answer_source(tmp_path, chat_tokenizer):
     return make
 
 
-def test_steps_alternate_between_the_sources_and_no_source_misses_one_of_its_own(answer_source):
-    in_turn = sys.modules["train_text"].InTurn(sources=(lambda *asked: ("text", *asked), lambda *asked: asked))
+def test_steps_are_of_the_sources_in_their_shares_and_no_source_misses_one_of_its_own(answer_source):
+    sources = (lambda *asked: ("text", *asked), lambda *asked: asked)
+    in_turn = sys.modules["train_text"].InTurn(sources=sources, shares=(1, 2))
     rows = range(3)
-    assert [in_turn(step, rows) for step in range(4)] == [("text", 0, rows), (0, rows), ("text", 1, rows), (1, rows)]
+    expected = [("text", 0, rows), (0, rows), (1, rows), ("text", 1, rows), (2, rows), (3, rows)]
+    assert [in_turn(step, rows) for step in range(6)] == expected
 
 
 def test_a_row_has_at_most_five_open_canvases_and_two_epochs_open_a_whole_answer(answer_source):
