@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -326,3 +327,13 @@ def test_the_canvases_of_an_answer_begin_where_its_prompt_ends(answer_source, ch
                 prompt, answer = batch.tokens[row, same[0] : at], batch.tokens[row, at : same[-1] + 1]
                 seen.append((chat_tokenizer.decode(prompt), chat_tokenizer.decode(answer)))
     assert sorted(seen) == sorted(pairs)
+
+
+def test_settings_are_compared_by_the_share_of_right_validation_answers(folder, monkeypatch):
+    choose = importlib.import_module("choose")
+    judge = choose.Judge("dgemma/text", "cpu", count=4, batch_size=4)
+    assert [json.loads(answer) for _, answer in judge.json] != [{}] * 4
+    for cases, is_right in ((judge.json, choose.right_json), (judge.short, choose.right_words)):
+        written = [SimpleNamespace(text=f" {answer}") for _, answer in cases[:3]] + [SimpleNamespace(text="?")]
+        monkeypatch.setattr(judge, "_write", lambda prompts, options, written=written: written)
+        assert judge._share(cases, {}, is_right) == 0.75
