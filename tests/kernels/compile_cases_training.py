@@ -1,13 +1,14 @@
-"""Kernels that only training uses, at the published sizes. Products by expert are in `compile_cases_moe.py`."""
+"""Kernels that only training uses, at the sizes of published or small models. See `compile_cases_moe.py` too."""
 
 import torch
 
 from dgemma_kernels.ops.adapters import kernel as adapters
 from dgemma_kernels.ops.grouped import group_choices
 from dgemma_kernels.ops.heads import kernel as heads
+from dgemma_kernels.ops.masked import kernel as masked
 from dgemma_kernels.ops.residual import kernel as residual
 
-WGMMA = {"_expand_kernel"}
+WGMMA = {"_expand_kernel", "_masked_attention_kernel", "_query_gradient_kernel", "_key_gradient_kernel"}
 
 
 def empty(*shape: int) -> torch.Tensor:
@@ -34,6 +35,13 @@ def run_norms() -> None:
     residual.after_experts_gradient(*[row] * 4, *[vector] * 3, empty(24, 1), 1e-6)
 
 
+def run_masked() -> None:
+    queries, keys = empty(2, 512, 6, 64), empty(2, 2, 1025, 64)
+    mask, blocks = (torch.empty(2, *size, dtype=torch.bool) for size in ((512, 1025), (8, 17)))
+    out, sums = masked.masked_attention(queries, keys, keys, mask, blocks)
+    masked.masked_attention_gradient(out, queries, keys, keys, mask, blocks, out, sums)
+
+
 def run_adapters(*widths: int) -> None:
     adapters.expand(empty(24, len(widths) * 8), empty(sum(widths), 8), widths)
 
@@ -42,6 +50,7 @@ CALLS = {
     "adapters of q, k, v": lambda: run_adapters(4096, 2048, 2048),
     "adapters of one layer": lambda: run_adapters(2816),
     "choices": lambda: group_choices(torch.empty(24, 8, dtype=torch.int64), 128),
+    "masked attention": run_masked,
     "norms": run_norms,
     "heads of 256": lambda: run_heads(16, 8, 256, has_value=True),
     "heads of 512": lambda: run_heads(16, 2, 512, has_value=False),

@@ -13,8 +13,10 @@ from torch.autograd.function import once_differentiable
 from dgemma.doors import plain
 from dgemma.model import attention
 from dgemma.model.attention import Mask
-from dgemma_kernels.training.fused import fused, runs_kernels
+from dgemma_kernels.ops.masked import kernel as masked
+from dgemma_kernels.training.fused import COMPILED_ON, fused, runs_kernels
 
+_NARROW = (torch.bfloat16, torch.float16)
 _FLASH_DIM = 256  # the largest head size that torch's fastest kernels support
 _ALIGNED = 8  # products of 16-bit matrices are fast if rows have a multiple of 8 values
 
@@ -22,9 +24,16 @@ _BY_KEY_HEAD, _BY_TOKEN = "b t (k g) h -> (b k) (g t) h", "(b k) (g t) h -> b t 
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask | None) -> Tensor:
-    """Compute attention without a copy of keys: by torch's flash kernels, or by products for larger heads."""
-    is_narrow = values.dtype in (torch.bfloat16, torch.float16)
-    if not runs_kernels(queries) or isinstance(mask, Tensor) or not is_narrow:
+    """Compute attention without a copy of keys: by torch's flash kernels, or by products for larger heads.
+
+    Under a mask, small heads have kernels that skip its empty blocks; larger heads have plain attention.
+    """
+    device = queries.device.type
+    if isinstance(mask, Tensor) and device in COMPILED_ON and masked.fits(queries, mask):
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else values.dtype
+        if dtype in _NARROW:
+            return masked.attend(queries.to(dtype), keys.to(dtype), values.to(dtype), mask)
+    if not runs_kernels(queries) or isinstance(mask, Tensor) or values.dtype not in _NARROW:
         return plain(attention.attend)(queries, keys, values, mask)
     if queries.shape[-1] > _FLASH_DIM:
         return attend_by_products(queries, keys, values, causal=mask == "causal")
@@ -123,6 +132,6 @@ def _grad_of_softmax(grad: Tensor, weights: Tensor) -> Tensor:
 
 def _wide_product(left: Tensor, right: Tensor) -> Tensor:
     """Return the batched product. On a GPU, the product of 16-bit tensors is in float32."""
-    if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
+    if left.is_cuda and left.dtype in _NARROW:
         return torch.bmm(left, right, out_dtype=torch.float32)
     return left @ right

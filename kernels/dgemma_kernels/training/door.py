@@ -3,7 +3,7 @@
 | replaced | by |
 |---|---|
 | norms, GeGLU, heads, the residual stream | compiled functions, or kernels with their gradients (`layer.py`) |
-| attention | flash kernels without a copy of keys; matrix products for large heads (`attention.py`) |
+| attention | kernels that skip what a mask hides; flash kernels; products for large heads (`attention.py`) |
 | routing and products by expert | compiled functions, a kernel for groups; gradients without sorting (`experts.py`) |
 | adapters | shared products, and experts whose backward keeps their output (`adapted_*.py`) |
 | the passes over text and canvases | one joint pass per layer, for adapters (`together.py`) |

@@ -1,0 +1,1 @@
+"""Attention under any boolean mask, with its gradient."""
