@@ -15,6 +15,7 @@ import dgemma
 from constrained_fuzz import CANVAS_LEN, RandomModel, run_case
 from dgemma.constraints import build, token_automaton
 from dgemma.constraints.builder import read_pattern
+from dgemma.diffusion.prediction import Prediction
 
 pytest.importorskip("outlines_core")
 pytest.importorskip("lark")
@@ -28,7 +29,8 @@ MASK = dgemma.MaskNoise(TOKENIZER.vocab_size)
 def generate(constraint, **options):
     settings = {"max_new_tokens": CANVAS_LEN, "steps": 3, "noise": MASK, "sampler": dgemma.EntropyBound()}
     settings |= {"eos_token_ids": 1, "progress": False} | options
-    return dgemma.generate(MODEL, settings.pop("prompt", PROMPT), constraint=constraint, **settings)
+    model, prompt = settings.pop("model", MODEL), settings.pop("prompt", PROMPT)
+    return dgemma.generate(model, prompt, constraint=constraint, **settings)
 
 
 def texts(out):
@@ -41,6 +43,25 @@ def test_a_text_may_be_shorter_than_a_canvas_or_span_several():
     for text in texts(generate(long, max_new_tokens=3 * CANVAS_LEN)):
         assert re.fullmatch("[ab]{40,44}!", text)
     assert set(texts(generate(dgemma.Choice(["yes", "no"], TOKENIZER)))) <= {"yes", "no"}
+
+
+class Endless(RandomModel):
+    """Almost never predicts the stop token."""
+
+    def denoise(self, *args, **options):
+        logits = super().denoise(*args, **options).logits
+        return Prediction(logits - 1e3 * (torch.arange(self.vocab_size) == 1))
+
+
+@pytest.mark.parametrize("sampler", [dgemma.EntropyBound(), dgemma.Ancestral()])
+@pytest.mark.parametrize("length", [2, CANVAS_LEN - 1, CANVAS_LEN + 1, CANVAS_LEN + 2])
+def test_a_text_ends_within_max_new_tokens_if_one_can(sampler, length):
+    whole = 2 * CANVAS_LEN if length > CANVAS_LEN else CANVAS_LEN
+    both = [dgemma.Regex("[a-z]{2,50}", TOKENIZER), dgemma.Regex(f"[a-z]{{{whole}}}", TOKENIZER)]
+    model = Endless(TOKENIZER.vocab_size, seed=0, scale=3.0)
+    first, second = texts(generate(both, model=model, max_new_tokens=length, sampler=sampler))
+    assert 2 <= len(first) <= length
+    assert len(second) == whole  # such a text needs whole canvases
 
 
 def test_positions_after_the_end_of_a_text_do_not_delay_a_run():

@@ -292,6 +292,14 @@ def test_a_finished_run_is_read_back_without_a_forward(tmp_path, monkeypatch):
     assert [result.new_tokens.tolist() for result in run(path)] == [result.new_tokens.tolist() for result in whole]
 
 
+def test_another_length_in_whole_canvases_is_another_setting_only_under_a_constraint(tmp_path):
+    run(tmp_path / "free.jsonl", max_new_tokens=15)
+    run(tmp_path / "free.jsonl", max_new_tokens=16)
+    run(tmp_path / "run.jsonl", max_new_tokens=15, constraint=AnyText())
+    with pytest.raises(ValueError, match="settings that it began with, got may_end"):
+        run(tmp_path / "run.jsonl", max_new_tokens=16, constraint=AnyText())
+
+
 def test_other_settings_prompts_and_files_are_refused(tmp_path):
     path = tmp_path / "run.jsonl"
     run(path)

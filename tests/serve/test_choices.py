@@ -218,9 +218,9 @@ def test_a_constrained_answer_that_fills_its_canvas_is_whole(serve):
     """No stop token fits behind it. Clients take "length" for half an object."""
     pytest.importorskip("outlines_core")
     client = serve(letters())
-    schema = {"type": "string", "pattern": "^[a-z]{14}$"}
-    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    for max_tokens, reason in ((16, "stop"), (15, "length")):
+    for max_tokens, shortest, reason in ((16, 14, "stop"), (15, 14, "length"), (15, 13, "stop")):
+        schema = {"type": "string", "pattern": f"^[a-z]{{{shortest},14}}$"}
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
         for choice in chat(client, response_format=form, max_tokens=max_tokens, n=2).choices:
             assert choice.finish_reason == reason
             assert len(choice.message.content) == max_tokens

@@ -4,6 +4,7 @@ All of it is computed before the first forward. So a constraint that cannot be m
 """
 
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -65,14 +66,18 @@ def read_constraint(
     noise: Noise,
     *,
     batch_size: int,
-    num_blocks: int,
+    max_new_tokens: int,
     canvas_len: int,
     stop_tokens: tuple[int, ...],
     device: torch.device,
 ) -> RunLanguage | None:
-    """Check the constraint of a run against its length, its frozen tokens and its allowed tokens."""
+    """Check the constraint of a run against its length, its frozen tokens and its allowed tokens.
+
+    A text ends within `max_new_tokens` if one can. Otherwise it may fill the last canvas.
+    """
     if constraint is None:
         return None
+    num_blocks = math.ceil(max_new_tokens / canvas_len)
     tokens, start, free = _unite("generate", constraint, batch_size, noise.vocab_size)
     automaton, num_positions = _with_stops(tokens, stop_tokens, noise.vocab_size, free), num_blocks * canvas_len
     span, rows = span.to(torch.device("cpu")), torch.arange(batch_size)
@@ -87,7 +92,14 @@ def read_constraint(
         rule, fix = "fit into max_new_tokens and agree with frozen and allowed", "Raise max_new_tokens or allow more."
         shortest = f"texts of at least {tokens.shortest()[int(start[row])]} tokens for {num_positions} in row {row}"
         require(False, "generate constraint", rule, shortest, fix)
-    ends = torch.stack([reach[(block + 1) * canvas_len] for block in range(num_blocks)])
+    ends = torch.stack(reach[canvas_len::canvas_len])
+    if max_new_tokens < num_positions:
+        # The stop token comes at max_new_tokens at the latest, because a cut text can lack its end.
+        within = factors.reach(automaton.is_end.expand(batch_size, -1), max_new_tokens + 1)
+        fits = within[0][rows, start][:, None]  # (B, 1)
+        ends = torch.where(fits, torch.stack([*within[canvas_len:-1:canvas_len], within[-1]]), ends)
+        in_time = ~fits | (torch.arange(num_positions) <= max_new_tokens)
+        may_end = in_time if may_end is None else may_end & in_time
     on_device = _on_device(automaton, device)
     return RunLanguage(on_device, start.to(device), ends.to(device), None if may_end is None else may_end.to(device))
 

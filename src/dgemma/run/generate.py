@@ -58,7 +58,8 @@ def generate(
     - `allowed`: the tokens that may be written. It is boolean and broadcastable to (B, N, V), a list of ids for all
       positions, or one list per position.
     - `constraint`: the language of the text up to its stop token, such as `Regex(pattern, tokenizer)` or `JsonSchema`;
-      one for all rows, or a list with one or None per row. Every prediction is conditioned on it.
+      one for all rows, or a list with one or None per row. Every prediction is conditioned on it. The text ends within
+      `max_new_tokens` if one of the language can.
     - `eos_token_ids`: stop tokens. A stop token ends its row, unless a frozen position follows. The rest of the row is
       padding and takes no forwards.
     - `on_step(record)` gets every `StepRecord`. It may return a changed `record.state`, or a dictionary of fields of

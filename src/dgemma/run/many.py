@@ -233,6 +233,7 @@ class Worker:
             "eos_token_ids": list(plan.eos_token_ids),
             "allowed": identify(plan.span.allowed),
             "constraint": getattr(self._options.get("constraint"), "pattern", None),
+            "may_end": identify(None if plan.language is None else plan.language.may_end),
             "canvas_length": plan.canvas_len,
             **({} if self._model.image_tokens is None else {"image_tokens": self._model.image_tokens}),
             "pad_token_id": plan.pad_token_id,

@@ -136,7 +136,7 @@ def read_plan(
         span,
         noise,
         batch_size=prompt_tokens.shape[0],
-        num_blocks=num_blocks,
+        max_new_tokens=max_new_tokens,
         canvas_len=config.canvas_length,
         stop_tokens=stop_tokens,
         device=prompt_tokens.device,

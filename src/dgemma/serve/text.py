@@ -41,8 +41,9 @@ class GrowingText:
             # The first tokens whose text has the stop string are the answer's.
             tokens = tokens[: bisect_left(range(len(tokens)), True, key=lambda end: self._has_stop(tokens[:end]))]
         self.text, self.steps, self.num_tokens = text, written.steps, len(tokens)
-        # A constraint also holds for a text that fills its last canvas, so that no stop token fits.
-        is_whole = self.plan.language is not None and written.ended and len(written.tokens) <= self._max_tokens
+        # A constraint also holds for a text without its stop token, for which there may be no room.
+        num_written = len(written.tokens) if end is None else end - 1
+        is_whole = self.plan.language is not None and written.ended and num_written <= self._max_tokens
         if stops_at is not None or (end is not None and end <= self._max_tokens) or is_whole:
             self.finish_reason = "stop"
         elif written.ended or len(tokens) == self._max_tokens:
