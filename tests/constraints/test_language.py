@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from dgemma.constraints.tables import with_gaps
+from dgemma.constraints.tables import with_gaps, with_stops
 from dgemma.constraints.token_automaton import TokenAutomaton
 from dgemma.diffusion.joint import condition
 from dgemma.diffusion.language import Language, splice_languages
@@ -178,6 +178,17 @@ def test_a_spliced_language_keeps_the_gaps_between_its_holes(donor):
     if donor == "plain":
         exact = conditional(logits.softmax(-1), there)
         assert total_variation(law_of(sampler(logits, host.select(torch.tensor([1])))), exact) < 1e-9
+
+
+def test_rows_of_one_batch_may_have_different_stop_tokens():
+    anything = TokenAutomaton(np.ones(VOCAB_SIZE, np.int32), np.array([[-1, 0]], np.int32), np.array([True]))
+    first, second = (
+        Language(with_stops(anything, (stop,), VOCAB_SIZE), torch.tensor([0]), torch.tensor([[True, True]]))
+        for stop in (STOP, 0)
+    )
+    both = splice_languages(first.select(torch.tensor([0, 0])), second, torch.tensor([1]), torch.Size([2, CANVAS_LEN]))
+    ended = both.ended(torch.tensor([[0, STOP, 1]]).expand(2, -1))
+    assert ended.tolist() == [[False, False, True], [False, True, True]]
 
 
 def hole_language(classes, gap):

@@ -90,7 +90,8 @@ class Automaton(NamedTuple):
     link_arc: Tensor  # (L,) int64
     ends_text: Tensor  # (E,) bool: arcs of a stop token
     is_end: Tensor  # (Q,) bool: states after a stop token
-    is_stop: Tensor  # (K,) bool: classes of stop tokens
+    end_states: Tensor  # (S,) int64: the states of `is_end`
+    is_stop: Tensor  # (S, K) bool: classes of the stop tokens that reach an end state
     fan: Fan
     class_tokens: IndexGroups
     class_links: IndexGroups
@@ -109,7 +110,8 @@ class Automaton(NamedTuple):
         num_states, num_classes = next_state.shape
         class_tokens = IndexGroups.build(token_class.long(), num_classes)
         ends_text = is_end[arc_target] & ~is_end[arc_source]
-        is_stop = any_by(ends_text[link_arc][None], link_class[order], num_classes)[0]
+        end_states = is_end.nonzero()[:, 0]
+        stops = ends_text & (arc_target == end_states[:, None])  # (S, E)
         return cls(
             token_class=token_class,
             next_state=next_state,
@@ -119,7 +121,8 @@ class Automaton(NamedTuple):
             link_arc=link_arc,
             ends_text=ends_text,
             is_end=is_end,
-            is_stop=is_stop,
+            end_states=end_states,
+            is_stop=any_by(stops[:, link_arc], link_class[order], num_classes),
             fan=Fan.build(arc_source, arc_target, num_states),
             class_tokens=class_tokens,
             class_links=IndexGroups.build(link_class[order], num_classes),

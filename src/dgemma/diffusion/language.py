@@ -28,7 +28,9 @@ class Language(NamedTuple):
 
     def ended(self, text: Tensor) -> Tensor:
         """The positions after the end of the text, (B, C) bool, in a canvas of tokens `text` (B, C)."""
-        is_stop = self.automaton.is_stop[self.automaton.token_class[text].long()]
+        # Rows of a spliced language can have different stop tokens. Each row has the end states that it may end in.
+        is_stop = self.automaton.is_stop[:, self.automaton.token_class[text].long()]  # (S, B, C)
+        is_stop = (is_stop & self.end.T[self.automaton.end_states, :, None]).any(0)
         is_stop = is_stop if self.may_end is None else is_stop & self.may_end
         return (is_stop.cumsum(1) > is_stop) | self.automaton.is_end[self.start][:, None]
 
