@@ -447,6 +447,23 @@ def test_any_ids_decode(ids):
     ByteTokenizer().reply(ids)
 
 
+@pytest.mark.parametrize("text", ["\U00100000", "\U00100003<|turn>\U00100000\U00100001<turn|>", "\U0010ffff<mask>"])
+def test_private_characters_of_a_chat_stay_themselves(tokenizer, text):
+    """Private characters stand for its markers while the template is rendered."""
+    for each in (tokenizer, ByteTokenizer()):
+        ids = each.chat(f"a{text}b")
+        assert f"a{text}b" in each.decode(ids, skip_special=False)
+        markers = set(SPECIAL.values())
+        assert [token for token in ids if token in markers] == [token for token in each.chat("ab") if token in markers]
+
+
+def test_an_answer_of_a_private_character_is_itself():
+    """Its markers are single ids, so nothing stands for them."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\U00100000b"}]
+    tokenizer = ByteTokenizer()
+    assert tokenizer.chat_turn(turns)[1] == [*tokenizer.encode("\U00100000b", bos=False), 106]
+
+
 def test_invalid_bytes_and_unused_ids_decode_to_the_replacement_character():
     assert ByteTokenizer().decode([128 + 0xFF, 225, 60, 400]) == "\ufffda\ufffd\ufffd"
     assert ByteTokenizer().encode("\ud800", bos=False) == [128 + ord("?")]

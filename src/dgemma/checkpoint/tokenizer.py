@@ -42,7 +42,7 @@ THOUGHT_START = "<|channel>thought"
 _THOUGHT = re.compile(re.escape(THOUGHT_START) + r"\n?(.*?)(?:<channel\|>|\Z)", re.DOTALL)
 _TOOL_CALL = re.compile(r"<\|tool_call>(.*?)(?:<tool_call\|>|\Z)", re.DOTALL)
 _TOOL_QUOTE = '<|"|>'
-_FIRST_GUARD = 0x100000  # private characters, to which Unicode assigns no text
+_GUARD = "\U00100000"  # a private character, to which Unicode assigns no text
 IMAGE_MARKER = "<|image|>"  # stands for a whole image before `place_images`, and then for each of its vectors
 _IMAGE_TOKENS = ("<|image>", IMAGE_MARKER, "<image|>")
 
@@ -157,22 +157,28 @@ class Tokenizer(ABC):
         return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
 
     def _guard(self, value: Any) -> Any:
-        """Replace the markers in all texts of a message by private characters, which `_encode_guarded` restores."""
+        """Replace the markers in all texts of a message by pairs of private characters.
+
+        `_encode_guarded` restores them. The first character of a pair is replaced too, by itself twice.
+        """
         if isinstance(value, str) and self._markers:
-            numbers = {marker: number for number, marker in enumerate(self._markers)}
-            return self._marker_pattern.sub(lambda found: chr(_FIRST_GUARD + numbers[found[0]]), value)
+            numbers = {text: number for number, text in enumerate([_GUARD, *self._markers])}
+            pattern = f"{_GUARD}|{self._marker_pattern.pattern}"
+            return re.sub(pattern, lambda found: _GUARD + chr(ord(_GUARD) + numbers[found[0]]), value)
         if isinstance(value, Mapping):
             return {self._guard(key): self._guard(item) for key, item in value.items()}
         return [self._guard(item) for item in value] if isinstance(value, list | tuple) else value
 
     def _encode_guarded(self, rendered: str) -> list[int]:
         """Return the ids of a rendered chat: its markers as single ids, and guarded ones as plain text."""
-        plain, ids = {_FIRST_GUARD + number: marker for number, marker in enumerate(self._markers)}, list[int]()
+        texts, ids = [_GUARD, *self._markers], list[int]()
+        pair = re.compile(f"{_GUARD}([{_GUARD}-{chr(ord(_GUARD) + len(self._markers))}])")
         for piece in self._marker_pattern.split(rendered):
             if piece in self._markers:
                 ids.append(self._markers[piece])
             elif piece:
-                ids += self.encode(piece.translate(plain), bos=False, markers=False)
+                text = pair.sub(lambda found: texts[ord(found[1]) - ord(_GUARD)], piece)
+                ids += self.encode(text, bos=False, markers=False)
         return ids
 
     @abstractmethod
@@ -431,7 +437,7 @@ class PretrainedTokenizer(Tokenizer):
             )
         with explained(f"the chat template of {self._folder} refuses these messages", "Check their roles."):
             rendered = self._hf.apply_chat_template(messages, tokenize=False, **options)
-            if any(ord(char) >= _FIRST_GUARD for char in rendered):
+            if self._markers and _GUARD in rendered:
                 return self._encode_guarded(rendered)
             return list(self._hf.encode(rendered, add_special_tokens=False))
 
