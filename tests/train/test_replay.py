@@ -47,20 +47,34 @@ def test_a_shape_is_captured_when_it_comes_for_the_third_time(monkeypatch):
     assert len(measure.seen) <= 4
 
 
-def test_texts_of_other_lengths_share_a_graph_if_their_sizes_are_equal():
-    def rows(prompt_len, length, closed):
-        frozen = torch.zeros(2, 49, dtype=torch.bool)
-        frozen[closed] = True  # a whole canvas, which is not denoised
-        documents = (torch.arange(49) >= 20).long().expand(2, -1)
-        tokens = torch.randint(5, 512, (2, 49))
-        lengths = {"prompt_len": torch.tensor(prompt_len), "length": torch.tensor(length)}
-        return TrainBatch(tokens=tokens, documents=documents, frozen=frozen, **lengths)
+def rows(prompt_len, length, closed):
+    frozen = torch.zeros(2, 49, dtype=torch.bool)
+    frozen[closed] = True  # a whole canvas, which is not denoised
+    documents = (torch.arange(49) >= 20).long().expand(2, -1)
+    tokens = torch.randint(5, 512, (2, 49))
+    lengths = {"prompt_len": torch.tensor(prompt_len), "length": torch.tensor(length)}
+    return TrainBatch(tokens=tokens, documents=documents, frozen=frozen, **lengths)
 
+
+def test_texts_of_other_lengths_share_a_graph_if_their_sizes_are_equal():
     captured, new = rows([1, 3], [49, 30], (0, slice(17, 33))), rows([7, 1], [33, 49], (1, slice(1, 17)))
     assert sizes_of(captured, 16) == sizes_of(new, 16) != sizes_of(rows([1, 2], [49, 49], (0, slice(17, 33))), 16)
     assert sizes_of(captured, 16).num_open == 2 != sizes_of(rows([1, 3], [49, 30], (0, 17)), 16).num_open
+    assert_replays("all", captured, new)
+
+
+def test_texts_with_one_canvas_share_a_graph_whatever_the_number_of_open_canvases():
+    """A closed canvas may be the row's one canvas."""
+    captured, new = rows([1, 3], [49, 30], (0, slice(17, 33))), rows([1, 3], [49, 30], (0, 17))
+    assert sizes_of(captured, 16) != sizes_of(new, 16)
+    assert_replays("one", captured, new)
+
+
+def assert_replays(canvases, captured, new):
+    """The batches have one graph, and the replay has the losses of `new`."""
     model = dgemma.DiffusionGemma(dgemma.presets.tiny())
-    objective = Objective(noise=dgemma.UniformNoise(512), canvas_len=16, canvases="all")
+    objective = Objective(noise=dgemma.UniformNoise(512), canvas_len=16, canvases=canvases)
+    assert len({replay._sizes(objective, MicroBatch(batch, torch.arange(2))) for batch in (captured, new)}) == 1
     alone = objective(model, new, seeds=torch.arange(2))
     for name in ("spans", "host_frozen"):  # as in a replay, which sees the numbers of the captured batch
         object.__setattr__(new, name, getattr(captured, name))

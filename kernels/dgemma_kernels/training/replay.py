@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dgemma.doors import plain
 from dgemma.model.experts import Experts
 from dgemma.train.batch import MicroBatch
-from dgemma.train.canvases import sizes_of
+from dgemma.train.canvases import CanvasSizes, sizes_of
 from dgemma.train.losses import LOSSES
 from dgemma.train.objective import Objective
 from dgemma.train.update import Measured, Updater
@@ -62,8 +62,13 @@ def _replay(updater: Updater) -> "Replayed | None":
         return None
     if any(waits(module, updater.dtype) for module in updater.model.modules() if isinstance(module, Experts)):
         return None
-    run, canvas_len = partial(measure, updater), objective.canvas_len
-    return Replayed(run, updater.parameters.values(), lambda part: sizes_of(part.batch, canvas_len))
+    return Replayed(partial(measure, updater), updater.parameters.values(), partial(_sizes, objective))
+
+
+def _sizes(objective: Objective, part: MicroBatch) -> CanvasSizes:
+    """Return the sizes that a pass depends on. With one canvas per row, the number of canvases does not matter."""
+    sizes = sizes_of(part.batch, objective.canvas_len)
+    return sizes._replace(num_canvases=1, num_open=1) if objective.canvases == "one" else sizes
 
 
 class Replayed:
