@@ -1,5 +1,8 @@
 """Trackers get every line of the log: read back with TensorBoard's own reader."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 import next_token
@@ -37,3 +40,15 @@ def test_an_unknown_tracker_is_refused(tmp_path):
     with pytest.raises(ValueError, match="trackers must be among tensorboard, wandb, trackio, got"):
         run(tmp_path, 1, trackers="mlflow")
     assert not list(tmp_path.iterdir())  # refused before anything was written
+
+
+@pytest.mark.parametrize("module", ["wandb", "trackio"])
+def test_a_run_that_failed_does_not_look_finished(tmp_path, monkeypatch, module):
+    """trackio has no exit codes."""
+    ends = []
+    tracked = SimpleNamespace(log=lambda values, step: None, finish=lambda **options: ends.append(options))
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(init=lambda **options: tracked))
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path, 3, trackers=module, on_step=lambda record: 1 / 0)
+    run(tmp_path, 3, trackers=module)
+    assert ends == [{"exit_code": 1} if module == "wandb" else {}, {}]

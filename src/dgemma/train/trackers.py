@@ -48,8 +48,10 @@ def _of_module(module: str, out: Path, step: int, settings: Mapping[str, Any]) -
     run = _import(module).init(project="dgemma", name=name, config=dict(settings), resume="allow", **own)
     try:
         yield lambda values, at: run.log(values, step=at)
-    finally:
-        run.finish()
+    except BaseException:
+        run.finish(**({"exit_code": 1} if module == "wandb" else {}))  # so the run does not look finished
+        raise
+    run.finish()
 
 
 TRACKERS: dict[str, Callable[..., AbstractContextManager[Send]]] = {
