@@ -301,7 +301,8 @@ def _record(scene: Scene, record: dict[str, Any] | None = None) -> tuple[dict[st
 def _use_words(scene: Scene, record: dict[str, Any], values: dict[str, str]) -> None:
     """Let the scene choose values from the words of a record or tool, and for some of them values of no list.
 
-    From short lists a model learns the values by heart, and answers with one of them instead of copying a new one.
+    From short lists a model learns the values by heart, and answers with one of them instead of copying a new one. A
+    list of several draws, such as [goals] and [goals2], stays, because the draws must differ.
     """
     words = record.get("words", {})
     scene.slots.clear()
@@ -310,7 +311,7 @@ def _use_words(scene: Scene, record: dict[str, Any], values: dict[str, str]) -> 
     text = json.dumps(record).lower()
     for name in sorted(set(re.findall(r"\[(\w+)\]", " ".join(values.values()))) - CLOSED):
         of = words.get(name) or everyday.phrases["words"].get(name)
-        if not isinstance(of, str) or "[" in of or ";" in of or f"[{name}." in text:
+        if not isinstance(of, str) or "[" in of or ";" in of or re.search(rf"\[{name}[.\d]", text):
             continue
         listed = of.split(", ")
         value = scene.expand(scene.rng.choice(listed))

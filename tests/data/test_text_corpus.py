@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import json
+import random
 import re
 import sys
 from pathlib import Path
@@ -197,6 +198,14 @@ def test_records_have_values_that_are_in_no_list(dialogues, everyday):
     names = [value for answer in answers for key, value in json.loads(answer).items() if key in keys]
     new = [name for name in names if name not in listed]
     assert len(set(new)) > 0.9 * len(new) > 0.25 * len(names) > 10
+
+
+def test_two_draws_of_one_list_differ(dialogues):
+    (match,) = (record for record in dialogues.phrases["records"] if "int [goals2]" in record["fields"].values())
+    for seed in range(50):
+        scene = dialogues.Scene(random.Random(seed))
+        dialogues._record(scene, match)
+        assert scene.expand("[goals]") != scene.expand("[goals2]")
 
 
 def test_arguments_of_tool_calls_occur_in_the_request_and_their_names_in_the_declaration(dialogues):
