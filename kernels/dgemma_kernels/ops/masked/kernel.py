@@ -130,8 +130,8 @@ def _launch(
     """Return the inputs of a kernel, their strides, and its other arguments."""
     queries, keys, values, mask = (x if x.stride(-1) == 1 else x.contiguous() for x in (queries, keys, values, mask))
     (num_queries, num_heads, head_dim), (kv_heads, num_keys) = queries.shape[1:], keys.shape[1:3]
-    of_keys = [(x.stride(0), x.stride(2), x.stride(1)) for x in (keys, values)]
-    strides = _Strides(queries.stride()[:3], *of_keys, mask.stride()[:2])
+    of_keys, of_values = ((x.stride(0), x.stride(2), x.stride(1)) for x in (keys, values))
+    strides = _Strides(queries.stride()[:3], of_keys, of_values, mask.stride()[:2])
     sizes = {"num_queries": num_queries, "num_keys": num_keys, "HEADS": num_heads, "GROUP": num_heads // kv_heads}
     return (
         _Inputs(queries, keys, values, mask, blocks.contiguous()),
