@@ -1,4 +1,4 @@
-"""Autograd, activation checkpointing, compilation and experts of the model."""
+"""Autograd, activation checkpointing, compilation and the grouped product of the model."""
 
 import copy
 
@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 import dgemma
 from dgemma import DiffusionGemma
-from dgemma.model import experts
 from dgemma.model.config import Conventions
 from dgemma.model.experts import looped_product, product_by_group
 from dgemma.model.layout import lay_out_by_column
@@ -126,32 +125,6 @@ def test_the_grouped_product_equals_the_loop_forward_and_backward(sizes):
     torch.testing.assert_close(results[0][0][start:stop], (rows[start:stop] @ weights[2].T).detach())
 
 
-@pytest.mark.parametrize("top_k", [2, 1], ids=["two", "one"])
-@torch.no_grad()
-def test_the_experts_equal_a_sum_over_each_token_by_hand(top_k):
-    config = dgemma.presets.tiny().replace(top_k_experts=top_k)
-    torch.manual_seed(0)
-    layer = DiffusionGemma(config).layers[0]
-    layer.router.per_expert_scale.uniform_(0.5, 2.0)
-    x = torch.randn(11, config.hidden_size)
-    routing = layer.router(x)
-    expected = torch.zeros_like(x)
-    for token in range(11):
-        for weight, expert in zip(routing.weights[token], routing.experts[token], strict=True):
-            gate, up = (layer.experts.gate_up_proj[expert] @ x[token]).chunk(2)
-            expected[token] += weight * (layer.experts.down_proj[expert] @ (F.gelu(gate, approximate="tanh") * up))
-    torch.testing.assert_close(layer.experts(x, routing), expected, atol=1e-7, rtol=1e-5)
-
-
-@torch.no_grad()
-def test_experts_run_the_same_on_shapes_the_grouped_product_refuses(monkeypatch):
-    layer = DiffusionGemma(dgemma.presets.tiny()).layers[0]
-    x = torch.randn(7, 64)
-    grouped = layer.experts(x, layer.router(x))
-    monkeypatch.setattr(experts, "supports_grouped", lambda *weights: False)
-    torch.testing.assert_close(layer.experts(x, layer.router(x)), grouped, atol=1e-7, rtol=1e-5)
-
-
 @torch.no_grad()
 def test_weights_laid_out_by_column_are_the_same_weights(tmp_path):
     model, canvas = DiffusionGemma(dgemma.presets.tiny()), torch.randint(0, 512, (1, 8))
@@ -166,16 +139,6 @@ def test_weights_laid_out_by_column_are_the_same_weights(tmp_path):
     by_column.save_pretrained(tmp_path)
     for name, weight in DiffusionGemma.from_pretrained(tmp_path).named_parameters():
         assert torch.equal(weight, model.get_parameter(name))
-
-
-@torch.no_grad()
-def test_no_self_conditioning_is_a_zero_signal_not_zero_logits():
-    model = pair()[0]
-    cache, canvas = model.encode(torch.randint(5, 512, (1, 6))), torch.randint(0, 512, (1, 8))
-    without = model.denoise(canvas, cache).logits
-    off = model.denoise(canvas, cache, self_cond=torch.randn(1, 8, 512), self_cond_mask=torch.tensor([False])).logits
-    torch.testing.assert_close(off, without, atol=1e-6, rtol=0)
-    assert not torch.allclose(model.denoise(canvas, cache, self_cond=torch.zeros(1, 8, 512)).logits, without, atol=1e-3)
 
 
 @torch.no_grad()
@@ -201,25 +164,6 @@ def test_a_float64_model_is_float64_throughout():
     model.layers[0].input_layernorm.weight[0] *= 1 + 1e-10
     difference = (model.denoise(tokens, model.encode(tokens)).logits - logits).abs().max()
     assert 0 < difference < 1e-9
-
-
-@torch.no_grad()
-def test_causal_logits_token_by_token_equal_those_of_one_pass():
-    model = pair()[0]
-    tokens = torch.randint(5, 512, (2, 33))
-    at_once = model.causal_logits(tokens)
-    cache = model.new_cache(2)
-    word_by_word = torch.cat([model.causal_logits(tokens[:, i : i + 1], cache) for i in range(33)], dim=1)
-    torch.testing.assert_close(word_by_word, at_once, atol=2e-5, rtol=0)
-
-
-def test_building_a_model_seeds_with_torch_and_a_copy_is_independent():
-    torch.manual_seed(5)
-    first = DiffusionGemma(dgemma.presets.tiny())
-    torch.manual_seed(5)
-    second = copy.deepcopy(DiffusionGemma(dgemma.presets.tiny(), dtype=torch.float32))
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-    assert abs(first.embed_tokens.weight.detach().std() - first.config.initializer_range) < 1e-3
 
 
 def test_calling_the_model_points_to_generate():

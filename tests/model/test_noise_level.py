@@ -71,33 +71,32 @@ def test_the_level_embedding_is_saved_and_loaded(tmp_path, canvas):
     assert torch.equal(*logits)
 
 
-def test_generation_passes_the_level_of_every_step_to_the_model(monkeypatch):
-    model, seen_levels = dgemma.DiffusionGemma(CONDITIONED), []
+@pytest.fixture
+def heard(monkeypatch):
+    """A conditioned model, and a list of the levels per position that it gets."""
+    model, levels = dgemma.DiffusionGemma(CONDITIONED), []
     denoise = model.denoise
 
     def listen(canvas, cache, **keywords):
-        seen_levels.append(keywords["noise_level"].unique().item())  # one per position, here all the same
+        levels.extend(map(tuple, keywords["noise_level"].tolist()))
         return denoise(canvas, cache, **keywords)
 
     monkeypatch.setattr(model, "denoise", listen)
-    prompt = torch.randint(512, (1, 5))
+    return model, levels
+
+
+def test_generation_passes_the_level_of_every_step_to_the_model(heard):
+    model, levels = heard
     for denoiser in (model, Guided(model, strength=0.0, unconditional=0)):
-        seen_levels.clear()
-        dgemma.generate(denoiser, prompt, max_new_tokens=32, steps=4, stop=None)
-        assert seen_levels[:: len(seen_levels) // 4] == [1.0, 0.75, 0.5, 0.25]
+        levels.clear()
+        dgemma.generate(denoiser, torch.randint(512, (1, 5)), max_new_tokens=32, steps=4, stop=None)
+        assert levels[:: len(levels) // 4] == [(level,) * 32 for level in (1.0, 0.75, 0.5, 0.25)]
 
 
-def test_slots_pass_the_noise_of_each_position_to_the_model(monkeypatch):
-    model, seen_levels = dgemma.DiffusionGemma(CONDITIONED), []
-    denoise = model.denoise
-
-    def listen(canvas, cache, **keywords):
-        seen_levels.extend(keywords["noise_level"].tolist())
-        return denoise(canvas, cache, **keywords)
-
-    monkeypatch.setattr(model, "denoise", listen)
+def test_slots_pass_the_noise_of_each_position_to_the_model(heard):
+    model, levels = heard
     slots(model, [[7, 8, 9], Slot([[10], [11]]), [12, 13]])
-    assert set(map(tuple, seen_levels)) == {(1, 0, 0, *[1] * 29)}  # only the tokens 12 and 13 are known
+    assert set(levels) == {(1, 0, 0, *[1] * 29)}  # only the tokens 12 and 13 are known
 
 
 def test_a_model_that_needs_the_level_raises_without_it(canvas):
