@@ -167,7 +167,3 @@ def test_gradients_of_the_statistics_equal_those_of_torch_distributions(logits):
 def test_a_temperature_that_is_not_positive_and_finite_is_refused(temperature):
     with pytest.raises(ValueError, match=r"Prediction\.shaped temperature must be finite and > 0, got .* Use \.argmax"):
         Prediction(torch.randn(1, 2, 5)).shaped(temperature=temperature)
-
-
-def test_a_prediction_shows_its_size_and_not_its_address():
-    assert repr(Prediction(torch.randn(2, 3, 5))) == "Prediction(batch_size=2, canvas_len=3, vocab_size=5)"

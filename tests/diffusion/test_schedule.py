@@ -43,12 +43,6 @@ def test_inverse_smoothstep_draws_levels_from_beta_2_2():
     assert moments == pytest.approx([1 / 2, 1 / 20, 1 / 7], abs=1e-4)
 
 
-def test_the_two_cosines_are_different_curves():
-    half = torch.tensor(0.5, dtype=torch.float64)
-    assert OneMinusCosine().alpha(half).item() == pytest.approx(1 - math.sqrt(0.5), abs=1e-15)
-    assert PlainCosine().alpha(half).item() == pytest.approx(math.sqrt(0.5), abs=1e-15)
-
-
 @pytest.mark.parametrize(
     ("schedule", "published"),
     [
