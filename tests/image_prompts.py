@@ -2,6 +2,7 @@
 
 import torch
 
+from dgemma import DiffusionGemma, presets
 from dgemma.model.vision.images import Images
 
 START, IMAGE, END = 53, 54, 55  # of ByteTokenizer
@@ -11,6 +12,17 @@ GRIDS = ((3, 3), (6, 9), (30, 3), (3, 21))  # columns and rows of patches, among
 def random_images(grids=GRIDS, patch_dim=48, seed=0):
     size = (sum(columns * rows for columns, rows in grids), patch_dim)
     return Images(torch.randint(256, size, generator=torch.Generator().manual_seed(seed)).byte(), tuple(grids))
+
+
+def seeing_model():
+    """A tiny model that reads images, with weights so large that another image gives other tokens."""
+    torch.manual_seed(0)
+    model = DiffusionGemma(presets.tiny(vision=True)).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.mul_(4)
+    return model
 
 
 def padded(images):

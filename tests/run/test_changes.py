@@ -209,13 +209,6 @@ def test_a_field_of_a_subclass_can_change(name, value, as_state):
     assert kept == knobs
 
 
-def test_a_constant_field_may_be_an_equal_object():
-    state, knobs = traced()
-    equal = replace(state, origin="".join(["he", "re"]))
-    assert equal.origin is not state.origin
-    assert apply_changes(equal, state, knobs)[0].origin == "here"
-
-
 def test_rows_of_a_subclass_are_selected_without_its_shared_fields():
     state, _ = traced()
     one = state.select(torch.tensor([1]))

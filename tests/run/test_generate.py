@@ -59,16 +59,6 @@ def test_the_host_waits_for_the_device_once_per_step_and_once_per_block(monkeypa
     assert len(waits) == 3 * (6 + waits_per_block)
 
 
-def test_row_i_of_a_batch_writes_the_tokens_of_row_i_alone_with_the_real_model():
-    model = pair(seed=3)[0]
-    prompt, mask = torch.randint(5, 512, (3, 9)), torch.ones(3, 9, dtype=torch.long)
-    mask[1, :4] = 0
-    together = dgemma.generate(model, prompt, attention_mask=mask, max_new_tokens=64, steps=6, seed=3)
-    for row in range(3):
-        alone = dgemma.generate(model, prompt[row][mask[row].bool()][None], max_new_tokens=64, steps=6, seed=[3 + row])
-        assert torch.equal(alone.new_tokens[0], together.new_tokens[row, : alone.new_tokens.shape[1]])
-
-
 def test_the_same_seed_gives_the_same_tokens_and_does_not_use_the_global_generator():
     model, prompt = RowwiseDenoiser(), torch.randint(5, 64, (2, 7))
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ from dgemma import ByteTokenizer, Choice, DiffusionGemma, Guided, MaskNoise, Slo
 from dgemma.checkpoint.images import encode_text, processor_of
 from dgemma.run.many import PromptFile
 from dgemma.run.records import BlockCommit
-from image_prompts import prompts, random_images
+from image_prompts import prompts, random_images, seeing_model
 
 ROWS = [[5, (6, 9), 4], [3], [2, (3, 3), 1, (6, 6), 8]]
 OPTIONS = {"max_new_tokens": 64, "steps": 3, "eos_token_ids": [], "stop": None}
@@ -20,13 +20,7 @@ OPTIONS = {"max_new_tokens": 64, "steps": 3, "eos_token_ids": [], "stop": None}
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    model = DiffusionGemma(presets.tiny(vision=True)).eval()
-    with torch.no_grad():  # larger weights, so that another image gives other tokens
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                weight.mul_(4)
-    return model
+    return seeing_model()
 
 
 def one_by_one(model, tokens, mask, images, **options):
@@ -49,26 +43,6 @@ def test_a_batch_with_different_numbers_of_images_equals_its_rows_alone(model):
     other = random_images(images.grids, seed=3)
     wrong = dgemma.generate(model, tokens, attention_mask=mask, images=other, **OPTIONS)
     assert [torch.equal(*rows) for rows in zip(out.new_tokens, wrong.new_tokens, strict=True)] == [False, True, False]
-
-
-def test_a_cache_with_images_can_be_extended_rolled_back_and_joined(model):
-    tokens, _, images = prompts([ROWS[0]])
-    more, _, more_images = prompts([ROWS[2]], seed=1)
-    canvas = torch.arange(100, 132)[None]
-    with torch.no_grad():
-        cache = model.encode(tokens, images=images)
-        expected = model.denoise(canvas, cache).logits
-        mark = cache.mark()
-        longer = model.denoise(canvas, model.encode(more, cache, images=more_images)).logits
-        cache.rollback(mark)
-        assert torch.equal(model.denoise(canvas, cache).logits, expected)
-        again = model.encode(torch.cat((tokens, more), 1), images=type(images).join([images, more_images]))
-        torch.testing.assert_close(model.denoise(canvas, again).logits, longer, rtol=1e-4, atol=1e-4)
-        alone = model.encode(more, images=more_images)
-        joined = type(cache).join([(torch.tensor([1]), cache), (torch.tensor([0]), alone)])
-        torch.testing.assert_close(
-            model.denoise(canvas.expand(2, -1), joined).logits[1:], expected, rtol=1e-4, atol=1e-4
-        )
 
 
 def test_a_recorded_run_keeps_its_images(model, tmp_path):
@@ -199,19 +173,18 @@ def test_prompt_files_name_images_and_a_changed_picture_is_another_prompt(model,
 
 def test_images_that_do_not_fit_the_prompt_are_named(model):
     tokens, _, images = prompts(ROWS[:1])
-    with pytest.raises(ValueError, match="images must be given for a prompt with image tokens"):
-        dgemma.generate(model, tokens)
-    with pytest.raises(ValueError, match="images must be given for a prompt with image tokens"):
-        dgemma.generate(model, tokens, images=[None])
-    with pytest.raises(ValueError, match="be as many as the runs of image tokens in the prompt, 1, got 2"):
-        dgemma.generate(model, tokens, images=random_images([(6, 9), (6, 9)]))
-    with pytest.raises(ValueError, match=r"have the sizes of the prompt's runs of image tokens, \(6,\), got \(1,\)"):
-        dgemma.generate(model, tokens, images=random_images([(3, 3)]))
-    for wide in (random_images([(840, 3)]), [random_images([(840, 3)])]):
-        with pytest.raises(ValueError, match="have at most 256 patches per side, got 840"):
-            dgemma.read_plan(model, tokens, images=wide)  # before anything is read
-    with pytest.raises(ValueError, match="have one entry per row, 1, got 2"):
-        dgemma.generate(model, tokens, images=[images, None])
+    absent, wide = "images must be given for a prompt with image tokens", random_images([(840, 3)])
+    for given, sentence in (
+        (None, absent),
+        ([None], absent),
+        (random_images([(6, 9)] * 2), "be as many as the runs of image tokens in the prompt, 1, got 2"),
+        (random_images([(3, 3)]), r"have the sizes of the prompt's runs of image tokens, \(6,\), got \(1,\)"),
+        (wide, "have at most 256 patches per side, got 840"),
+        ([wide], "have at most 256 patches per side, got 840"),
+        ([images, None], "have one entry per row, 1, got 2"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            dgemma.generate(model, tokens, images=given)
     text = DiffusionGemma(presets.tiny())
     with pytest.raises(ValueError, match="images must be None for a DiffusionGemma without a vision tower"):
         dgemma.generate(text, tokens, images=images)

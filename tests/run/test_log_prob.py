@@ -155,8 +155,3 @@ def test_token_log_probs_are_those_of_the_run_and_add_up_to_the_steps():
     torch.testing.assert_close(got.nansum(-1), run.step_log_probs(model, strict=False), rtol=1e-6, atol=1e-6)
     got.nansum().backward()
     assert model.embed_tokens.weight.grad.isfinite().all()
-
-
-def test_a_number_is_a_constant_temperature():
-    knobs = dgemma.Knobs(sampler=dgemma.EntropyBound(), temperature=1)
-    assert knobs.temperature == dgemma.ConstantTemperature(1.0)

@@ -60,17 +60,6 @@ def test_a_row_does_not_depend_on_its_batch(model, side):
     assert torch.equal(batch[1:], alone)
 
 
-def test_a_row_is_padded_after_its_stop_token(model):
-    free = dgemma.generate_causal(model, PROMPTS, max_new_tokens=12, seed=3, eos_token_ids=[])
-    stop = int(free[0, 4])
-    assert stop not in free[0, :4]
-    stopped = dgemma.generate_causal(model, PROMPTS[:1], max_new_tokens=12, seed=3, eos_token_ids=stop)
-    assert torch.equal(stopped, free[:1, :5])  # the only row has ended
-    both = dgemma.generate_causal(model, PROMPTS, max_new_tokens=12, seed=3, eos_token_ids=stop)
-    assert torch.equal(both[0, :5], free[0, :5])
-    assert (both[0, 5:] == model.generation.pad_token_id).all()
-
-
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("options", [{}, {"top_k": 1}, {"top_p": 0.9}], ids=["all", "top-k", "top-p"])
 def test_nan_logits_stop_the_run_at_the_token_where_they_appear(monkeypatch, value, options):
@@ -89,10 +78,11 @@ def test_nan_logits_stop_the_run_at_the_token_where_they_appear(monkeypatch, val
         dgemma.generate_causal(model, PROMPTS, max_new_tokens=3, eos_token_ids=[], **options)
 
 
-def test_nan_after_a_stop_token_is_ignored(monkeypatch):
+def test_a_row_is_padded_after_its_stop_token_whatever_is_predicted_there(monkeypatch):
     model = next_token.model()
     free = dgemma.generate_causal(model, PROMPTS, max_new_tokens=12, seed=3, eos_token_ids=[])
-    read = model.causal_logits
+    read, stop = model.causal_logits, int(free[0, 4])
+    assert stop not in free[0, :4]
 
     def overflow(*args):
         logits = read(*args)
@@ -101,7 +91,8 @@ def test_nan_after_a_stop_token_is_ignored(monkeypatch):
         return logits
 
     monkeypatch.setattr(model, "causal_logits", overflow)
-    stop = int(free[0, 4])
+    stopped = dgemma.generate_causal(model, PROMPTS[:1], max_new_tokens=12, seed=3, eos_token_ids=stop)
+    assert torch.equal(stopped, free[:1, :5])  # the only row has ended
     both = dgemma.generate_causal(model, PROMPTS, max_new_tokens=12, seed=3, eos_token_ids=stop)
     assert torch.equal(both[0, :5], free[0, :5])
     assert (both[0, 5:] == model.generation.pad_token_id).all()

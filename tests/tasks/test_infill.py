@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dgemma
-from dgemma.run.batch import Batch
 from dgemma.sampling import Ancestral, Confidence, EntropyBound, StepCap
 from dgemma.tasks.infill import edit, infill, infill_row, place_canvas
+from run.test_many import run_together
 
 VOCAB, CANVAS_LEN = 512, 32
 PROCESSES = {
@@ -101,10 +101,8 @@ def test_a_row_does_not_depend_on_its_batch(model, process):
         alone = infill(*one, **options(process, seed=[5 + row]))
         assert torch.equal(together.tokens[row], alone.tokens[0])
         assert together.steps[row] == alone.steps[0]
-        batch, served = Batch(model), infill_row(*one, **options(process, seed=[5 + row]))
-        batch.add(served)
-        while len(batch):
-            batch.step()
+        served = infill_row(*one, **options(process, seed=[5 + row]))
+        run_together(model, [served])
         assert torch.equal(served.new_tokens, alone.tokens)  # in several canvases
 
 
@@ -257,12 +255,6 @@ def test_the_text_of_an_edit_has_the_noise_level_of_its_first_step(model, level,
     assert abs(shown - level) <= 1 / steps
     masked = float((seen[0].canvas == 4).float().mean())
     assert abs(masked - shown) < 4 * (shown * (1 - shown) / seen[0].canvas.numel()) ** 0.5 + 1e-9
-
-
-def test_an_edit_at_the_lowest_level_changes_nothing_under_mask_noise(model):
-    tokens = text(2, 60)
-    # Of a million steps only the last is run, at a level of one in a million.
-    assert torch.equal(edit(model, tokens, noise_level=1e-9, **options("mask", steps=10**6)).tokens, tokens)
 
 
 def test_an_edit_starts_from_allowed_tokens(model):
