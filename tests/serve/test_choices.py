@@ -22,6 +22,7 @@ from dgemma.checkpoint.images import processor_of
 from dgemma.sampling import ReMDM
 from dgemma.sampling.named import describe_noise, describe_sampler
 from dgemma.train import add_lora, load_lora, save_lora, share_weights
+from image_prompts import seeing_model
 from serve.letters import CONFIG, TOKENIZER, expected, letters
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -250,13 +251,7 @@ def test_errors_name_the_fields_of_the_request(openai, serve):
 
 @pytest.fixture(scope="module")
 def seeing():
-    torch.manual_seed(0)
-    model = dgemma.DiffusionGemma(dgemma.presets.tiny(vision=True)).eval()
-    with torch.no_grad():  # larger weights, so that another image gives other tokens
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                weight.mul_(4)
-    return model
+    return seeing_model()
 
 
 def picture(color, size=(12, 12), form="PNG"):

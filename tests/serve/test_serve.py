@@ -82,14 +82,9 @@ def test_a_completion_continues_a_text_or_tokens_and_every_option_counts(client,
     assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == greedy
 
 
-def test_a_stream_has_the_same_text_block_by_block_and_drafts_if_requested(client, model):
-    want = expected(model, TOKENIZER.encode("Once"), seed=5)
-    body = {"model": "toy", "prompt": "Once", "seed": 5, "stream": True, "stream_options": {"include_usage": True}}
-    *events, last, usage = read_stream(client.post("/v1/completions", json=body))
-    assert "".join(event["choices"][0]["text"] for event in events) == want
-    assert last["choices"][0]["finish_reason"] == "length"
-    assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 32)
-    events = read_stream(client.post("/v1/completions", json={**body, "drafts": True}))
+def test_a_stream_has_drafts_if_requested_and_a_chat_begins_with_its_role(client, model):
+    body = {"model": "toy", "prompt": "Once", "seed": 5, "stream": True, "drafts": True}
+    events = read_stream(client.post("/v1/completions", json=body))
     drafts = [event["dgemma"]["draft"] for event in events if "draft" in event.get("dgemma", {})]
     assert {len(draft["pieces"]) for draft in drafts} == {16}
     assert {draft["block"] for draft in drafts} <= {0, 1}
@@ -108,10 +103,8 @@ OPEN_CHOICE = {"type": "choice", "instructions": "?"}
     ("path", "body", "status", "message"),
     [
         ("chat/completions", {"messages": MESSAGES}, 400, "model is required."),
-        ("chat/completions", {"model": "toy"}, 400, "messages is required."),
         ("chat/completions", {"model": "toy", "messages": []}, 400, "messages must have at least 1 item, got []."),
         ("chat/completions", {"model": "toy", "messages": [{"role": "king"}]}, 400, "messages.0.role must be 'sys"),
-        ("chat/completions", {"model": "toy", "messages": [{"role": "user"}]}, 400, "messages.0.content is required."),
         ("chat/completions", {"model": "toy", "messages": [IMAGE]}, 400, "messages.0.content.0.image_url is required."),
         ("chat/completions", {"model": "gpt", "messages": MESSAGES}, 404, "The model 'gpt' does not exist."),
         ("completions", [], 400, "body must be an object, got []."),
@@ -129,9 +122,7 @@ OPEN_CHOICE = {"type": "choice", "instructions": "?"}
                 ({"prompt": "a" * 300}, "max_position_embeddings 320"),
                 ({"stop": ["b"] * 17}, "at most 16 items"),
                 ({"stop": ["b", ""]}, "stop.1 must have at least 1 character, got ''."),
-                ({"n": 128, "prompt": ["a"] * 3}, "at most 64 choices of all prompts, got 384"),
                 ({"seed": "1"}, "seed must be a valid integer, got '1'."),
-                ({"max_tokens": 9999}, "must be at most 4096"),
                 ({"stepz": 1}, "stepz is not a field"),
                 ({f"f{number}": 1 for number in range(60_000)}, "f0 is not a field"),
                 ({"response_format": {"type": "text", "x": 1}}, "response_format.x is not a field"),
@@ -254,7 +245,7 @@ def test_a_client_may_ask_for_one_call_at_a_time(model, stream):
             assert len(message["tool_calls"]) == count
 
 
-@pytest.mark.parametrize("arguments", ["[", "[" * 100_000, "3", "[1]", "null", "\ud800"])
+@pytest.mark.parametrize("arguments", ["[" * 100_000, "3", "[1]", "null", "\ud800"])
 def test_a_called_tool_needs_arguments_that_are_an_object(client, arguments):
     calls = [{"function": {"name": "look", "arguments": written}} for written in ("{}", arguments)]
     body = {"model": "toy", "messages": [*MESSAGES, {"role": "assistant", "tool_calls": calls}]}
@@ -262,11 +253,8 @@ def test_a_called_tool_needs_arguments_that_are_an_object(client, arguments):
     refused = client.post("/v1/chat/completions", content=json.dumps(body), headers=headers)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "messages.1.tool_calls.1.function.arguments"
-
-
-def test_a_called_tool_may_have_no_arguments(client):
-    call = {"function": {"name": "look", "arguments": ""}}
-    assert chat(client, messages=[*MESSAGES, {"role": "assistant", "tool_calls": [call]}]).status_code == 200
+    calls[1]["function"]["arguments"] = ""  # none
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
 
 
 def test_typed_decisions_have_probabilities_of_all_options(client):
@@ -405,14 +393,7 @@ def test_an_error_repeats_only_the_beginning_of_a_long_path(client):
 
 
 @pytest.mark.parametrize(
-    ("key", "encoding"),
-    [
-        ("schlüssel 鍵", "utf-8"),
-        ("schlüssel", "utf-8"),
-        ("schlüssel", "latin-1"),
-        ("voilà", "utf-8"),
-        ("…\xa0", "utf-8"),
-    ],
+    ("key", "encoding"), [("schlüssel 鍵", "utf-8"), ("schlüssel", "latin-1"), ("voilà", "utf-8"), ("…\xa0", "utf-8")]
 )
 def test_a_key_may_have_any_characters_and_is_sent_as_utf_8_or_latin_1(model, key, encoding):
     async def status(value):
@@ -423,12 +404,8 @@ def test_a_key_may_have_any_characters_and_is_sent_as_utf_8_or_latin_1(model, ke
 
     async def scenario():
         sent = key.encode(encoding)
-        assert [await status(value) for value in (sent, sent + b" \t", sent[:-1], sent + b"\xa0")] == [
-            200,
-            200,
-            401,
-            401,
-        ]
+        for value, code in ((sent, 200), (sent + b" \t", 200), (sent[:-1], 401), (sent + b"\xa0", 401)):
+            assert await status(value) == code
 
     app = create_app(model, TOKENIZER, name="toy", api_key=key)
     run(scenario())
@@ -507,169 +484,152 @@ def run(scenario):
     asyncio.run(asyncio.wait_for(scenario, 60))
 
 
-def run_engine(scenario, model, **options):
-    """Run a scenario with an engine that stops after it."""
+def run_async(scenario):
+    """Make a coroutine a test."""
 
-    async def start():
-        engine = Engine(model, **options)
-        try:
-            await scenario(engine)
-        finally:
-            model.may_step.set()
-            engine.stop()
+    def test():
+        run(scenario())
 
-    run(start())
+    return test
 
 
-def test_the_engine_refuses_cancels_and_times_out():
-    model = Slow(CONFIG)
-    model.may_step.clear()
+def with_engine(model=Slow, waits=False, **options):
+    """Make a coroutine that gets an engine a test. With `waits`, no step begins before `may_step` is set."""
 
-    async def scenario(engine):
-        long = submit(engine, **LONG)
-        await until(lambda: engine.num_running)
-        late = submit(engine, seconds=0.03)
-        with pytest.raises(ApiError, match="1 requests are waiting") as full:
-            submit(engine)
-        assert full.value.status == 429
-        model.may_step.set()
-        with pytest.raises(ApiError, match="took longer") as timeout:
-            await events_of(late)
-        assert timeout.value.status == 504
-        engine.cancel(long)
-        assert [type(event) for event in await events_of(submit(engine))] == [Written]
-        waiting = submit(engine, **LONG)
-        engine.stop()
-        with pytest.raises(ApiError, match="shutting down"):
-            await events_of(waiting)
+    def make(scenario):
+        async def start():
+            engine = Engine(model(CONFIG), **options)
+            if waits:
+                engine.model.may_step.clear()
+            try:
+                await scenario(engine)
+            finally:
+                engine.model.may_step.set()
+                engine.stop()
 
-    run_engine(scenario, model, batch_size=1, max_queue=1)
+        return run_async(start)
+
+    return make
 
 
-def test_an_event_loop_that_closes_does_not_stop_the_engine():
-    model = Slow(CONFIG)
-    model.may_step.clear()
-
-    async def scenario(engine):
-        first, late = submit(engine), submit(engine, seconds=0.0)
-        closed = unittest.mock.Mock(side_effect=RuntimeError("Event loop is closed"))
-        late.loop = unittest.mock.Mock(is_closed=lambda: False, call_soon_threadsafe=closed)
-        model.may_step.set()
-        assert (await events_of(first))[-1].ended
-        assert (await events_of(submit(engine)))[-1].ended
-        assert closed.called
-
-    run_engine(scenario, model, batch_size=1, max_queue=4)
-
-
-def test_a_client_does_not_keep_others_out():
-    async def scenario(engine):
-        greedy = [submit(engine, "a", **LONG) for _ in range(4)]
-        await until(lambda: engine.num_running == 4)
-        greedy += [submit(engine, "a", **LONG) for _ in range(6)]
-        honest = submit(engine, "b")  # the queue was full
-        with pytest.raises(ApiError, match="6 requests are waiting") as full:
-            await events_of(greedy[-1])
-        assert full.value.status == 429
-        engine.cancel(greedy[0])
-        assert (await events_of(honest))[-1].ended
-        assert engine.num_waiting >= 4  # of the greedy client: none of its five went before the honest one
-
-    run_engine(scenario, Slow(CONFIG), batch_size=4, max_queue=6)
+@with_engine(batch_size=1, max_queue=1, waits=True)
+async def test_the_engine_refuses_cancels_and_times_out(engine):
+    long = submit(engine, **LONG)
+    await until(lambda: engine.num_running)
+    late = submit(engine, seconds=0.03)
+    with pytest.raises(ApiError, match="1 requests are waiting") as full:
+        submit(engine)
+    assert full.value.status == 429
+    engine.model.may_step.set()
+    with pytest.raises(ApiError, match="took longer") as timeout:
+        await events_of(late)
+    assert timeout.value.status == 504
+    engine.cancel(long)
+    assert [type(event) for event in await events_of(submit(engine))] == [Written]
+    waiting = submit(engine, **LONG)
+    engine.stop()
+    with pytest.raises(ApiError, match="shutting down"):
+        await events_of(waiting)
 
 
-def test_a_client_that_reads_slowly_gets_one_draft_of_each_row():
-    async def scenario(engine):
-        jobs = engine.submit([row_of(engine, steps=9) for _ in range(2)], seconds=60, drafts=True)
-        await until(lambda: engine.num_steps and not engine.num_running)
-        found = [(job, type(event)) async for job, event in read_events(jobs)]
-        assert Counter(found) == {(job, kind): 1 for job in jobs for kind in (Draft, Written)}
+@with_engine(batch_size=1, max_queue=4, waits=True)
+async def test_an_event_loop_that_closes_does_not_stop_the_engine(engine):
+    first, late = submit(engine), submit(engine, seconds=0.0)
+    closed = unittest.mock.Mock(side_effect=RuntimeError("Event loop is closed"))
+    late.loop = unittest.mock.Mock(is_closed=lambda: False, call_soon_threadsafe=closed)
+    engine.model.may_step.set()
+    assert (await events_of(first))[-1].ended
+    assert (await events_of(submit(engine)))[-1].ended
+    assert closed.called
 
-    run_engine(scenario, Slow(CONFIG), batch_size=2, max_queue=2)
+
+@with_engine(batch_size=4, max_queue=6)
+async def test_a_client_does_not_keep_others_out(engine):
+    greedy = [submit(engine, "a", **LONG) for _ in range(4)]
+    await until(lambda: engine.num_running == 4)
+    greedy += [submit(engine, "a", **LONG) for _ in range(6)]
+    honest = submit(engine, "b")  # the queue was full
+    with pytest.raises(ApiError, match="6 requests are waiting") as full:
+        await events_of(greedy[-1])
+    assert full.value.status == 429
+    engine.cancel(greedy[0])
+    assert (await events_of(honest))[-1].ended
+    assert engine.num_waiting >= 4  # of the greedy client: none of its five went before the honest one
 
 
-def test_clients_take_turns_whatever_waits():
+@with_engine(batch_size=2, max_queue=2)
+async def test_a_client_that_reads_slowly_gets_one_draft_of_each_row(engine):
+    jobs = engine.submit([row_of(engine, steps=9) for _ in range(2)], seconds=60, drafts=True)
+    await until(lambda: engine.num_steps and not engine.num_running)
+    found = [(job, type(event)) async for job, event in read_events(jobs)]
+    assert Counter(found) == {(job, kind): 1 for job in jobs for kind in (Draft, Written)}
+
+
+@with_engine(batch_size=1, max_queue=9, waits=True)
+async def test_clients_take_turns_whatever_waits(engine):
     """A client with one request waits for one of the other's, not for its backlog; rows of a client that left for none.
 
     The second request of "a" has left its place in the queue, and costs no step.
     """
-    model = Slow(CONFIG)
-    model.may_step.clear()
-
-    async def scenario(engine):
-        jobs = {"a0": submit(engine, "a")}
-        await until(lambda: engine.num_running)
-        jobs |= {name: submit(engine, name[0]) for name in ("a1", "a2", "a3", "b", "c")}
-        engine.cancel(jobs.pop("a1"))
-        model.may_step.set()
-        order = await order_of(jobs)
-        assert order[:2] == ["a0", "b"]
-        assert order.index("c") <= 3
-        assert [name for name in order if name[0] == "a"] == ["a0", "a2", "a3"]
-        assert engine.num_steps == 5 * 2  # the first step of a canvas is taken together with its second one
-
-    run_engine(scenario, model, batch_size=1, max_queue=9)
+    jobs = {"a0": submit(engine, "a")}
+    await until(lambda: engine.num_running)
+    jobs |= {name: submit(engine, name[0]) for name in ("a1", "a2", "a3", "b", "c")}
+    engine.cancel(jobs.pop("a1"))
+    engine.model.may_step.set()
+    order = await order_of(jobs)
+    assert order[:2] == ["a0", "b"]
+    assert order.index("c") <= 3
+    assert [name for name in order if name[0] == "a"] == ["a0", "a2", "a3"]
+    assert engine.num_steps == 5 * 2  # the first step of a canvas is taken together with its second one
 
 
-def test_requests_of_several_clients_share_a_batch():
-    model = Slow(CONFIG)
-    model.may_step.clear()
-
-    async def scenario(engine):
-        jobs = {client: submit(engine, client, steps=4) for client in "abcd"}
-        model.may_step.set()
-        await order_of(jobs)
-        assert engine.num_steps <= 1 + 3  # the first may start alone; one by one they take 4 * 3
-
-    run_engine(scenario, model, batch_size=4, max_queue=9)
+@with_engine(batch_size=4, max_queue=9, waits=True)
+async def test_requests_of_several_clients_share_a_batch(engine):
+    jobs = {client: submit(engine, client, steps=4) for client in "abcd"}
+    engine.model.may_step.set()
+    await order_of(jobs)
+    assert engine.num_steps <= 1 + 3  # the first may start alone; one by one they take 4 * 3
 
 
-def test_while_others_run_a_client_has_its_share_of_the_places():
-    async def scenario(engine):
-        submit(engine, "b", **LONG)
-        await until(lambda: engine.num_running)
-        for _ in range(4):
-            submit(engine, "a", **LONG)
-        await until(lambda: engine.num_running == 3)
-        num_steps = engine.num_steps
-        await until(lambda: engine.num_steps > num_steps + 2)
-        assert (engine.num_running, engine.num_waiting) == (3, 2)
-
-    run_engine(scenario, Slow(CONFIG), batch_size=4, max_queue=9)
+@with_engine(batch_size=4, max_queue=9)
+async def test_while_others_run_a_client_has_its_share_of_the_places(engine):
+    submit(engine, "b", **LONG)
+    await until(lambda: engine.num_running)
+    for _ in range(4):
+        submit(engine, "a", **LONG)
+    await until(lambda: engine.num_running == 3)
+    num_steps = engine.num_steps
+    await until(lambda: engine.num_steps > num_steps + 2)
+    assert (engine.num_running, engine.num_waiting) == (3, 2)
 
 
 def test_a_slow_batch_does_not_take_the_time_of_others(clock):
     """A batch whose steps take ten times as long gets the same time, so a tenth of the steps."""
-    model = Slow(CONFIG, clock)
-    model.may_step.clear()
 
-    async def scenario(engine):
+    @with_engine(lambda config: Slow(config, clock), batch_size=2, max_queue=2, waits=True)
+    async def check(engine):
         fast = submit(engine, temperature=1.0, steps=101)
         submit(engine, temperature=0.5, **LONG)
-        model.may_step.set()
+        engine.model.may_step.set()
         await events_of(fast)
-        ended = len(model.temperatures) - model.temperatures[::-1].index(1.0)
-        assert model.temperatures[:ended].count(0.5) in range(9, 13)
+        temperatures = engine.model.temperatures
+        ended = len(temperatures) - temperatures[::-1].index(1.0)
+        assert temperatures[:ended].count(0.5) in range(9, 13)
 
-    run_engine(scenario, model, batch_size=2, max_queue=2)
+    check()
 
 
-def test_an_infilling_waits_its_turn():
-    model = Slow(CONFIG)
-    model.may_step.clear()
+@with_engine(batch_size=1, max_queue=4, waits=True)
+async def test_an_infilling_waits_its_turn(engine):
     tokens = torch.arange(128, 168)[None]
-
-    async def scenario(engine):
-        first = submit(engine)
-        left, hole = engine.submit([infill_row(model, tokens, [(3, 6)], steps=9) for _ in range(2)], seconds=60)
-        engine.cancel(left)
-        model.may_step.set()
-        assert await order_of({"first": first, "hole": hole}) == ["first", "hole"]
-        want = dgemma.infill(model, tokens, [(3, 6)], steps=9, seed=[0])
-        assert torch.equal(hole.row.new_tokens, want.tokens)
-        assert not left.row.blocks
-
-    run_engine(scenario, model, batch_size=1, max_queue=4)
+    first = submit(engine)
+    left, hole = engine.submit([infill_row(engine.model, tokens, [(3, 6)], steps=9) for _ in range(2)], seconds=60)
+    engine.cancel(left)
+    engine.model.may_step.set()
+    assert await order_of({"first": first, "hole": hole}) == ["first", "hole"]
+    want = dgemma.infill(engine.model, tokens, [(3, 6)], steps=9, seed=[0])
+    assert torch.equal(hole.row.new_tokens, want.tokens)
+    assert not left.row.blocks
 
 
 def test_markers_in_requests_are_plain_text(client, model):
@@ -717,7 +677,8 @@ def test_constraints_are_kept_by_size_and_errors_are_kept_too():
     assert bad in kept
 
 
-def test_constraints_of_a_client_are_built_one_after_another_and_not_for_those_who_left():
+@with_engine(batch_size=1, max_queue=1)
+async def test_constraints_of_a_client_are_built_one_after_another_and_not_for_those_who_left(engine):
     """The other client needs no turn behind them."""
     order, other_is_built = [], threading.Event()
 
@@ -728,22 +689,19 @@ def test_constraints_of_a_client_are_built_one_after_another_and_not_for_those_w
         if name == "b":
             other_is_built.set()
 
-    async def scenario(engine):
-        builders = Builders(engine)
+    builders = Builders(engine)
 
-        async def build_for(name, has_left=False):
-            request = unittest.mock.Mock(is_disconnected=unittest.mock.AsyncMock(return_value=has_left))
-            await builders.run(lambda: build(name), name[0], request)
+    async def build_for(name, has_left=False):
+        request = unittest.mock.Mock(is_disconnected=unittest.mock.AsyncMock(return_value=has_left))
+        await builders.run(lambda: build(name), name[0], request)
 
-        backlog = [asyncio.create_task(build_for(f"a{at}")) for at in range(4)]
-        left, other = asyncio.create_task(build_for("a left", has_left=True)), asyncio.create_task(build_for("b"))
-        await asyncio.gather(*backlog, other)
-        assert sorted(order[:2]) == ["a0", "b"]
-        assert order[2:] == ["a1", "a2", "a3"]
-        with pytest.raises(ApiError, match="has left"):
-            await left
-
-    run_engine(scenario, Slow(CONFIG), batch_size=1, max_queue=1)
+    backlog = [asyncio.create_task(build_for(f"a{at}")) for at in range(4)]
+    left, other = asyncio.create_task(build_for("a left", has_left=True)), asyncio.create_task(build_for("b"))
+    await asyncio.gather(*backlog, other)
+    assert sorted(order[:2]) == ["a0", "b"]
+    assert order[2:] == ["a1", "a2", "a3"]
+    with pytest.raises(ApiError, match="has left"):
+        await left
 
 
 def post_raw(app, client, read, headers=(), path="/v1/completions", **fields):
@@ -767,62 +725,56 @@ def post_raw(app, client, read, headers=(), path="/v1/completions", **fields):
     return asyncio.ensure_future(app({**scope, "headers": fields, "client": (client, 1)}, receive, send)), sent
 
 
-def test_a_client_with_too_many_requests_gets_a_429_before_they_are_read():
-    async def scenario():
-        app = create_app(Slow(CONFIG), TOKENIZER, name="toy", limits=Limits(per_client=2))
-        engine, read = app.state.engine, Counter()
-        tasks = [post_raw(app, "a", read)[0] for _ in range(2)]
-        await until(lambda: engine.num_running == 2)
-        num_read = read["a"]
-        refused, sent = post_raw(app, "a", read)
+@run_async
+async def test_a_client_with_too_many_requests_gets_a_429_before_they_are_read():
+    app = create_app(Slow(CONFIG), TOKENIZER, name="toy", limits=Limits(per_client=2))
+    engine, read = app.state.engine, Counter()
+    tasks = [post_raw(app, "a", read)[0] for _ in range(2)]
+    await until(lambda: engine.num_running == 2)
+    num_read = read["a"]
+    refused, sent = post_raw(app, "a", read)
+    await refused
+    error = json.loads(sent[1]["body"])["error"]
+    assert (sent[0]["status"], dict(sent[0]["headers"])[b"retry-after"]) == (429, b"1")
+    assert (error["type"], error["code"]) == ("rate_limit_error", "too_many_requests")
+    assert read["a"] == num_read
+    tasks.append(post_raw(app, "b", read)[0])
+    await until(lambda: engine.num_running + engine.num_waiting == 3)
+    tasks[0].cancel()  # its place becomes free
+    await asyncio.wait(tasks[:1])
+    tasks.append(post_raw(app, "a", read)[0])
+    await until(lambda: read["a"] > num_read)
+    engine.stop()
+    await asyncio.gather(*tasks)
+
+
+@run_async
+async def test_decisions_wait_for_the_model_no_longer_than_other_requests():
+    model = Slow(CONFIG)
+    model.may_step.clear()
+    app = create_app(model, TOKENIZER, name="toy", limits=Limits(seconds=0.5))
+    running, _ = post_raw(app, "a", Counter())
+    await until(lambda: app.state.engine.num_running)
+    questions = {"sure": {"type": "noul", "instructions": "Sure?"}}
+    asked, sent = post_raw(app, "b", Counter(), path="/v1/systemone", state="", questions=questions)
+    await asked
+    assert sent[0]["status"] == 504
+    model.may_step.set()
+    app.state.engine.stop()
+    await running
+
+
+@run_async
+async def test_choices_and_prompts_count_as_requests_of_a_client():
+    app = create_app(Slow(CONFIG), TOKENIZER, name="toy", limits=Limits(per_client=3))
+    running, _ = post_raw(app, "a", Counter(), prompt=["a", "b"])
+    await until(lambda: app.state.engine.num_running == 2)
+    for fields, code in (({"n": 2}, "too_many_requests"), ({"n": 4}, "invalid_value")):
+        refused, sent = post_raw(app, "a", Counter(), **fields)
         await refused
-        error = json.loads(sent[1]["body"])["error"]
-        assert (sent[0]["status"], dict(sent[0]["headers"])[b"retry-after"]) == (429, b"1")
-        assert (error["type"], error["code"]) == ("rate_limit_error", "too_many_requests")
-        assert read["a"] == num_read
-        tasks.append(post_raw(app, "b", read)[0])
-        await until(lambda: engine.num_running + engine.num_waiting == 3)
-        tasks[0].cancel()  # its place becomes free
-        await asyncio.wait(tasks[:1])
-        tasks.append(post_raw(app, "a", read)[0])
-        await until(lambda: read["a"] > num_read)
-        engine.stop()
-        await asyncio.gather(*tasks)
-
-    run(scenario())
-
-
-def test_decisions_wait_for_the_model_no_longer_than_other_requests():
-    async def scenario():
-        model = Slow(CONFIG)
-        model.may_step.clear()
-        app = create_app(model, TOKENIZER, name="toy", limits=Limits(seconds=0.5))
-        running, _ = post_raw(app, "a", Counter())
-        await until(lambda: app.state.engine.num_running)
-        questions = {"sure": {"type": "noul", "instructions": "Sure?"}}
-        asked, sent = post_raw(app, "b", Counter(), path="/v1/systemone", state="", questions=questions)
-        await asked
-        assert sent[0]["status"] == 504
-        model.may_step.set()
-        app.state.engine.stop()
-        await running
-
-    run(scenario())
-
-
-def test_choices_and_prompts_count_as_requests_of_a_client():
-    async def scenario():
-        app = create_app(Slow(CONFIG), TOKENIZER, name="toy", limits=Limits(per_client=3))
-        running, _ = post_raw(app, "a", Counter(), prompt=["a", "b"])
-        await until(lambda: app.state.engine.num_running == 2)
-        for fields, code in (({"n": 2}, "too_many_requests"), ({"n": 4}, "invalid_value")):
-            refused, sent = post_raw(app, "a", Counter(), **fields)
-            await refused
-            assert json.loads(sent[1]["body"])["error"]["code"] == code
-        app.state.engine.stop()
-        await running
-
-    run(scenario())
+        assert json.loads(sent[1]["body"])["error"]["code"] == code
+    app.state.engine.stop()
+    await running
 
 
 def test_of_several_keys_each_is_a_client(model):
@@ -834,7 +786,8 @@ def test_of_several_keys_each_is_a_client(model):
 
 
 def test_a_client_that_had_more_time_than_others_waits_before_its_requests_are_read(clock):
-    async def scenario():
+    @run_async
+    async def check():
         model = Slow(CONFIG, clock)
         app = create_app(model, TOKENIZER, name="toy")
         engine, read = app.state.engine, Counter()
@@ -856,23 +809,22 @@ def test_a_client_that_had_more_time_than_others_waits_before_its_requests_are_r
         engine.stop()
         await asyncio.gather(*tasks)
 
-    run(scenario())
+    check()
 
 
-def test_a_batch_that_fails_does_not_stop_the_engine():
-    class Broken(Slow):
-        def denoise(self, canvas, cache, self_cond=None):
-            if cache.num_slots == 3:
-                raise RuntimeError("out of memory")
-            return super().denoise(canvas, cache, self_cond)
+class Broken(Slow):
+    def denoise(self, canvas, cache, self_cond=None):
+        if cache.num_slots == 3:
+            raise RuntimeError("out of memory")
+        return super().denoise(canvas, cache, self_cond)
 
-    async def scenario(engine):
-        bad = Rows(dgemma.read_plan(engine.model, torch.tensor([[5, 6, 7]])))
-        with pytest.raises(ApiError, match="The model failed: RuntimeError: out of memory"):
-            await events_of(engine.submit([bad], seconds=60)[0])
-        assert (await events_of(submit(engine)))[-1].ended
 
-    run_engine(scenario, Broken(CONFIG), batch_size=2, max_queue=4)
+@with_engine(Broken, batch_size=2, max_queue=4)
+async def test_a_batch_that_fails_does_not_stop_the_engine(engine):
+    bad = Rows(dgemma.read_plan(engine.model, torch.tensor([[5, 6, 7]])))
+    with pytest.raises(ApiError, match="The model failed: RuntimeError: out of memory"):
+        await events_of(engine.submit([bad], seconds=60)[0])
+    assert (await events_of(submit(engine)))[-1].ended
 
 
 def grow(blocks, **changes):
