@@ -41,9 +41,7 @@ NO_CHECKPOINT_READ = [
     (("generate", "-m", "dgemma/novels", "Hi"), "dgemma/novels does not ship with dgemma"),
     (("generate", "dgemma/text", "Hi"), "dgemma/text is a model, not part of the text. Write --model before it"),
     (("generate", "--steps", "0", "Hi"), "--steps must be a whole number of at least 1, got 0"),
-    (("generate", "--step", "3", "Hi"), "unknown: --step, perhaps you meant --steps"),
     (("generate", "--output", "run.jsonl", "Hi"), "unknown: --output, perhaps you meant --out."),
-    (("infill", "--loud", "Hi"), "unknown: --loud. See dgemma infill --help."),
     (("generate", "--gif", "run.png", "Hi"), "--gif must be a file that ends in .gif, got 'run.png'"),
     (
         ("generate", "--temperature", "1e-300", "Hi"),
@@ -55,7 +53,6 @@ NO_CHECKPOINT_READ = [
     ),
     (("sudoku", "--sampler", "leave-one-out-gibbs"), "LeaveOneOutGibbs must run under uniform noise, got 'mask'."),
     (("evaluate", "--separator", "", "words.txt"), "--separator must not be empty"),
-    (("generate", "--noise", "pink", "Hi"), "invalid choice: 'pink'"),
     (("generate", "--sampler", "best", "Hi"), "--sampler must be one of ancestral,"),
     (("generate", "--sampler", "threshold:bound=1", "Hi"), "which takes tau=…, block_len=…, greedy=…"),
     (("generate", "--sampler", "threshold:tau", "Hi"), "got 'tau'"),
@@ -111,8 +108,6 @@ def test_a_folder_without_a_model_is_not_a_checkpoint(command, checkpoint, tmp_p
     ("entry", "message"),
     [
         ({"sampler": {"name": "best"}}, "must be one of ancestral,"),
-        ({"sampler": {"name": "threshold", "bound": 1}}, "must fit threshold, which takes tau=…"),
-        ({"noise": {"kind": "pink"}}, "must be one of uniform, mask, hybrid, got 'pink'"),
         ({"noise": {"kind": "mask", "mask_token_id": 10**6}}, "must fit mask: MaskNoise.mask_token_id must"),
     ],
 )

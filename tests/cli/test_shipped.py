@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import DiffusionGemmaConfig
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import DiffusionGemmaGenerationConfig
 
@@ -29,13 +28,6 @@ def test_a_shipped_checkpoint_stores_noise_and_sampler_and_transformers_can_read
     theirs = DiffusionGemmaGenerationConfig.from_pretrained(ASSETS / name)
     assert (theirs.t_max, theirs.sampler_config.entropy_bound) == (model.generation.t_max, bound)
     assert DiffusionGemmaConfig.from_pretrained(ASSETS / name).noise["kind"] == noise.kind
-
-
-def test_the_twin_of_the_text_model_differs_only_in_its_defaults(command):
-    model, twin = (dgemma.DiffusionGemma.from_pretrained(f"dgemma/{name}") for name in ("text", "text-mask"))
-    assert twin.config == model.config
-    assert torch.equal(twin.norm.weight, model.norm.weight)
-    assert "p2:eta=1.0" in command("info", "dgemma/text-mask").out
 
 
 def test_a_hole_includes_the_space_before_its_word(command):

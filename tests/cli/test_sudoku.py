@@ -4,9 +4,7 @@ import json
 
 import pytest
 
-# From Wikipedia's article on Sudoku, which prints the solution too.
-PUZZLE = "530070000600195000098000060800060003400803001700020006060000280000419005000080079"
-SOLUTION = "534678912672195348198342567859761423426853791713924856961537284287419635345286179"
+from data.test_sudoku import PUZZLE, SOLUTION
 
 
 def test_the_wrong_answer_of_a_random_model_is_reported(command, solver):

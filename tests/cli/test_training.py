@@ -13,6 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import dgemma
+from data.test_sudoku import SOLUTION
 from dgemma.cli import training
 from dgemma.data.text import TokenFile
 from dgemma.train.adapter_files import load_lora
@@ -82,11 +83,7 @@ def test_a_dataset_trains_like_a_file_with_the_same_rows(command, checkpoint, wo
 @pytest.mark.parametrize(
     ("separator", "note"),
     [
-        (
-            r"\n\n",
-            r"--separator '\\n\\n' is in no file, so each file is one document. In bash, write $'\n\n'.",
-        ),
-        ("<end>", "--separator '<end>' is in no file, so each file is one document."),
+        (r"\n", r"--separator '\\n' is in no file, so each file is one document. In bash, write $'\n'."),
         ("question", None),
     ],
 )
@@ -254,15 +251,10 @@ def test_a_run_keeps_its_tokens_and_refuses_changed_text(command, checkpoint, tm
     assert len(writes) == 2
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("few.txt", "to be"), ("one.jsonl", '{"prompt": "to be", "answer": "or not"}')],
-    ids=["text", "prompt"],
-)
-def test_a_text_that_every_step_reads_completely_is_noted(command, checkpoint, tmp_path, name, text):
-    (tmp_path / name).write_text(text)
+def test_a_text_that_every_step_reads_completely_is_noted(command, checkpoint, tmp_path):
+    (tmp_path / "one.jsonl").write_text('{"prompt": "to be", "answer": "or not"}')
     note = "The files have 1 row and a step takes 2, so every step reads all of the text"
-    ran = command("train", "-m", checkpoint, "--out", tmp_path / "few", *QUICK, tmp_path / name)
+    ran = command("train", "-m", checkpoint, "--out", tmp_path / "few", *QUICK, tmp_path / "one.jsonl")
     assert ran.code == 0
     assert len([line for line in ran.err.splitlines() if line.startswith(note)]) == 1
 
@@ -314,11 +306,8 @@ def test_rl_learns_from_prompts_and_answers(command, checkpoint, tmp_path):
 
 
 def test_rl_trains_and_saves_a_sudoku_solver(command, tmp_path):
-    file, answer = (
-        tmp_path / "puzzle.jsonl",
-        "534678912672195348198342567859761423426853791713924856961537284287419635345286179",
-    )
-    file.write_text(json.dumps({"prompt": "." + answer[1:], "answer": answer}))
+    file = tmp_path / "puzzle.jsonl"
+    file.write_text(json.dumps({"prompt": "." + SOLUTION[1:], "answer": SOLUTION}))
     settings = ("--steps", "1", "--batch-size", "1", "--group", "2", "--run-steps", "2", "--lora", "2", "--json")
     ran = command(
         "train", "-m", "dgemma/sudoku", "--rl", file, "--reward", "sudoku", "--out", tmp_path / "run", *settings

@@ -35,37 +35,24 @@ def test_generate_prints_prompt_and_continuation_and_nothing_else(command, check
     assert "\x1b[" not in ran.out
 
 
-def test_a_dtype_that_most_cpus_are_slow_in_is_noted(command, checkpoint):
-    options = ("-m", checkpoint, "-n", "32", "--steps", "1", "--device", "cpu")
-    ran = command("generate", *options, "--dtype", "bfloat16", "Once")
-    assert ran.err == "Most CPUs are slow in bfloat16. Without --dtype the model runs in float32.\n"
-    assert command("generate", *options, "--dtype", "float32", "Once").err == ""
-
-
-def test_json_of_generate_equals_the_output_of_the_library(command, checkpoint, model):
-    ran = command("generate", "-m", checkpoint, *QUICK, "--seed", "7", "--json", "Once")
-    found = json.loads(ran.out)
-    assert found["tokens"] == write(model, dgemma.ByteTokenizer().encode("Once"), seed=7)
-    assert found["text"] == dgemma.ByteTokenizer().decode(found["tokens"])
-    assert (found["prompt"], found["seed"], found["steps"], found["tokens_per_forward"]) == ("Once", 7, 2, 16)
-
-
 def test_every_sampling_option_reaches_the_library(command, checkpoint, model):
-    words = "-n 33 --noise mask --sampler confidence:greedy=True --temperature 0.5 --top-k 9 --top-p 0.9 --steps 3"
-    found = json.loads(command("generate", "-m", checkpoint, *words.split(), "--json", "a").out)
+    words = "-n 33 --noise mask --sampler confidence:quota=cosine --temperature 0.5 --top-k 9 --top-p 0.9 --steps 3"
+    found = json.loads(command("generate", "-m", checkpoint, *words.split(), "--seed", "7", "--json", "a").out)
     out = dgemma.generate(
         model,
         torch.tensor([dgemma.ByteTokenizer().encode("a")]),
         max_new_tokens=33,  # two canvases
         steps=3,
         noise=dgemma.MaskNoise(384, mask_token_id=4),
-        sampler=dgemma.Confidence(greedy=True),
+        sampler=dgemma.Confidence(quota="cosine"),
         temperature=0.5,
         top_k=9,
         top_p=0.9,
+        seed=7,
     )
     assert found["tokens"] == out.new_tokens[0].tolist()
-    assert found["steps"] == 6
+    assert found["text"] == dgemma.ByteTokenizer().decode(found["tokens"])
+    assert (found["prompt"], found["seed"], found["steps"], found["tokens_per_forward"]) == ("a", 7, 6, 10.667)
 
 
 def test_a_file_of_prompts_gives_a_file_of_results_that_the_command_completes(command, checkpoint, model, tmp_path):
