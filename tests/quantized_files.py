@@ -8,7 +8,7 @@ import json
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from dgemma import DiffusionGemma, presets
 
@@ -27,6 +27,13 @@ def random_model(config=CONFIG):
     model = DiffusionGemma(config, dtype=torch.bfloat16)
     model.reset_parameters(torch.Generator().manual_seed(0))
     return model
+
+
+def edit(folder, change):
+    """Rewrite the single weight file after `change` has edited its tensors."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def published_tensors(model, *, fused=False):

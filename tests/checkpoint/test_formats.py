@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import quantized_files as files
 from dgemma import DiffusionGemma, presets
@@ -22,6 +22,7 @@ from dgemma.checkpoint.tokenizer import ByteTokenizer
 from dgemma.cli.main import main
 from dgemma.model.quantize import Quantization
 from dgemma.model.quantized import QuantizedWeight, quantized_weights
+from quantized_files import edit
 
 EXPERTS_ONLY = (*files.NOT_QUANTIZED, "self_attn", "mlp")  # the published NVFP4 files
 FORMATS = {
@@ -50,12 +51,6 @@ def values_of(model):
     buffers = {f"{name}.{role}" for name in quantized for role in model.get_submodule(name).tensors()}
     plain = {name: value.double() for name, value in model.state_dict().items() if name not in buffers}
     return plain | quantized
-
-
-def edit(folder, change):
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def edit_config(folder, change):
@@ -121,16 +116,6 @@ def test_plain_experts_may_be_stored_one_by_one(tmp_path):
 EXPERT = "model.decoder.layers.0.experts.1.up_proj"
 DAMAGES = [
     ("compressed int4", lambda t: t.pop(f"{EXPERT}.weight_scale"), f"missing {EXPERT}.weight_scale"),
-    (
-        "compressed int4",
-        lambda t: [t.pop(key) for key in list(t) if key.startswith(EXPERT)],
-        f"missing {EXPERT}.weight",
-    ),
-    (
-        "compressed int4",
-        lambda t: t.update({f"{EXPERT}.weight_scale": t[f"{EXPERT}.weight_scale"][:, :1].contiguous()}),
-        f"misshapen {EXPERT}.weight_scale",
-    ),
     ("compressed int4", lambda t: t[f"{EXPERT}.weight_scale"].fill_(torch.nan), "scales must be finite"),
     (
         "compressed int4",
@@ -146,17 +131,8 @@ DAMAGES = [
     ("gptq, act order", lambda t: t[f"{EXPERT}.g_idx"].fill_(0), "with 32 columns in each group"),
     ("gptq, act order", lambda t: t[f"{EXPERT}.g_idx"].add_(9), "group indices must be below 2"),
     ("compressed nvfp4", lambda t: t[f"{EXPERT}.weight_global_scale"].fill_(torch.inf), "finite and above 0"),
-    (
-        "compressed int4, zero points",
-        lambda t: change_dtype(t, f"{EXPERT}.weight_zero_point", torch.int8),
-        f"unreadable {EXPERT}.weight_zero_point: stored as I8",
-    ),
     ("auto-round", lambda t: t[f"{EXPERT}.qzeros"].fill_(0), "qzeros must all be 8"),
 ]
-
-
-def change_dtype(tensors, name, dtype):
-    tensors[name] = tensors[name].to(dtype)
 
 
 @pytest.mark.parametrize(("name", "damage", "message"), DAMAGES)
@@ -209,11 +185,6 @@ REFUSALS = [
     ("auto-round", lambda c: c.update(packing_format="auto_round:auto_awq"), "packing_format must be"),
     ("compressed fp8", lambda c: c.update(ignore=["re:("]), "must be valid expressions"),
     ("compressed fp8", lambda c: c.update(ignore=[r"re:(.|.)*[!?]$"]), "must match within 1 s"),
-    (
-        "compressed int4",
-        lambda c: c["config_groups"]["group_0"]["weights"].update(actorder="group"),
-        "missing .*weight_g_idx",
-    ),
 ]
 
 
@@ -432,10 +403,8 @@ def with_number(data, key, value, type=4):
 NORM, GATE = "blk.0.attn_norm.weight", "blk.0.ffn_gate.weight"
 GGUF_DAMAGES = {
     "two tensors at one offset": (lambda d: patched(d, GATE, offset=0), "without gap or overlap"),
-    "half of the embedding": (lambda d: patched(d, "token_embd.weight", shape=(64, 64)), "without gap or overlap"),
     "a norm as float16": (lambda d: patched(d, NORM, kind=1), "without gap or overlap"),
     "a norm as int32": (lambda d: patched(d, NORM, kind=26), "attn_norm.weight: stored as I32, not as F32"),
-    "the router as int32": (lambda d: patched(d, "blk.0.ffn_gate_inp.weight", kind=26), "stored as I32"),
     "an unknown type": (lambda d: patched(d, NORM, kind=999), "999 is not a valid"),
     "a shape of 2^80": (lambda d: patched(d, GATE, shape=(2**40, 2**40)), "without gap or overlap"),
     "bytes at the end": (lambda d: d + bytes(64), "its tensors must end"),
@@ -444,7 +413,6 @@ GGUF_DAMAGES = {
         lambda d: b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"a", 9, 0, 2**40),
         "it declares 1,099,511,627,776 items",
     ),
-    "2^40 entries": (lambda d: b"GGUF" + struct.pack("<IQQ", 3, 0, 2**40), "not a complete GGUF file"),
     "2^40 tensors": (lambda d: b"GGUF" + struct.pack("<IQQ", 3, 2**40, 0), "not a complete GGUF file"),
     "a number as truth value": (lambda d: with_number(d, "attention.head_count", 1, type=7), "GGUF"),
 }

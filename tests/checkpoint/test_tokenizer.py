@@ -100,14 +100,6 @@ def tokenizer(folders):
     return Tokenizer.from_pretrained(folders / "current")
 
 
-def test_published_markers_keep_their_ids(tokenizer):
-    assert {token: tokenizer.token_id(token) for token in SPECIAL} == SPECIAL
-    assert tokenizer.token_id("thought") == 45518
-    assert tokenizer.token_id("<no such token>") is None
-    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.mask_token_id)
-    assert ids == (0, 1, 2, 4)
-
-
 @pytest.mark.parametrize(("template", "expected"), [("current", SKY_CURRENT), ("june-2026", SKY_JUNE_2026)])
 def test_chat_gives_the_published_ids_under_either_published_template(folders, template, expected):
     tokenizer = Tokenizer.from_pretrained(folders / template)
@@ -145,13 +137,6 @@ def test_a_template_is_found_wherever_checkpoints_keep_one(folders, tmp_path, wh
         file.parent.mkdir()
         file.write_text(template)
     assert Tokenizer.from_pretrained(folder).has_chat_template
-
-
-def test_a_chats_last_turn_is_split_from_its_prompt(tokenizer):
-    chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
-    prompt, answer = tokenizer.chat_turn(chat)
-    assert prompt == tokenizer.chat(chat[:1])
-    assert tokenizer.decode(answer, skip_special=False) == "4<turn|>"
 
 
 def test_history_holds_no_thoughts(tokenizer):
@@ -492,7 +477,6 @@ def test_byte_chat_has_the_published_form():
     [
         ([{"role": "tool", "content": "3"}], {}, "role must be user or assistant"),
         ("Hi", {"tools": [{"name": "find"}]}, "tools must be None"),
-        ([{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}], {}, "a part of Tokenizer.chat content"),
     ],
 )
 def test_byte_chat_refuses_what_it_cannot_write(messages, options, message):
