@@ -111,15 +111,13 @@ def test_a_revealed_token_is_kept_whatever_the_network_says():
     assert Ancestral()(Prediction(logits), state).write.tolist() == [[False, True, False]]
 
 
-@pytest.mark.parametrize(("level", "expected"), [(0.0, [[0, 1, 2]]), (0.5, [[1, 1, 1]])], ids=["at-the-end", "before"])
-def test_positions_that_cannot_be_noise_commit_the_canvas(level, expected):
-    state = fresh_state(torch.tensor([[0, MASK, 2]]), hybrid_noise(), 4)
+@pytest.mark.parametrize(
+    ("noise", "level", "expected"),
+    [(hybrid_noise(), 0.0, [[0, 1, 2]]), (hybrid_noise(), 0.5, [[1, 1, 1]]), (mask_noise(), 0.5, [[0, 1, 2]])],
+    ids=["at-the-end", "before", "mask"],
+)
+def test_positions_that_cannot_be_noise_commit_the_canvas(noise, level, expected):
+    state = fresh_state(torch.tensor([[0, MASK, 2]]), noise, 4)
     state = replace(state, noise_level=torch.full_like(state.noise_level, level))
     prediction = Prediction(torch.eye(4)[torch.tensor([[1, 1, 1]])])
     assert Ancestral().final(prediction, state).tolist() == expected
-
-
-def test_under_masks_every_token_on_the_canvas_is_committed():
-    state = fresh_state(torch.tensor([[0, MASK, 2]]), mask_noise(), 4)  # in the middle of its steps
-    prediction = Prediction(torch.eye(4)[torch.tensor([[1, 1, 1]])])
-    assert Ancestral().final(prediction, state).tolist() == [[0, 1, 2]]

@@ -38,13 +38,6 @@ def test_forwards_and_divergence_of_each_bound_equal_values_computed_by_hand(bou
         assert total_variation(result.law) < 1e-12
 
 
-def test_published_fixture_accepts_the_two_certain_positions():
-    logits = torch.zeros(1, 4, 5)
-    logits[0, :, 0] = torch.tensor([5.0, 1.0, 9.0, 0.0])
-    assert Prediction(logits).entropy[0].tolist() == pytest.approx([0.1578, 1.5002, 0.0049, 1.6094], abs=5e-5)
-    assert decide(EntropyBound(bound=0.1), logits).write.tolist() == [[True, False, True, False]]
-
-
 @pytest.mark.parametrize("bound", [1e-9, 0.1, 1.0, 30.0])
 @pytest.mark.parametrize("sharpness", [0.1, 3.0, 12.0], ids=["flat", "mixed", "sharp"])
 def test_accepts_the_mask_transformers_accepts(bound, sharpness):
