@@ -11,7 +11,6 @@ import torch
 import dgemma
 from dgemma.sampling import EntropyBound
 from dgemma.study.sweep import Sweep, SweepRow, sweep
-from dgemma.view.plots import plot_frontier
 
 
 @pytest.fixture(scope="module")
@@ -48,25 +47,6 @@ def test_a_sweep_reports_the_means_of_what_generate_did(model):
         assert r.tokens_per_forward == pytest.approx(speeds.mean().item())
         assert r.forwards == 3.0
         assert r.runs == 3
-
-
-def test_names_and_other_settings_are_passed_through():
-    seen = []
-
-    def task(options, seed):
-        seen.append((options["steps"], seed))
-        return 0.5, dgemma.Generation(
-            tokens=torch.zeros(1, 1),
-            new_tokens=torch.zeros(1, 1),
-            steps=torch.tensor([[options["steps"]]]),
-            tokens_per_forward=torch.tensor([8.0 / options["steps"]]),
-            cache=None,
-            recorded=None,
-        )
-
-    result = sweep(task, {"few": {"steps": 2}, "many": {"steps": 8}}, seeds=[4, 5])
-    assert seen == [(2, 4), (2, 5), (8, 4), (8, 5)]
-    assert [(r.label, r.tokens_per_forward, r.forwards) for r in result.rows] == [("few", 4.0, 2.0), ("many", 1.0, 8.0)]
 
 
 def test_the_table_has_three_forms(tmp_path):
@@ -155,12 +135,3 @@ def test_a_task_may_return_a_list_of_results():
     ]
     (found,) = sweep(lambda sampler, seed: ([0.0, 1.0], parts), {"many": None}).rows
     assert (found.quality, found.forwards, found.tokens_per_forward) == (0.5, 4.5, 1.5)
-
-
-@pytest.mark.slow
-def test_families_are_lines_and_their_points_are_labelled_by_their_settings():
-    pytest.importorskip("matplotlib")
-    rows = [row(f"Threshold(tau={tau})", 0.5 + tau / 1000, 2 + tau / 100) for tau in range(6)]
-    ax = plot_frontier(Sweep((*rows, row("Confidence, 12 steps", 0.5, 2.0)))).axes[0]
-    assert [text.get_text() for text in ax.texts] == [*(f"tau={tau}" for tau in range(6)), "12 steps"]
-    assert {text.get_text() for text in ax.get_legend().get_texts()} == {"Threshold", "Confidence"}

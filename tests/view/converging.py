@@ -1,6 +1,5 @@
 """A denoiser that writes a given text. Like a trained one, it is more confident next to right tokens."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 import dgemma
 from dgemma.data import sudoku
 from dgemma.model.cache import PrefixCache
+from rowwise import RowwiseDenoiser
 
 TEXT = (
     "A canvas of noise is read all at once. Where the model is sure, it writes; where it is not, "
@@ -17,31 +17,22 @@ TEXT = (
 )
 
 
-@dataclass
-class Converging(dgemma.Denoiser):
+class Converging(RowwiseDenoiser):
     """Predicts `tokens` (N,). Their logits are higher by `start`, plus up to `gain` next to right tokens."""
 
-    tokens: Tensor
-    canvas_len: int
-    vocab_size: int = 384
-    start: float = 5.5
-    gain: float = 10.0
-    generation: dgemma.GenerationDefaults = field(default_factory=dgemma.GenerationDefaults)
-    device = torch.device("cpu")
+    start, gain = 5.5, 10.0
 
-    def __post_init__(self) -> None:
-        self.config = dgemma.presets.tiny().replace(vocab_size=self.vocab_size, canvas_length=self.canvas_len)
+    def __init__(self, tokens: Tensor, canvas_len: int, vocab_size: int = 384) -> None:
+        config = dgemma.presets.tiny().replace(vocab_size=vocab_size, canvas_length=canvas_len)
+        super().__init__(config, dgemma.GenerationDefaults())
+        self.tokens, self.canvas_len, self.vocab_size = tokens, canvas_len, vocab_size
 
     def encode(
         self, tokens: Tensor, cache: PrefixCache | None = None, attention_mask: Tensor | None = None
     ) -> PrefixCache:
-        cache = cache or PrefixCache(self.config, tokens.shape[0], device="cpu", dtype=torch.float32)
-        shape = (tokens.shape[0], 1, tokens.shape[1], 1)
-        new = [(torch.zeros(1).expand(shape[0], x.keys.shape[1], shape[2], x.keys.shape[3]),) * 2 for x in cache.layers]
-        real = None if attention_mask is None else attention_mask[:, -tokens.shape[1] :].bool()
-        self.prompt_len = tokens.shape[1] if not cache.num_slots else self.prompt_len
-        cache.append(new, real)
-        return cache
+        if cache is None or not cache.num_slots:
+            self.prompt_len = tokens.shape[1]
+        return super().encode(tokens, cache, attention_mask)
 
     def denoise(self, canvas: Tensor, cache: PrefixCache, self_cond: object = None) -> dgemma.Prediction:
         begun = cache.num_slots - self.prompt_len

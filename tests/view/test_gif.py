@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-import dgemma
 from dgemma.view import Board, to_gif
 from dgemma.view.gif import Place, lay_out
 from view.converging import Words, record
@@ -47,12 +46,6 @@ def test_a_long_text_scrolls_within_max_lines(tmp_path):
     to_gif(out.trajectory, tmp_path / "run.gif", tokenizer=tokenizer, columns=40, max_lines=8)
     image, _, _ = frames_of(tmp_path / "run.gif")
     assert image.height < 350  # eight lines of 28 pixels, a footer and margins; the whole text has 26 lines
-
-
-def test_ids_and_masks_can_be_drawn(tmp_path):
-    out, _ = record("ids", canvas_len=16, noise=dgemma.MaskNoise(384), sampler=dgemma.Confidence())
-    to_gif(out.trajectory, tmp_path / "run.gif")
-    assert frames_of(tmp_path / "run.gif")[0].n_frames > 3
 
 
 def test_the_prompt_is_drawn_before_the_text_in_every_frame(tmp_path):

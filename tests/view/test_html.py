@@ -3,7 +3,6 @@
 import html
 import json
 import re
-import time
 
 import pytest
 import torch
@@ -62,13 +61,20 @@ def test_the_page_loads_nothing_and_runs_only_its_own_script(hostile):
     assert not re.search(r"""(src|href)\s*=\s*["']""", page.split('id="content"')[0])
 
 
+@pytest.fixture(scope="module")
+def page(recorded, tmp_path_factory):
+    """The page of the recorded run."""
+    path = tmp_path_factory.mktemp("page") / "run.html"
+    to_html(recorded[0].trajectory, path, tokenizer=recorded[1])
+    return path
+
+
 @pytest.mark.slow
-def test_the_numbers_are_those_of_the_trajectory(recorded, browser, tmp_path):
-    out, tokenizer = recorded
-    to_html(out.trajectory, tmp_path / "run.html", tokenizer=tokenizer)
+def test_the_numbers_are_those_of_the_trajectory(recorded, browser, page):
+    out, _ = recorded
     step = out.trajectory.at(block=0, step=6)
     position = int(step.entropy[0].argmax())  # the least certain position has the most candidates
-    browser.open(tmp_path / "run.html", "#step=7")
+    browser.open(page, "#step=7")
     assert browser.run("document.getElementById('place').textContent").startswith("Block 1 of 2, step 7 of")
     facts = browser.run("document.getElementById('facts').textContent")
     assert f"mean entropy {step.entropy[0].mean():.3f}" in facts
@@ -83,15 +89,14 @@ def test_the_numbers_are_those_of_the_trajectory(recorded, browser, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_page_plays_and_steps_with_mouse_and_keys(recorded, browser, tmp_path):
+def test_the_page_plays_and_steps_with_mouse_and_keys(recorded, browser, page):
     out, tokenizer = recorded
-    to_html(out.trajectory, tmp_path / "run.html", tokenizer=tokenizer)
     last = int(out.steps[0].sum()) + 2  # two blocks' noise before their steps, and the text after them
 
     def frame():
         return int(browser.run("document.getElementById('scrub').value"))
 
-    browser.open(tmp_path / "run.html")
+    browser.open(page)
     assert frame() == 0, "the page opens at the noise"
     browser.click("#start")
     browser.wait(f"document.getElementById('scrub').value === '{last}'", seconds=60)
@@ -126,10 +131,9 @@ def test_the_page_plays_and_steps_with_mouse_and_keys(recorded, browser, tmp_pat
 
 
 @pytest.mark.slow
-def test_rows_colours_and_best_guesses_can_be_selected(recorded, browser, tmp_path):
-    out, tokenizer = recorded
-    to_html(out.trajectory, tmp_path / "run.html", tokenizer=tokenizer)
-    browser.open(tmp_path / "run.html", "#step=2&row=1")
+def test_rows_colours_and_best_guesses_can_be_selected(recorded, browser, page):
+    out, _ = recorded
+    browser.open(page, "#step=2&row=1")
     texts = "[...document.querySelectorAll('#canvas .t')].slice(0, 64).map(e => e.innerText)"
     levels = (
         "[...document.querySelectorAll('#canvas .t')].slice(0, 64).map(e => Number(e.className.match(/h(\\d+)/)[1]))"
@@ -157,11 +161,9 @@ def test_rows_colours_and_best_guesses_can_be_selected(recorded, browser, tmp_pa
 
 
 @pytest.mark.slow
-def test_positions_can_be_read_with_the_keyboard_alone(recorded, browser, tmp_path):
-    out, tokenizer = recorded
-    to_html(out.trajectory, tmp_path / "run.html", tokenizer=tokenizer)
+def test_positions_can_be_read_with_the_keyboard_alone(browser, page):
     browser.resize(390, 800)
-    browser.open(tmp_path / "run.html", "#step=3")
+    browser.open(page, "#step=3")
     browser.run("document.getElementById('canvas').focus()")
     for key in ("ArrowRight", "ArrowRight", "ArrowRight"):
         browser.press(key)
@@ -189,42 +191,6 @@ def test_hostile_text_is_shown_as_text_in_a_browser(hostile, browser, tmp_path):
         (tmp_path / "run.html").as_uri()
     ]
     assert browser.complaints[complaints:] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("width", "dark"), [(1200, True), (390, False)], ids=["wide-dark", "narrow-light"])
-def test_the_page_fits_its_window(recorded, browser, tmp_path, width, dark):
-    out, tokenizer = recorded
-    to_html(out.trajectory, tmp_path / "run.html", tokenizer=tokenizer)
-    browser.resize(width, 800)
-    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-    browser("Emulation.setEmulatedMedia", features=[scheme])
-    browser.open(tmp_path / "run.html", "#step=9")
-    assert browser.run("document.documentElement.scrollWidth") == width
-    box = browser.run("document.getElementById('theme').getBoundingClientRect().toJSON()")
-    assert 0 <= box["left"] < box["right"] <= width
-    assert box["bottom"] <= 800
-    red = browser.run("getComputedStyle(document.body).backgroundColor.match(/\\d+/g)[0]")
-    assert (int(red) < 60) == dark
-    browser.resize(1200, 800)
-
-
-@pytest.mark.slow
-def test_a_page_of_a_thousand_positions_and_fifty_steps_is_small_and_fast(browser, tmp_path):
-    tokenizer = Words([f" word{i}" for i in range(900)] + [" "])
-    text = "".join(f" word{(i * 7) % 900}" for i in range(1024))
-    out, _ = record(text, tokenizer=tokenizer, canvas_len=1024, steps=50, stop=None)
-    page = to_html(out.trajectory, tmp_path / "run.html", tokenizer=tokenizer)
-    # 50 · 1024 positions with five candidates each are 1.5 MB of raw numbers.
-    assert len(page) < 1_500_000
-    began = time.monotonic()
-    browser.open(tmp_path / "run.html", "#step=0")
-    for step in range(1, 11):
-        browser.press("ArrowRight")
-        assert browser.run("document.getElementById('scrub').value") == str(step)
-    # A loose limit, because busy machines without a GPU draw ten times slower than a laptop.
-    assert time.monotonic() - began < 30
-    assert browser.run("document.querySelectorAll('#canvas .t').length") == 1024
 
 
 def test_a_notebook_shows_the_page_in_a_sandboxed_frame(recorded):

@@ -55,32 +55,13 @@ def test_a_short_text_with_dollar_signs_is_written_below_its_positions():
     assert figure._repr_png_().startswith(b"\x89PNG")
 
 
-def test_a_figure_can_be_drawn_into_existing_axes(recorded):
-    from matplotlib.figure import Figure
-
-    mine = Figure()
-    left, right = mine.subplots(1, 2)
-    assert plots.plot_entropy(recorded[0].trajectory, ax=left) is mine
-    assert plots.plot_order(recorded[0].trajectory, ax=right) is mine
-    assert right.lines
-
-
 def test_labels_of_a_frontier_neither_overlap_nor_repeat_what_all_share():
-    rows = [
-        SweepRow(
-            label=f"Threshold(tau=0.{n}, greedy=True)",
-            quality=0.5,
-            error=0.0,
-            tokens_per_forward=2 + n / 100,
-            forwards=1,
-            seconds=1,
-            runs=1,
-        )
-        for n in range(5)
-    ]
+    counts = {"quality": 0.5, "error": 0.0, "forwards": 1, "seconds": 1, "runs": 1}
+    speeds = {f"Threshold(tau=0.{n}, greedy=True)": 2 + n / 100 for n in range(5)} | {"Confidence, 12 steps": 2.2}
+    rows = [SweepRow(label=label, tokens_per_forward=speed, **counts) for label, speed in speeds.items()]
     ax = plots.plot_frontier(Sweep(tuple(rows))).axes[0]
-    assert [text.get_text() for text in ax.texts] == [f"tau=0.{n}" for n in range(5)]
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["Threshold, greedy=True"]
+    assert [text.get_text() for text in ax.texts] == [*(f"tau=0.{n}" for n in range(5)), "12 steps"]
+    assert {text.get_text() for text in ax.get_legend().get_texts()} == {"Threshold, greedy=True", "Confidence"}
     boxes = [text.get_window_extent() for text in ax.texts]
     assert not any(one.overlaps(other) for at, one in enumerate(boxes) for other in boxes[:at])
 

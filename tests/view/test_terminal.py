@@ -152,17 +152,12 @@ def test_the_view_is_erased_unless_leave_is_set():
 
 
 @pytest.mark.parametrize("leave", [True, False])
-def test_a_pipe_gets_the_final_text_or_nothing(leave):
-    file = io.StringIO()
+@pytest.mark.parametrize("kind", ["pipe", "dumb"])
+def test_a_pipe_or_a_dumb_terminal_gets_the_final_text_or_nothing(monkeypatch, leave, kind):
+    monkeypatch.setenv("TERM", kind)
+    file = io.StringIO() if kind == "pipe" else Terminal()
     run(LiveView(dgemma.ByteTokenizer(), file=file, leave=leave))
-    assert file.getvalue() == (TEXT + "\n" if leave else "")
-
-
-def test_a_dumb_terminal_is_treated_as_a_pipe(monkeypatch):
-    monkeypatch.setenv("TERM", "dumb")
-    screen = Terminal()
-    run(LiveView(dgemma.ByteTokenizer(), file=screen, leave=True))
-    assert screen.raw == TEXT + "\n"
+    assert (file.getvalue() if kind == "pipe" else file.raw) == (TEXT + "\n" if leave else "")
 
 
 @pytest.mark.parametrize("noise", ["uniform", "mask"])
