@@ -276,13 +276,3 @@ def test_answers_about_drawings_are_counted_with_right_and_wrong_drawings(run, t
     turn = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Where is red?"}]}]
     words = tokenizer.decode(tokenizer.chat(turn, images=images), skip_special=False).split()
     assert (words[:2], words[-4:]) == (["<bos>", "<|image>"], ["where", "is", "red", "?"])
-
-
-@pytest.mark.parametrize(
-    ("name", "option", "value"),
-    [("18", "--num-prompts", "0"), ("20", "--steps", "0"), ("21", "--story", ""), ("22", "--rows", "1")],
-)
-def test_an_option_that_leaves_nothing_to_do_is_refused(run, capsys, name, option, value):
-    with pytest.raises(SystemExit, match="2"):
-        run(name, option, value)
-    assert f"error: {option} must " in capsys.readouterr().err

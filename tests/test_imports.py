@@ -157,13 +157,10 @@ def test_a_cycle_through_a_function_and_a_package_is_detected():
     assert cycle({"a": of_function, "b": [("b.c", False)], "b.c": []}) is None
 
 
-def test_an_import_cycle_is_detected():
+@pytest.mark.parametrize("function", ["import_module", "importlib.import_module"])
+def test_an_import_inside_a_function_or_by_a_function_is_detected(function):
     script = "if TYPE_CHECKING:\n    from dgemma.run import plan\ndef f():\n    from dgemma import view"
     assert list(imports(ast.parse(script))) == [("dgemma.run.plan", False), ("dgemma.view", True)]
-
-
-@pytest.mark.parametrize("function", ["import_module", "importlib.import_module"])
-def test_an_import_by_function_is_detected(function):
     script = f"def f(name):\n    {function}('dgemma.view')\n    {function}(name)\n{function}('dgemma.run')"
     assert list(imports(ast.parse(script))) == [("dgemma.view", True), ("dgemma.run", False)]
 

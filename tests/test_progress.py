@@ -25,17 +25,12 @@ def work(monkeypatch: pytest.MonkeyPatch, screen: io.StringIO, *, show: bool = T
         return screen.getvalue()
 
 
-def test_a_long_run_shows_its_progress_on_a_terminal(monkeypatch):
+@pytest.mark.parametrize(
+    ("screen", "options"), [(Terminal, {"seconds": 0.5}), (io.StringIO, {}), (Terminal, {"show": False})]
+)
+def test_a_short_run_a_pipe_and_a_quiet_run_show_nothing(monkeypatch, screen, options):
     assert "denoising" in work(monkeypatch, Terminal())
-
-
-def test_a_short_run_shows_nothing(monkeypatch):
-    assert work(monkeypatch, Terminal(), seconds=0.5) == ""
-
-
-def test_piped_output_is_plain_and_quiet_shows_nothing(monkeypatch):
-    assert work(monkeypatch, io.StringIO()) == ""
-    assert work(monkeypatch, Terminal(), show=False) == ""
+    assert work(monkeypatch, screen(), **options) == ""
 
 
 def test_a_process_without_standard_error_shows_nothing(monkeypatch):

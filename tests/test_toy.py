@@ -7,7 +7,7 @@ import torch
 
 from dgemma.diffusion.decision import Decision
 from dgemma.sampling.base import Sampler
-from toy import JOINT, LENGTH, MASK, SEQUENCES, exact_network, hybrid_noise, mask_noise, propagate
+from toy import JOINT, LENGTH, SEQUENCES, mask_noise, propagate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +43,3 @@ def test_one_step_of_the_coin_sampler_reveals_each_position_independently():
 def test_a_wrong_boundary_raises(wrong):
     with pytest.raises(AssertionError, match="A cell holds two decisions"):
         propagate(Coin(), mask_noise(), steps=1, cells=boundary(wrong))
-
-
-def test_a_network_that_sees_only_masks_predicts_the_marginals():
-    masks = torch.full((1, LENGTH), MASK)
-    for noise in (mask_noise(), hybrid_noise()):
-        probs = exact_network(noise).at(0.8).denoise(masks, None).logits.exp()[0]
-        assert probs[0].tolist() == pytest.approx([0.5, 0.3, 0.2, 0.0], abs=1e-12)
-        assert probs[1].tolist() == pytest.approx([0.48, 0.295, 0.225, 0.0], abs=1e-12)  # (.5, .3, .2) times NEXT
