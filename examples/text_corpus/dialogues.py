@@ -511,10 +511,10 @@ KINDS: dict[str, tuple[Callable[[Scene, Dialogue], None], int]] = {  # with how 
     "talk": (talk, 30),
     "unknown": (unknown, 4),
     "remember": (remember, 8),
-    "reading": (reading, 20),
+    "reading": (reading, 26),
     "rewriting": (rewriting, 7),
     "instruction": (instruction, 7),
-    "extraction": (extraction, 24),
+    "extraction": (extraction, 44),
     "tool": (tool_use, 14),
 }
 
