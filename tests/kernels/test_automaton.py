@@ -1,16 +1,26 @@
 """The passes over an automaton against the library's own functions, and a constrained step of the engine."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
+import dgemma
 from dgemma.constraints.tables import with_stops
 from dgemma.constraints.token_automaton import TokenAutomaton
+from dgemma.diffusion.automaton import Automaton
 from dgemma.diffusion.joint import condition
 from dgemma.diffusion.language import Language
 from dgemma.diffusion.prediction import Prediction, SoftCap
+from dgemma.run.knobs import Knobs
+from dgemma.run.step import start_state
+from dgemma_kernels import accelerate
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits
-from dgemma_kernels.ops.automaton import kernel
+from dgemma_kernels.ops.automaton import kernel, tables
+from kernel_inputs import draw_tokens, make_model
 
 VOCAB_SIZE, CANVAS_LEN, BATCH_SIZE = 300, 3, 2
 
@@ -64,3 +74,75 @@ def test_the_conditioned_prediction_of_the_kernels_is_that_of_the_library(device
     assert torch.equal(got.shaped(temperature=0.5).sample(u), want.shaped(temperature=0.5).sample(u))
     draft = torch.randint(VOCAB_SIZE, canvas.shape, generator=generator).to(device)
     assert torch.equal(got.joint.project(draft, fixed), want.joint.project(draft, fixed))
+
+
+def shift_language(offset, device):
+    """Texts of tokens that count up or stay, modulo 4, beginning at `offset`. Every offset has tables of one shape."""
+    state, token_class = torch.arange(4), torch.arange(40) % 4
+    table = torch.where((state - state[:, None]) % 4 < 2, state, -1)  # (Q, K)
+    table[offset] = (state + offset) % 4
+    automaton = Automaton.build(token_class.int(), table, torch.zeros(4, dtype=torch.bool)).to(device)
+    return Language(automaton, torch.tensor([offset], device=device), torch.ones(1, 4, dtype=torch.bool, device=device))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("most_slots", [0, 1 << 14], ids=["the-library-s-passes", "passes-in-a-kernel"])
+@pytest.mark.parametrize(
+    "sampler", [dgemma.EntropyBound(bound=0.5), dgemma.LeaveOneOutGibbs(num_positions=2)], ids=["published", "general"]
+)
+def test_one_graph_takes_the_steps_of_languages_with_tables_of_one_shape(sampler, most_slots, monkeypatch, device):
+    monkeypatch.setattr(kernel, "_MOST_SLOTS", most_slots)
+    built = []
+    build = tables._build_tables
+    monkeypatch.setattr(tables, "_build_tables", lambda automaton: built.append(automaton) or build(automaton))
+    plain = make_model(device)
+    fast = accelerate(copy.deepcopy(plain))
+    knobs = Knobs(sampler=sampler, temperature=dgemma.LinearTemperature(), stop=None)
+    prompt = draw_tokens(1, 3)
+    caches = [model.encode(prompt) for model in (fast, plain)]
+    languages = [shift_language(offset, device) for offset in (0, 1)]
+    drafts = []
+    for language in (*languages, languages[0]):
+        start = {"seeds": torch.tensor([5], device=device), "canvas_len": 4, "num_steps": 4, "language": language}
+        got = want = start_state(knobs, dgemma.UniformNoise(40), **start)
+        for _ in range(3):
+            got, _ = fast.step(got, cache=caches[0], knobs=knobs)
+            want, _ = dgemma.step(plain, want, cache=caches[1], knobs=knobs)
+            assert torch.equal(got.canvas, want.canvas)
+            assert torch.equal(got.draft, want.draft)
+        assert type(got.language.automaton) is Automaton  # a stored state does not need the kernels
+        drafts.append(got.draft)
+    assert torch.equal(drafts[0], drafts[2])
+    assert not torch.equal(drafts[0], drafts[1])
+    assert len(fast._workspace.steps) == 1
+    assert len(built) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize(
+    "store", [copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))], ids=["copy", "pickle"]
+)
+def test_a_stored_state_with_a_language_takes_the_same_step(store, device):
+    fast = accelerate(make_model(device))
+    knobs = Knobs(sampler=dgemma.EntropyBound(bound=0.5), temperature=dgemma.LinearTemperature(), stop=None)
+    cache = fast.encode(draw_tokens(1, 3))
+    start = {"seeds": torch.tensor([5], device=device), "canvas_len": 4, "num_steps": 4}
+    state = start_state(knobs, dgemma.UniformNoise(40), language=shift_language(0, device), **start)
+    first, _ = fast.step(state, cache=cache, knobs=knobs)
+    want, _ = fast.step(first, cache=cache, knobs=knobs)
+    got, _ = fast.step(store(first), cache=cache, knobs=knobs)
+    assert torch.equal(got.canvas, want.canvas)
+
+
+def test_the_tables_of_an_automaton_are_built_once_per_device_and_copies_have_their_own(device):
+    automaton = draw_language(torch.device("cpu")).automaton
+    known = tables.with_tables(automaton)
+    assert tables.with_tables(automaton) is known
+    assert tables.with_tables(known) is known
+    for other in (automaton.to(device), copy.deepcopy(automaton), pickle.loads(pickle.dumps(automaton))):
+        again = tables.with_tables(other)
+        assert again.fan.arc.device == other.next_state.device
+        for mine, theirs in zip(tree_leaves(known), tree_leaves(again), strict=True):
+            assert torch.equal(mine, theirs.cpu())

@@ -26,6 +26,7 @@ from dgemma_kernels.engine.cache import CacheBuffers, FusedCache
 from dgemma_kernels.engine.graphs import CaptureError, Replay, copy_all, side_stream
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits, VocabularySweep
 from dgemma_kernels.engine.workspace import Workspace
+from dgemma_kernels.ops.automaton.tables import with_tables
 from dgemma_kernels.ops.draws import kernel as draws
 
 _NO_CACHE: Any = None  # the forward has read it
@@ -178,7 +179,8 @@ class CapturedStep:
         # Uses the state's own tensors, because the next step overwrites those of the graph.
         shaped: Any = shape_prediction(FusedPrediction(logits, (self._softcap,)), state, self._knobs)
         prediction = shaped.with_statistics(statistics)
-        after = replace(state, **fields_after, self_cond=prediction)
+        fields_after |= {"language": state.language, "self_cond": prediction}  # the automaton without its tables
+        after = replace(state, **fields_after)
         if self._can_hold:
             self._held = weakref.ref(after), watch(*_tensors(tree_leaves(_carried(after))))
         return after, record, prediction
@@ -281,14 +283,20 @@ def _predict_and_settle(denoiser: _ReadyDenoiser, state: DenoiseState, knobs: Kn
 
 
 def _carried(state: DenoiseState) -> dict[str, Any]:
-    """Return the fields that a captured step reads and writes: all but self_cond, which it has as a soft embedding."""
+    """Return the fields that a captured step reads and writes: all but self_cond, which it has as a soft embedding.
+
+    An automaton has its tables, which cannot be built during capture.
+    """
     for f in fields(state):
         if not f.init and any(isinstance(leaf, Tensor) for leaf in tree_leaves(getattr(state, f.name))):
             raise ValueError(
                 f"{type(state).__name__}.{f.name} is a tensor in a field with init=False. "
                 "A captured step cannot compute it again. Make it a property."
             )
-    return {f.name: getattr(state, f.name) for f in fields(state) if f.init and f.name != "self_cond"}
+    carried = {f.name: getattr(state, f.name) for f in fields(state) if f.init and f.name != "self_cond"}
+    if state.language is not None:
+        carried["language"] = state.language._replace(automaton=with_tables(state.language.automaton))
+    return carried
 
 
 def _drawing(state: DenoiseState) -> type[DenoiseState]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from dgemma.diffusion.automaton import Automaton
 from dgemma.diffusion.language import Language
 from dgemma.diffusion.prediction import Prediction
-from dgemma.diffusion.reductions import finite, log_flags, log_sum_by, max_by, safe_log
+from dgemma.diffusion.reductions import finite, first_of_each, log_flags, log_sum_by, max_by, safe_log
 
 _SLICE_ELEMENTS = 1 << 24  # float64 temporaries stay under 128 MiB
 
@@ -52,15 +52,14 @@ def arc_weights(language: Language, classes: Tensor, *, total: bool) -> Tensor:
 
 def passes(language: Language, weights: Tensor, best_weights: Tensor) -> Passes:
     """Sum over paths by `weights`, forward and backward, and maximise over paths by `best_weights`; both (B, C, E)."""
-    automaton, order = language.automaton, language.automaton.arcs_in.member.long()
+    automaton, order = language.automaton, language.automaton.arc_target.argsort(stable=True)
     # One loop runs both passes: the states of the backward pass come first, then those of the forward pass. The
     # backward pass reads positions in reverse.
     is_start = F.one_hot(language.start, automaton.num_states).bool()
     values = torch.cat((log_flags(language.end), log_flags(is_start)), dim=1)
     other = torch.cat((automaton.arc_target, automaton.arc_source[order] + automaton.num_states))
     here = torch.cat((automaton.arc_source, automaton.arc_target[order] + automaton.num_states))
-    first = torch.cat((automaton.arcs_out.first, automaton.arcs_in.first[1:] + len(order)))
-    walked = _walk(values, torch.cat((weights.flip(1), weights[..., order]), dim=-1), first, here, other, total=True)
+    walked = _walk(values, torch.cat((weights.flip(1), weights[..., order]), dim=-1), here, other, total=True)
     backward, forward = walked.chunk(2, dim=-1)
     return Passes(forward, backward.flip(1), best_pass(language, best_weights))
 
@@ -68,18 +67,18 @@ def passes(language: Language, weights: Tensor, best_weights: Tensor) -> Passes:
 def best_pass(language: Language, weights: Tensor) -> Tensor:
     """The weight of the heaviest path from each state to the end, (B, C + 1, Q) (Viterbi)."""
     automaton = language.automaton
-    arcs = automaton.arcs_out.first, automaton.arc_source, automaton.arc_target
-    return _walk(log_flags(language.end), weights.flip(1), *arcs, total=False).flip(1)
+    here, other = automaton.arc_source, automaton.arc_target
+    return _walk(log_flags(language.end), weights.flip(1), here, other, total=False).flip(1)
 
 
-def _walk(values: Tensor, weights: Tensor, first: Tensor, here: Tensor, other: Tensor, *, total: bool) -> Tensor:
+def _walk(values: Tensor, weights: Tensor, here: Tensor, other: Tensor, *, total: bool) -> Tensor:
     """For each position and state, return the maximum over arcs of weight + value at the arc's other end.
 
     With `total`, return the log-sum-exp over arcs instead of the maximum.
-    An arc updates the value of state `here` (E,) and reads that of state `other` (E,). Arcs are sorted by `here`; those
-    of state q are first[q] .. first[q + 1]. values (B, Q), weights (B, C, E) → (B, C + 1, Q).
+    An arc updates the value of state `here` (E,) and reads that of state `other` (E,). Arcs are sorted by `here`.
+    values (B, Q), weights (B, C, E) → (B, C + 1, Q).
     """
-    lengths = first.diff().long().expand_as(values).contiguous()
+    lengths = first_of_each(here, values.shape[1]).diff().expand_as(values).contiguous()
     here, other = here.expand(len(values), -1), other.expand(len(values), -1)
     steps = [values]
     for weight in weights.unbind(1):
@@ -110,7 +109,8 @@ def sample_path(language: Language, weights: Tensor, backward: Tensor, u: Tensor
     P(arc | state) is proportional to exp(weight + backward of its target). A new uniform is the place of the old one in
     its arc's interval, rescaled to [0, 1).
     """
-    automaton, first_arc = language.automaton, language.automaton.arcs_out.first.long()
+    automaton = language.automaton
+    first_arc = first_of_each(automaton.arc_source, automaton.num_states)
     through = weights + backward[:, 1:, automaton.arc_target]
     top = finite(max_by(through, automaton.arc_source, automaton.num_states))
     width = (through - top[..., automaton.arc_source]).exp()

@@ -39,6 +39,11 @@ def any_by(flags: Tensor, index: Tensor, size: int) -> Tensor:
     return max_by(flags.float(), index, size) > 0
 
 
+def first_of_each(index: Tensor, size: int) -> Tensor:
+    """Return where each value below `size` begins in an ascending index (n,), and n at the end: (size + 1,) int64."""
+    return torch.searchsorted(index, torch.arange(size + 1, device=index.device))
+
+
 def finite(values: Tensor) -> Tensor:
     """Replace -inf, the maximum of an empty set, by 0, so that it can be subtracted."""
     return values.masked_fill(values == -torch.inf, 0.0)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from dgemma.checks import require
 from dgemma.constraints.languages import Regex
@@ -57,7 +57,8 @@ class RunLanguage(NamedTuple):
 
     def to(self, device: torch.device) -> "RunLanguage":
         """The same language on `device`."""
-        return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, self)
+        rows = [None if table is None else table.to(device) for table in self[1:]]
+        return RunLanguage(_on_device(self.automaton, device), *rows)  # type: ignore[arg-type]
 
 
 def read_constraint(

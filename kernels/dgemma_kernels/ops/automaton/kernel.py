@@ -13,9 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from dgemma.diffusion import paths as library
-from dgemma.diffusion.automaton import Automaton, Fan, IndexGroups
+from dgemma.diffusion.automaton import Automaton
 from dgemma.diffusion.language import Language
 from dgemma.diffusion.paths import Passes
+from dgemma_kernels.ops.automaton.tables import Fan, IndexGroups, with_tables
 from dgemma_kernels.ops.vocabulary.kernel import LogitShaping, processed
 
 _WARPS = 16
@@ -59,13 +60,14 @@ def class_sums(prediction: Any, automaton: Automaton) -> tuple[Tensor, Tensor]:
     rows, shaping = known
     shape = (prediction.batch_size, prediction.canvas_len, automaton.num_classes)
     out = torch.empty((2, *shape), dtype=torch.float64, device=rows.device)
-    num_wide = len(automaton.wide_classes)
+    tables = with_tables(automaton)
+    num_wide = len(tables.wide_classes)
     for begin, end, tile, lanes in ((0, num_wide, 1, 2048), (num_wide, automaton.num_classes, 16, 64)):
         if begin < end:
             _class_sums_kernel[(triton.cdiv(end - begin, tile), rows.shape[0])](
                 rows,
                 shaping._replace(RAGGED=tl.constexpr(True)),  # a tile may end with places without a token
-                automaton.class_tokens,
+                tables.class_tokens,
                 *out,
                 rows.shape[1],
                 begin,
@@ -85,7 +87,7 @@ def arc_weights(language: Language, classes: Tensor, *, total: bool) -> Tensor:
 
     Example: `weights = arc_weights(language, sums, total=True)`.
     """
-    automaton = language.automaton
+    automaton = with_tables(language.automaton)
     num_arcs, (batch_size, canvas_len, num_classes) = len(automaton.arc_source), classes.shape
     out = torch.empty((batch_size, canvas_len, num_arcs), dtype=torch.float64, device=classes.device)
     tile = 32
@@ -110,9 +112,10 @@ def passes(language: Language, weights: Tensor, best_weights: Tensor) -> Passes:
 
     Example: `passes(language, weights, best_weights).backward`.
     """
-    if language.automaton.fan.arc.shape[1] > _MOST_SLOTS:
+    fan = with_tables(language.automaton).fan
+    if fan.arc.shape[1] > _MOST_SLOTS:
         return library.passes(language, weights, best_weights)
-    return Passes(*_walk(language, weights, best_weights))
+    return Passes(*_walk(language, fan, weights, best_weights))
 
 
 def best_pass(language: Language, weights: Tensor) -> Tensor:
@@ -120,15 +123,15 @@ def best_pass(language: Language, weights: Tensor) -> Tensor:
 
     Example: `best = best_pass(language, weights)`.
     """
-    if language.automaton.fan.arc.shape[1] > _MOST_SLOTS:
+    fan = with_tables(language.automaton).fan
+    if fan.arc.shape[1] > _MOST_SLOTS:
         return library.best_pass(language, weights)
-    return _walk(language, None, weights)[0]
+    return _walk(language, fan, None, weights)[0]
 
 
-def _walk(language: Language, weights: Tensor | None, best_weights: Tensor) -> Tensor:
+def _walk(language: Language, fan: Fan, weights: Tensor | None, best_weights: Tensor) -> Tensor:
     """Run the best pass; with `weights` the forward, the backward and the best pass: (passes, B, C + 1, Q)."""
-    fan, num_states = language.automaton.fan, language.automaton.num_states
-    batch_size, canvas_len, _ = best_weights.shape
+    num_states, (batch_size, canvas_len, _) = language.automaton.num_states, best_weights.shape
     num_passes, num_slots, device = 1 if weights is None else 3, fan.arc.shape[1], fan.arc.device
     slots = torch.empty((num_passes, batch_size, canvas_len, num_slots), dtype=torch.int64, device=device)
     block = 1024
@@ -185,8 +188,8 @@ def _trace(language: Language, weights: Tensor, values: Tensor, u: Tensor | None
 
     With `u`, the second result is each uniform's place in the interval of its arc.
     """
-    automaton, (batch_size, canvas_len, _), device = language.automaton, weights.shape, weights.device
-    num_states = automaton.num_states
+    automaton = with_tables(language.automaton)
+    (batch_size, canvas_len, _), num_states, device = weights.shape, automaton.num_states, weights.device
     chosen = torch.empty((batch_size, canvas_len, num_states), dtype=torch.int32, device=device)
     rests, rest = None, None
     if u is not None:
@@ -220,7 +223,7 @@ def class_bias(language: Language, passes: Passes) -> Tensor:
 
     Example: `bias = class_bias(language, passed)`.
     """
-    automaton = language.automaton
+    automaton = with_tables(language.automaton)
     batch_size, slots, num_states = passes.forward.shape
     num_classes, canvas_len = automaton.num_classes, slots - 1
     out = torch.empty((batch_size, canvas_len, num_classes), dtype=torch.float64, device=passes.forward.device)
