@@ -109,7 +109,7 @@ def vary(model: Any, seconds: float, every: int, results: list[dict[str, Any]]) 
 def add(
     results: list[dict[str, Any]], model: FusedDenoiser, what: str, steps: int, step_ms: float, **more: Any
 ) -> None:
-    more |= {"graphs": len(model._workspace.graphs) + len(model._workspace.steps)}
+    more |= {"graphs": len(model._workspace.graphs) + len(model._stepper.graphs)}
     results.append({"what": what, "steps": steps, "step_ms": step_ms, **more, **memory()})
     print("  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in results[-1].items()), flush=True)
 

@@ -68,7 +68,7 @@ def last_graph(model: FusedDenoiser, kind: str) -> Any:
 
 def last_step(model: FusedDenoiser) -> "StepGraphs":
     """Return the graphs of the step that was taken last."""
-    return StepGraphs(last_graph(model, "canvas"), next(reversed(model._workspace.steps.values())))
+    return StepGraphs(last_graph(model, "canvas"), next(reversed(model._stepper.graphs.values())))
 
 
 class StepGraphs(NamedTuple):

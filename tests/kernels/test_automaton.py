@@ -115,7 +115,7 @@ def test_one_graph_takes_the_steps_of_languages_with_tables_of_one_shape(sampler
         drafts.append(got.draft)
     assert torch.equal(drafts[0], drafts[2])
     assert not torch.equal(drafts[0], drafts[1])
-    assert len(fast._workspace.steps) == 1
+    assert len(fast._stepper.graphs) == 1
     assert len(built) == 2
 
 

@@ -699,12 +699,12 @@ def test_after_warm_up_calls_capture_no_forward_and_give_the_same(models, monkey
     plan_chunks.cache_clear()
     fast._workspace.graphs.most = 1  # the graphs of the warm-up have room of their own
     fast.warm_up(2, 30, progress=False)
-    captured = {*fast._workspace.graphs, *fast._workspace.steps}
+    captured = {*fast._workspace.graphs, *fast._stepper.graphs}
     for num_rows, num_tokens in ((1, 1), (2, 11)):
         prompt = draw_tokens(num_rows, num_tokens)
         results = [dgemma.generate(model, prompt, max_new_tokens=2 * CANVAS, steps=1) for model in (reference, fast)]
         assert torch.equal(results[0].new_tokens, results[1].new_tokens)
-    assert {*fast._workspace.graphs, *fast._workspace.steps} == captured
+    assert {*fast._workspace.graphs, *fast._stepper.graphs} == captured
     plan_chunks.cache_clear()
 
 

@@ -137,10 +137,10 @@ def test_many_samplers_drop_no_forward_and_a_larger_arena_no_sampler(device, mon
         dgemma.generate(fast, prompt, steps=1, sampler=dgemma.EntropyBound(bound=bound), max_new_tokens=4)
         forwards.append({id(graph) for graph in fast._workspace.graphs.values()})
     assert forwards == forwards[:1] * 4
-    steps = [*fast._workspace.steps]
+    steps = [*fast._stepper.graphs]
     assert [key[0].sampler.bound for key in steps] == [1, 2, 3]
     fast._arena.make_room(1, 100_000, 4)
-    assert (list(fast._workspace.graphs), list(fast._workspace.steps)) == ([], steps)
+    assert (list(fast._workspace.graphs), list(fast._stepper.graphs)) == ([], steps)
 
 
 @pytest.mark.slow
@@ -148,11 +148,11 @@ def test_batches_share_the_memory_of_the_largest_and_keep_their_graphs(device):
     fast = accelerate(make_model(device))
     prompt = torch.zeros(4, 5, dtype=torch.int64, device=device)
     fast.denoise(prompt[:, :4], fast.encode(prompt))
-    memory = [tensor.data_ptr() for tensor in (*fast._arena.tensors.values(), *fast._workspace._statics)]
+    memory = [tensor.data_ptr() for tensor in (*fast._arena.tensors.values(), *fast._stepper._statics)]
     graphs = set(fast._workspace.graphs)
     for batch in (1, 3):
         fast.denoise(prompt[:batch, :4], fast.encode(prompt[:batch]))
-    assert [t.data_ptr() for t in (*fast._arena.tensors.values(), *fast._workspace._statics)] == memory
+    assert [t.data_ptr() for t in (*fast._arena.tensors.values(), *fast._stepper._statics)] == memory
     assert graphs < set(fast._workspace.graphs)
     fast.encode(torch.zeros(9, 5, dtype=torch.int64, device=device))  # too many rows
     assert not graphs & set(fast._workspace.graphs)

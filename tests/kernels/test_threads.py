@@ -54,15 +54,15 @@ def test_a_call_waits_while_another_thread_holds_the_turn(fast, method):
 
 
 def test_logits_stay_readable_until_their_own_thread_takes_the_next_step(fast):
-    workspace, shape = fast._workspace, torch.Size((1, 2))
-    mine = workspace.renew(shape)
+    stepper, place = fast._stepper, fast._stepper.place(torch.Size((1, 2)))
+    mine = stepper.renew(place)
     mine.read().fill_(0.0)
     with ThreadPoolExecutor(1) as threads:
-        theirs = threads.submit(workspace.renew, shape).result()
-    workspace.place(shape).logits.read().fill_(1.0)  # the other thread's step
+        theirs = threads.submit(stepper.renew, place).result()
+    place.logits.fill_(1.0)  # the other thread's step
     assert mine.read().eq(0).all()
     assert theirs.read().eq(1).all()
-    first, _ = workspace.renew(shape), workspace.renew(shape)
+    first, _ = stepper.renew(place), stepper.renew(place)
     with pytest.raises(RuntimeError, match="overwritten by a later step"):
         first.read()
 

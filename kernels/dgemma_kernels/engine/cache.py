@@ -11,7 +11,8 @@ a length. `trim` moves the newest tokens of a sliding layer to its front.
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, Self
 
@@ -233,6 +234,18 @@ class FusedCache(PrefixCache):
         """Count tokens (B, C) as read; `read(tokens, cache)` is called when they are needed."""
         self.catch_up()
         self.postponed, self._read = tokens.clone(), read
+
+    @contextmanager
+    def for_canvas(self, canvas_len: int) -> Iterator[tuple[CacheBuffers, Tensor | None]]:
+        """Enter the arena with room for a canvas, and yield the buffers and the postponed tokens, if any.
+
+        A forward in the `with` block reads those tokens before the canvas. After the block they are committed.
+        """
+        buffers = self.make_room(self.num_postponed + canvas_len)
+        self.trim()
+        yield buffers, self.postponed
+        if (tokens := self.take_postponed()) is not None:
+            self.extend(tokens.shape[1], None)
 
     def take_postponed(self) -> Tensor | None:
         """Return the postponed tokens (B, C), which the caller must read; None if there are none."""

@@ -31,7 +31,7 @@ from dgemma_kernels.engine.checks import check_model, check_weights, require_gpu
 from dgemma_kernels.engine.forward import Forward, choose_kernels
 from dgemma_kernels.engine.graphs import Graphs, compile_together, in_turn
 from dgemma_kernels.engine.precision import choose_parts
-from dgemma_kernels.engine.prediction import FusedPrediction
+from dgemma_kernels.engine.prediction import FusedPrediction, Logits
 from dgemma_kernels.engine.reading import MOST_READ, MOST_READ_FOUR_BIT, CausalReader, read_sizes
 from dgemma_kernels.engine.step import Stepper
 from dgemma_kernels.engine.weights import ModelWeights, stored_format, take_weights
@@ -258,7 +258,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
         """
         canvas_len, most_rows, workspace = self.config.canvas_length, range(1, batch_size + 1), self._workspace
         self._stepper.finish()
-        workspace.place(torch.Size((batch_size, canvas_len)))
+        self._stepper.place(torch.Size((batch_size, canvas_len)))
         self._arena.make_room(batch_size, num_tokens + _ANSWER * canvas_len, canvas_len)
         if (seated := self._arena.seated()) is not None:
             seated.leave()
@@ -281,8 +281,9 @@ class FusedDenoiser(Denoiser[FusedCache]):
                 bar.update()
             for rows in most_rows:
                 canvas, buffers = self._zeros(rows, canvas_len), self._empty_buffers(rows)
+                place = self._stepper.place(canvas.shape)
                 for postponed in (None, canvas):
-                    self._stepper.capture(canvas.shape, buffers, postponed).graph.mark_stale()
+                    self._stepper.capture(place, buffers, postponed).graph.mark_stale()
                 self._arena.capture_trim(rows).mark_stale()
                 generate(self, canvas[:, :1], max_new_tokens=canvas_len, steps=1, progress=False)
                 bar.update(4)
@@ -302,13 +303,14 @@ class FusedDenoiser(Denoiser[FusedCache]):
             signal = self._workspace.soft_embedding(None, canvas)
             self._forward.read_and_canvas(canvas, canvas, signal, buffers)
             hidden = self._forward.canvas(canvas, signal, buffers)
-            self._forward.head(hidden, out=self._workspace.place(canvas.shape).logits.read().flatten(0, 1))
+            self._forward.head(hidden, out=self._stepper.place(canvas.shape).logits.flatten(0, 1))
             self._use_prediction(canvas)
             self._use_prediction(canvas, top_k=2)
 
     def _use_prediction(self, canvas: Tensor, **cuts: Any) -> None:
         """Sample a canvas (B, C) from the last logits, and compute their soft embedding."""
-        raw = FusedPrediction(self._workspace.place(canvas.shape).logits, (self._workspace.softcap,))
+        logits = Logits(self._stepper.place(canvas.shape).logits, self.turn)
+        raw = FusedPrediction(logits, (self._workspace.softcap,))
         prediction = raw.shaped(temperature=torch.ones(len(canvas), device=self.device), **cuts)
         prediction.sample(torch.zeros(canvas.shape, dtype=torch.float64, device=self.device))
         self._workspace.soft_embedding(prediction, canvas)

@@ -20,10 +20,10 @@ from dgemma.diffusion.state import DenoiseState, watch
 from dgemma.model.denoiser import Denoiser
 from dgemma.run.knobs import Knobs
 from dgemma.run.records import StepRecord
-from dgemma.run.step import Settled, decide, predict, settle, shape_prediction
+from dgemma.run.step import decide, predict, settle, shape_prediction
 from dgemma_kernels.engine import published
 from dgemma_kernels.engine.cache import CacheBuffers, FusedCache
-from dgemma_kernels.engine.graphs import CaptureError, Replay, copy_all, side_stream
+from dgemma_kernels.engine.graphs import CaptureError, Graphs, Replay, copy_all, side_stream, use_here
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits, VocabularySweep
 from dgemma_kernels.engine.workspace import Workspace
 from dgemma_kernels.ops.automaton.tables import with_tables
@@ -32,8 +32,20 @@ from dgemma_kernels.ops.draws import kernel as draws
 _NO_CACHE: Any = None  # the forward has read it
 
 
+class CanvasPlace(NamedTuple):
+    """The static tensors of canvases of one shape. Those of all shapes share memory, because logits are large."""
+
+    canvas: Tensor  # (B, C)
+    signal: Tensor  # (B, C, D), its soft embedding
+    logits: Tensor  # (B, C, V)
+
+    def load(self, canvas: Tensor, signal: Tensor) -> None:
+        self.canvas.copy_(canvas)
+        self.signal.copy_(signal)
+
+
 class Stepper:
-    """Takes the steps of a denoiser, and owns what is pending after a step. Callers hold the turn.
+    """Takes the steps of a denoiser, and owns the canvases and what is pending after a step. Callers hold the turn.
 
     Pending is the soft embedding of the last step. `finish` computes it when the device is idle, or before another
     graph overwrites the logits.
@@ -41,23 +53,33 @@ class Stepper:
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace  # keeps the weights, because a prediction may outlive the denoiser
+        # Of what follows a forward. They are kept apart, because many samplers must not drop the graphs of forwards.
+        self.graphs = Graphs()
+        where: dict[str, Any] = {"device": workspace.device, "dtype": workspace.dtype}
+        self._statics = [  # tokens, soft embeddings and logits of the positions of a canvas
+            torch.zeros(0, dtype=torch.int64, device=workspace.device),
+            torch.zeros(0, workspace.config.hidden_size, **where),
+            torch.zeros(0, workspace.config.vocab_size, **where),
+        ]
+        self._logits: Callable[[], Logits | None] = lambda: None  # of the last forward
         self._last: CapturedStep | None = None
         self._pending: Callable[[], FusedPrediction | None] = lambda: None  # the last prediction, without its signal
 
     def take_step(self, state: DenoiseState, cache: FusedCache, knobs: Knobs) -> tuple[DenoiseState, StepRecord]:
         """Take a step, after `finish`. Nothing is copied if the last step produced this state: its inputs hold it."""
-        workspace, captured = self._workspace, self._last
-        self._last = None  # stays None if this step raises
+        captured, self._last = self._last, None  # stays None if this step raises
         if captured is not None and not captured.holds(state, knobs):
             captured = None
-        if captured is None:
-            self._load(state.canvas, workspace.soft_embedding(state.self_cond, state.canvas))
-        logits = self._run_forward(state.canvas.shape, cache, cache.postponed)
+        if captured is None:  # the signal is computed first, because `place` may drop the logits of `self_cond`
+            signal = self._workspace.soft_embedding(state.self_cond, state.canvas)
+            self.place(state.canvas.shape).load(state.canvas, signal)
+        place = self.place(state.canvas.shape)
+        logits = self._run_forward(place, cache)
         if captured is None:
             leaves, form = tree_flatten(_carried(state))
             key = (knobs, type(state), str(form), _list_shapes(leaves))
-            make = partial(_StaticStep, workspace, state, knobs)
-            captured = workspace.steps.remembered(key, lambda: CapturedStep(make()))
+            make = partial(_StaticStep, self._workspace, place, state, knobs)
+            captured = self.graphs.remembered(key, lambda: CapturedStep(make()))
             captured.load(leaves)
         after, record, prediction = captured.replay(state, logits)
         prediction.soften = self.finish
@@ -68,31 +90,47 @@ class Stepper:
     def denoise(self, canvas: Tensor, signal: Tensor, cache: FusedCache) -> FusedPrediction:
         """Predict a canvas (B, C) with a soft embedding (B, C, D), after `finish`."""
         self._last = None  # its inputs are overwritten
-        self._load(canvas, signal)
-        logits = self._run_forward(canvas.shape, cache, None)
+        place = self.place(canvas.shape)
+        place.load(canvas, signal)
+        logits = self._run_forward(place, cache)
         return FusedPrediction(Logits(logits.read().clone()), (self._workspace.softcap,))
 
-    def _load(self, canvas: Tensor, signal: Tensor) -> None:
-        place = self._workspace.place(canvas.shape)
-        place.canvas.copy_(canvas)
-        place.signal.copy_(signal)
+    def place(self, shape: torch.Size) -> CanvasPlace:
+        """Return the static tensors of canvases (B, C). If they are too small, the graphs over canvases are dropped."""
+        num_positions, forwards = shape.numel(), self._workspace.graphs
+        if num_positions > len(self._statics[0]):
+            self._give_up()
+            self.graphs.clear()
+            for key in [key for key in forwards if key[0] == "canvas"]:
+                del forwards[key]
+            use_here(*self._statics)
+            self._statics = [old[:0].clone() for old in self._statics]  # frees the old memory first
+            self._statics = [empty.new_zeros(num_positions, *empty.shape[1:]) for empty in self._statics]
+        canvas, signal, logits = (x[:num_positions].unflatten(0, shape) for x in self._statics)
+        return CanvasPlace(canvas, signal, logits)
 
-    def _run_forward(self, shape: torch.Size, cache: FusedCache, postponed: Tensor | None) -> Logits:
+    def renew(self, place: CanvasPlace) -> Logits:
+        """Return the logits that the next forward over a canvas writes. They overwrite the current ones."""
+        new = Logits(place.logits, self._workspace.turn)
+        self._give_up()
+        self._logits = weakref.ref(new)
+        return new
+
+    def _give_up(self) -> None:
+        if (current := self._logits()) is not None:
+            current.give_up()
+
+    def _run_forward(self, place: CanvasPlace, cache: FusedCache) -> Logits:
         """Run the canvas that is loaded, and before it the postponed tokens of the cache, up to the logits."""
-        num_read = 0 if postponed is None else postponed.shape[1]
-        buffers = cache.make_room(num_read + shape[1])
-        cache.trim()
-        logits = self._workspace.renew(shape)
-        self.capture(shape, buffers, postponed)(postponed)
-        if postponed is not None:
-            cache.take_postponed()
-            cache.extend(num_read, None)
+        with cache.for_canvas(place.canvas.shape[1]) as (buffers, postponed):
+            logits = self.renew(place)
+            self.capture(place, buffers, postponed)(postponed)
         return logits
 
-    def capture(self, shape: torch.Size, buffers: CacheBuffers, postponed: Tensor | None) -> "_CapturedForward":
+    def capture(self, place: CanvasPlace, buffers: CacheBuffers, postponed: Tensor | None) -> "_CapturedForward":
         """Return the graph of a forward over a canvas (B, C) after postponed tokens (B, C), if any."""
-        workspace, key = self._workspace, ("canvas", shape, None if postponed is None else postponed.shape)
-        make = partial(_CapturedForward, workspace, shape, postponed, buffers)
+        workspace, key = self._workspace, ("canvas", place.canvas.shape, None if postponed is None else postponed.shape)
+        make = partial(_CapturedForward, workspace, place, postponed, buffers)
         captured: _CapturedForward = workspace.graphs.remembered(key, make)
         return captured
 
@@ -109,17 +147,17 @@ class _CapturedForward:
     """A forward over the canvas of a place, up to the logits. It first reads postponed tokens (B, C), if any."""
 
     def __init__(
-        self, workspace: Workspace, shape: torch.Size, postponed: Tensor | None, buffers: CacheBuffers
+        self, workspace: Workspace, place: CanvasPlace, postponed: Tensor | None, buffers: CacheBuffers
     ) -> None:
         self._postponed = static = None if postponed is None else postponed.long().clone()
-        forward, place = workspace.forward, workspace.place(shape)
+        forward = workspace.forward
 
         def run() -> None:
             if static is None:
                 hidden = forward.canvas(place.canvas, place.signal, buffers)
             else:
                 hidden = forward.read_and_canvas(static, place.canvas, place.signal, buffers)
-            forward.head(hidden, out=place.logits.read().flatten(0, 1))
+            forward.head(hidden, out=place.logits.flatten(0, 1))
 
         self.graph = Replay(run, workspace.memory, rehearse=forward.rehearsal(run))
 
@@ -213,9 +251,9 @@ class _Outcome(NamedTuple):
 class _StaticStep:
     """The functions that are captured, over clones of a state's tensors: `run`, and then `soften`."""
 
-    def __init__(self, workspace: Workspace, state: DenoiseState, knobs: Knobs) -> None:
-        self.workspace, self.knobs = workspace, knobs
-        self._place = place = workspace.place(state.canvas.shape)
+    def __init__(self, workspace: Workspace, place: CanvasPlace, state: DenoiseState, knobs: Knobs) -> None:
+        self.workspace, self.knobs, self._place = workspace, knobs, place
+        self._logits = Logits(place.logits, workspace.turn)
         leaves, self._form = tree_flatten(_carried(state) | {"canvas": place.canvas})
         is_cloned = [isinstance(x, Tensor) and x is not place.canvas for x in leaves]
         dense = torch.contiguous_format
@@ -223,9 +261,19 @@ class _StaticStep:
         self._state = _drawing(state)(**tree_unflatten(self.inputs, self._form))
 
     def run(self) -> _Outcome:
-        """Take the step on the logits of the forward."""
-        ready = _ReadyDenoiser(self.workspace, self._place.logits)
-        prediction, settled = _predict_and_settle(ready, self._state, self.knobs)
+        """Take the step on the logits of the forward, with the kernel of the published sampler if `is_published`."""
+        state, knobs = self._state, self.knobs
+        ready = _ReadyDenoiser(FusedPrediction(self._logits, (self.workspace.softcap,)))
+        if published.is_published(state, knobs):
+            with side_stream(state.device, self.workspace.forward.sides) as join:
+                early = published.prepare(state, knobs)
+            prediction: Any = predict(ready, state, cache=_NO_CACHE, knobs=knobs)
+            _ = prediction.entropy  # the sweep over the vocabulary runs next to `prepare`
+            join()
+            settled = published.decide_and_settle(state, prediction, early, knobs)
+        else:
+            prediction = predict(ready, state, cache=_NO_CACHE, knobs=knobs)
+            settled = settle(state, prediction, decide(prediction, state, knobs), knobs)
         self._prediction = prediction
         record = {name: getattr(settled, name) for name in ("accepted", "renoised", "active", "verdict")}
         results = (_carried(settled.state), record, tuple(prediction.statistics))
@@ -247,7 +295,7 @@ class _StaticStep:
 
     def soften(self, changes: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Return the soft embedding of the last `run`. Load it and the changes as the inputs of the next step."""
-        swept = self._prediction.only_swept(self._place.logits)
+        swept = self._prediction.only_swept(self._logits)
         signal = self.workspace.soft_embedding(swept, self._state.canvas)
         self._place.signal.copy_(signal)
         # A new value may share memory with an input, which the copies below overwrite. So it is cloned first.
@@ -259,27 +307,12 @@ class _StaticStep:
 
 @dataclass(frozen=True)
 class _ReadyDenoiser(Denoiser):
-    """A denoiser whose forward has run: it returns the prediction of its logits."""
+    """A denoiser whose forward has run, with the prediction of its logits."""
 
-    workspace: Workspace
-    logits: Logits
+    prediction: FusedPrediction
 
     def denoise(self, canvas: Tensor, cache: Any, self_cond: Any = None, self_cond_mask: Any = None) -> FusedPrediction:
-        return FusedPrediction(self.logits, (self.workspace.softcap,))
-
-
-def _predict_and_settle(denoiser: _ReadyDenoiser, state: DenoiseState, knobs: Knobs) -> tuple[FusedPrediction, Settled]:
-    """Take a step up to its record, with the kernel of the published sampler if `is_published`."""
-    prediction: Any
-    if published.is_published(state, knobs):
-        with side_stream(state.device, denoiser.workspace.forward.sides) as join:
-            early = published.prepare(state, knobs)
-        prediction = predict(denoiser, state, cache=_NO_CACHE, knobs=knobs)
-        _ = prediction.entropy  # the sweep over the vocabulary runs next to `prepare`
-        join()
-        return prediction, published.decide_and_settle(state, prediction, early, knobs)
-    prediction = predict(denoiser, state, cache=_NO_CACHE, knobs=knobs)
-    return prediction, settle(state, prediction, decide(prediction, state, knobs), knobs)
+        return self.prediction
 
 
 def _carried(state: DenoiseState) -> dict[str, Any]:

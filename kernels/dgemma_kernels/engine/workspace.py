@@ -1,8 +1,6 @@
-"""State that the fused denoiser and its graphs share: the forward, static buffers, and the memory of graphs."""
+"""State that the fused denoiser and its graphs share: the forward, and the graphs with their memory."""
 
-import weakref
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,22 +9,14 @@ from dgemma.diffusion.prediction import Prediction, SoftCap
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma_kernels.engine.forward import Forward
 from dgemma_kernels.engine.graphs import GraphMemory, Graphs, use_here
-from dgemma_kernels.engine.prediction import FusedPrediction, Logits, SoftEmbedding
+from dgemma_kernels.engine.prediction import FusedPrediction, SoftEmbedding
 from dgemma_kernels.engine.vision import FusedTower
 from dgemma_kernels.formats.float8 import quantize
 from dgemma_kernels.ops.vocabulary.kernel import SoftProbabilities
 
 
-class CanvasPlace(NamedTuple):
-    """The static tensors of canvases of one shape. Those of all shapes share memory, because logits are large."""
-
-    canvas: Tensor  # (B, C)
-    signal: Tensor  # (B, C, D), its soft embedding
-    logits: Logits  # (B, C, V); captured code reads and writes them
-
-
 class Workspace:
-    """Shared state, one per denoiser. Code that writes to its buffers or replays a graph over them holds the `turn`."""
+    """Shared state, one per denoiser. Code that replays a graph holds the `turn`."""
 
     def __init__(self, model: DiffusionGemma, forward: Forward) -> None:
         self.config, self.conventions, self.forward = model.config, model.conventions, forward
@@ -34,46 +24,11 @@ class Workspace:
         self.memory = GraphMemory(model.device, forward.sides)
         self.vision = None if model.vision is None else FusedTower(model.vision, self.memory)
         self.turn = self.memory.turn
-        # Graphs by what they compute: forwards over the arena, and what follows a forward over a canvas. The second
-        # are kept apart, because every sampler needs its own, and many samplers must not drop forwards.
-        self.graphs, self.steps = Graphs(), Graphs()
-        where: dict[str, Any] = {"device": self.device, "dtype": self.dtype}
-        self._statics = [  # tokens, soft embeddings and logits of the positions of a canvas
-            torch.zeros(0, dtype=torch.int64, device=self.device),
-            torch.zeros(0, model.config.hidden_size, **where),
-            torch.zeros(0, model.config.vocab_size, **where),
-        ]
-        self._current: Callable[[], Logits | None] = lambda: None  # the logits of the last forward
+        self.graphs = Graphs()  # of forwards over the arena, by what they compute
 
     @property
     def softcap(self) -> SoftCap:
         return SoftCap(self.config.final_logit_softcapping)
-
-    def place(self, shape: torch.Size) -> CanvasPlace:
-        """Return the static tensors of canvases (B, C). If they are too small, the graphs over canvases are dropped."""
-        num_positions = shape.numel()
-        if num_positions > len(self._statics[0]):
-            self._give_up()
-            self.steps.clear()
-            for key in [key for key in self.graphs if key[0] == "canvas"]:
-                del self.graphs[key]
-            use_here(*self._statics)
-            self._statics = [old[:0].clone() for old in self._statics]  # frees the old memory first
-            self._statics = [empty.new_zeros(num_positions, *empty.shape[1:]) for empty in self._statics]
-        canvas, signal, logits = (x[:num_positions].unflatten(0, shape) for x in self._statics)
-        return CanvasPlace(canvas, signal, Logits(logits, self.turn))
-
-    def renew(self, shape: torch.Size) -> Logits:
-        """Return the logits that the next forward over a canvas (B, C) writes. They overwrite the current ones."""
-        new = self.place(shape).logits
-        self._give_up()
-        self._current = weakref.ref(new)
-        return new
-
-    def _give_up(self) -> None:
-        current = self._current()
-        if current is not None:
-            current.give_up()
 
     def new_hidden(self, batch_size: int, num_tokens: int) -> Tensor:
         """Return an uninitialised hidden state (B, T, D)."""
