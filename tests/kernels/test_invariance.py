@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import dgemma
+from dgemma.sampling import SoftThreshold
 from dgemma_kernels import FusedDenoiser, accelerate
 from dgemma_kernels.engine import forward, reading
 from dgemma_kernels.engine.cache import Arena
@@ -119,6 +120,20 @@ def test_a_prefix_of_other_weights_is_read_again():
         model.layers[0].mlp.up_proj.weight.mul_(2)
     prefixes.encode(fast, [prompt, prompt], [None, None])
     assert prefixes.num_read == 2 * len(prompt)
+
+
+def test_a_run_scored_again_has_the_bits_of_its_steps_also_after_rows_have_ended():
+    model, of_steps, num_rows = accelerate(make_model(DEVICE), batch_invariant=True), [], []
+
+    def add(record):
+        of_steps.append(torch.zeros(4, dtype=torch.float64, device=DEVICE).index_add(0, record.rows, record.log_prob))
+        num_rows.append(len(record.rows))
+
+    options = {"max_new_tokens": 8, "steps": 6, "temperature": 1.0, "stop": None, "eos_token_ids": []}
+    options |= {"sampler": SoftThreshold(tau=0.05, softness=0.05), "noise": dgemma.UniformNoise(40)}
+    out = dgemma.generate(model, draw_tokens(4, 3), on_step=add, record=True, progress=False, **options)
+    assert set(num_rows) == {2, 4}  # two rows of each canvas end before the others
+    assert torch.equal(out.trajectory.step_log_probs(model), torch.stack(of_steps))
 
 
 @needs_gpu

@@ -23,7 +23,11 @@ from dgemma_kernels.ops.vocabulary import kernel as vocabulary
 class Logits:
     """The head's output (B, C, V) before the soft-cap, in a tensor that a later step may overwrite."""
 
-    def __init__(self, tensor: Tensor, turn: Turn | None = None) -> None:
+    def __init__(
+        self, tensor: Tensor, turn: Turn | None = None, embed: Callable[["FusedPrediction"], Tensor] | None = None
+    ) -> None:
+        """embed: computes the soft embedding of a prediction over these logits."""
+        self.embed = embed
         self.shape, self.device, self.empty = tensor.shape, tensor.device, tensor.new_empty(0)
         self.turn = Turn(tensor.device) if turn is None else turn
         self._tensor: Tensor | None = tensor
@@ -44,7 +48,7 @@ class Logits:
         """The content of a copy or a pickle: a separate tensor, if it was not overwritten."""
         with self.turn:
             tensor = None if self._tensor is None else self._tensor.clone()
-        return {**vars(self), "turn": None, "_tensor": tensor}
+        return {**vars(self), "turn": None, "embed": None, "_tensor": tensor}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, turn=Turn(state["device"]))
@@ -116,6 +120,8 @@ class FusedPrediction(Prediction):
         if self.signal is None and self.soften is not None:
             with self.turn:
                 self.soften()
+        if self.signal is None and self._source.embed is not None:
+            self.signal = self._source.embed(self)
         return self.logits if self.signal is None else SoftEmbedding(self.signal)
 
     def with_bias(self, bias: Transform) -> "FusedPrediction":

@@ -92,8 +92,13 @@ class Stepper:
         self._last = None  # its inputs are overwritten
         place = self.place(canvas.shape)
         place.load(canvas, signal)
-        logits = self._run_forward(place, cache)
-        return FusedPrediction(Logits(logits.read().clone()), (self._workspace.softcap,))
+        logits = self._run_forward(place, cache).read().clone()
+        # Rows that go on alone get the soft embedding that a step would compute, bit for bit.
+        return FusedPrediction(Logits(logits, embed=partial(self._embed, canvas)), (self._workspace.softcap,))
+
+    def _embed(self, canvas: Tensor, prediction: FusedPrediction) -> Tensor:
+        with self._workspace.turn:
+            return self._workspace.soft_embedding(prediction, canvas)
 
     def place(self, shape: torch.Size) -> CanvasPlace:
         """Return the static tensors of canvases (B, C). If they are too small, the graphs over canvases are dropped."""
