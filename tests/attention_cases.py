@@ -31,8 +31,12 @@ def draw(
     heads: int = HEADS,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cuda",
+    rotary_pairs: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Draw queries, keys, values and lengths. Keys and values are part of larger buffers. Free slots are NaN."""
+    """Draw queries, keys, values and lengths. Keys and values are part of larger buffers. Free slots are NaN.
+
+    With `rotary_pairs`, keys equal values except in the rotated columns.
+    """
     generator = torch.Generator(device).manual_seed(sum(lengths) + num_tokens)
     (kv_heads, head_dim), batch = layer, len(lengths)
     capacity = max(lengths) + num_tokens + 7
@@ -45,6 +49,9 @@ def draw(
     for row, length in enumerate(lengths):
         for cache in (keys, values):
             cache[row, :, length + num_tokens :] = torch.nan
+    if rotary_pairs is not None:
+        halves = (cache.unflatten(-1, (2, head_dim // 2))[..., rotary_pairs:] for cache in (keys, values))
+        next(halves).copy_(next(halves))
     return queries, keys, values, torch.tensor(lengths, device=device)
 
 

@@ -37,6 +37,20 @@ def draw_tokens(*shape: int, seed: int = 0) -> Tensor:
     return tokens.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def logits_of(model: dgemma.Denoiser) -> Tensor:
+    """Return the logits of a canvas, with self-conditioning, and of the causal mode, after two ragged prompts."""
+    prompt, canvas = draw_tokens(2, 7), draw_tokens(2, 4, seed=1)
+    real = torch.ones_like(prompt)
+    real[1, :2] = 0
+    before = torch.randn(2, 4, model.config.vocab_size, generator=torch.Generator().manual_seed(4)).to(canvas.device)
+    with torch.no_grad():
+        cache = model.encode(prompt, attention_mask=real)
+        denoised = model.denoise(canvas, cache, self_cond=before).logits
+        return torch.cat(
+            [denoised, model.causal_logits(canvas[:, :2], cache), model.causal_logits(canvas[:, 3:], cache)], 1
+        )
+
+
 def make_model(device: torch.device, **changes: Any) -> dgemma.DiffusionGemma:
     """Two layers, one of each kind, random norms and scalars."""
     config = dgemma.presets.tiny().replace(

@@ -2,8 +2,8 @@
 
 import torch
 import triton
+from compile_inputs import FULL, HEADS, SLIDING, empty, empty_float8
 
-from dgemma_kernels.formats.float8 import Quantized
 from dgemma_kernels.ops.attention import kernel as module
 from dgemma_kernels.ops.attention.float8 import attention_float8
 from dgemma_kernels.ops.attention.kernel import attention
@@ -16,7 +16,6 @@ WGMMA = {
     "_attention_hopper_float8_kernel",
     "_attend_patches_kernel",
 }
-HEADS, SLIDING, FULL = 16, (8, 256), (2, 512)  # query heads; key heads and head_dim of the two kinds of layer
 SHARED = {"rotary_pairs": 64}  # keys equal values in the other columns
 
 module.is_hopper = lambda device: True
@@ -24,8 +23,8 @@ module.is_hopper = lambda device: True
 
 def run(num_tokens: int, layer: tuple[int, int], num_splits: int | None, *, kernel: str, **mode: int | bool) -> None:
     kv_heads, head_dim = layer
-    queries = torch.empty(1, num_tokens, HEADS, head_dim, dtype=torch.bfloat16)
-    keys, values = (torch.empty(1, kv_heads, num_tokens + 1024, head_dim, dtype=torch.bfloat16) for _ in range(2))
+    queries = empty(1, num_tokens, HEADS, head_dim)
+    keys, values = (empty(1, kv_heads, num_tokens + 1024, head_dim) for _ in range(2))
     length = torch.empty(1, dtype=torch.int64)
     spans = torch.empty(1, num_tokens, 2, dtype=torch.int32) if mode.pop("images", False) else None
     attention(queries, keys, values, length, **mode, kernel=kernel, num_splits=num_splits, spans=spans)
@@ -75,17 +74,15 @@ CALLS = {
 
 def run_patches() -> None:
     spans = torch.empty(2520, 2, dtype=torch.int32)
-    attend_patches(torch.empty(3, HEADS, 2520, 80, dtype=torch.bfloat16), spans, 72)
+    attend_patches(empty(3, HEADS, 2520, 80), spans, 72)
 
 
 CALLS["patches"] = run_patches
 
 
 def run_float8(*, float8: bool) -> None:
-    values, scale = torch.empty(1, 8192, HEADS, 512, dtype=torch.float8_e4m3fn), torch.empty(1, 8192, HEADS)
-    queries = Quantized(values=values, scale=scale, dtype=torch.bfloat16)
-    cache = torch.empty(1, 2, 16_384, 512, dtype=torch.bfloat16)
-    attention_float8(queries, cache, cache, torch.empty(1, dtype=torch.int64), float8=float8)
+    cache = empty(1, 2, 16_384, 512)
+    attention_float8(empty_float8(1, 8192, HEADS, 512), cache, cache, torch.empty(1, dtype=torch.int64), float8=float8)
 
 
 if MAIN == "hopper":

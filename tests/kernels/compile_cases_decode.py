@@ -1,20 +1,21 @@
-"""Kernels without warpgroup products: one-token attention, q/k/v, vocabulary, acceptance."""
+"""Kernels without warpgroup products: of one token, q/k/v, embedding, draws, prefix, vocabulary, acceptance."""
 
 import torch
+from compile_inputs import FULL, HEADS, SLIDING, VOCABULARY, A, D, E, F, empty, empty_float8
 
-from dgemma_kernels.formats import Quantized
 from dgemma_kernels.ops.accept.kernel import Before, accept
 from dgemma_kernels.ops.attention.kernel import attention, default_tile
+from dgemma_kernels.ops.draws.kernel import uniform
+from dgemma_kernels.ops.embedding.kernel import embed
+from dgemma_kernels.ops.experts.kernel import expert_down, expert_gate_up
+from dgemma_kernels.ops.norms.kernel import layer_tail
+from dgemma_kernels.ops.prefix.kernel import forget
 from dgemma_kernels.ops.product.kernel import multiply_row
 from dgemma_kernels.ops.qkv.kernel import prepare_qkv
+from dgemma_kernels.ops.token.kernel import choose_token, score_token
 from dgemma_kernels.ops.vocabulary.kernel import Shaping, sample, soft_probabilities, vocabulary_statistics
 
 WGMMA: set[str] = set()
-HEADS, SLIDING, FULL = 16, (8, 256), (2, 512)  # query heads; key heads and head_dim of the two kinds of layer
-
-
-def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(*shape, dtype=dtype)
 
 
 def run_token(layer: tuple[int, int], **mode: int | bool) -> None:
@@ -48,7 +49,7 @@ def run_accept(stability: int | None) -> None:
     row, done = empty(2, dtype=torch.int64), empty(2, dtype=torch.bool)
     entropy = empty(2, 256, dtype=torch.float32)
     recent = None if stability is None else empty(2, stability, 256, dtype=torch.int64)
-    limits = {"bound": 0.1, "confidence": 0.005, "vocab_size": 262_144}
+    limits = {"bound": 0.1, "confidence": 0.005, "vocab_size": VOCABULARY}
     before = (entropy, tokens, tokens, tokens, flags, flags, tokens, done, row, row, row, row, recent)
     accept(Before(*before), **limits)
 
@@ -57,26 +58,56 @@ def run_row(num_cols: int, width: int) -> None:
     multiply_row(empty(1, width), empty(num_cols, width))
 
 
-def float8(*shape: int) -> Quantized:
-    values, scale = empty(*shape, dtype=torch.float8_e4m3fn), empty(*shape[:-1], dtype=torch.float32)
-    return Quantized(values=values, scale=scale, dtype=torch.bfloat16)
+def run_half_layer(dtype: torch.dtype, float8: bool) -> None:
+    row, norm = empty(1, D, dtype=dtype), empty(D, dtype=dtype)
+    router = empty(E, D, dtype=dtype)
+    x, dense, expert_in, scores = score_token(row, row, [norm] * 4, router, 1e-6, float8=float8)
+    weights, tiles = choose_token(scores, empty(E, dtype=dtype), A, 16)
+    shapes = (E, 2 * F, D), (E, D, F)
+    gate_up, down = (empty_float8(*shape) if float8 else empty(*shape, dtype=dtype) for shape in shapes)
+    rows = expert_down(expert_gate_up(expert_in, gate_up, tiles), down, weights, tiles, overlap=True)
+    scalar = empty(1, dtype=dtype)
+    layer_tail(x, dense, rows, [norm] * 3, scalar, norm, 1e-6, float8=float8, alone=True)
+
+
+def run_embed(update: torch.Tensor | None) -> None:
+    tokens = empty(256, dtype=torch.int64)
+    embed(tokens, empty(1024, D), empty(D), update, scale=53.0, norm=update is not None, eps=1e-6)
+
+
+def run_uniform() -> None:
+    row = empty(2, dtype=torch.int64)
+    uniform(row, row, row, 256, "token")
+
+
+def run_forget() -> None:
+    cache = empty(25, 1, 8, 2047, 256)
+    forget(cache, cache, empty(1, dtype=torch.int64), 1023)
 
 
 CALLS = {
-    "one row, q, k, v": lambda: run_row(8192, 2816),
-    "one row, o": lambda: run_row(2816, 4096),
-    "one row, o of full layers": lambda: run_row(2816, 8192),
-    "one row, q, k, v in float8": lambda: multiply_row(float8(1, 2816), float8(8192, 2816)),
-    "one row, o of full layers in float8": lambda: multiply_row(empty(1, 8192), float8(2816, 8192)),
+    "one row, q, k, v": lambda: run_row(8192, D),
+    "one row, o": lambda: run_row(D, 4096),
+    "one row, o of full layers": lambda: run_row(D, 8192),
+    "one row, q, k, v in float8": lambda: multiply_row(empty_float8(1, D), empty_float8(8192, D)),
+    "one row, o of full layers in float8": lambda: multiply_row(empty(1, 8192), empty_float8(D, 8192)),
     "one token, sliding": lambda: run_token(SLIDING, causal=True, window=1024),
     "one token, full": lambda: run_token(FULL, causal=True),
     "qkv, sliding": lambda: run_qkv(SLIDING, 2),
     "qkv, full": lambda: run_qkv(FULL, 1),
-    "vocabulary": lambda: run_vocabulary(262_144),
-    "vocabulary, allowed": lambda: run_vocabulary(262_144, allowed=empty(1, 8192, dtype=torch.int32)),
-    "vocabulary, top-k": lambda: run_vocabulary(262_144, floor=empty(2)),
+    "vocabulary": lambda: run_vocabulary(VOCABULARY),
+    "vocabulary, allowed": lambda: run_vocabulary(VOCABULARY, allowed=empty(1, 8192, dtype=torch.int32)),
+    "vocabulary, top-k": lambda: run_vocabulary(VOCABULARY, floor=empty(2)),
     "vocabulary, ragged": lambda: run_vocabulary(1000),
     "accept": lambda: run_accept(1),
     "accept, patient": lambda: run_accept(3),
     "accept, fixed steps": lambda: run_accept(None),
+    "half a layer": lambda: run_half_layer(torch.bfloat16, False),
+    "half a layer, float8": lambda: run_half_layer(torch.bfloat16, True),
+    "half a layer, float32": lambda: run_half_layer(torch.float32, False),
+    "float8 head": lambda: multiply_row(empty(1, D), empty_float8(VOCABULARY, D)),
+    "embed": lambda: run_embed(None),
+    "embed, self-conditioned": lambda: run_embed(empty(256, D)),
+    "uniform": run_uniform,
+    "forget": run_forget,
 }

@@ -1,20 +1,14 @@
 """The experts of four bits at the published sizes, on Hopper and on GPUs without measured tiles."""
 
-from unittest.mock import patch
-
 import torch
+from compile_inputs import D, E, F, empty, run_experts
 
 from dgemma_kernels.formats.fourbit import FourBit
-from dgemma_kernels.ops import configs
-from dgemma_kernels.ops.experts import kernel as experts
-from dgemma_kernels.ops.router import kernel as router
-from dgemma_kernels.ops.router import reference
 
-E, A, D, F = 128, 8, 2816, 704
 WGMMA = {"_expert_gate_up_kernel", "_expert_down_kernel"}
 
 
-def empty(kind: str, num_rows: int, width: int, *, gated: bool) -> FourBit:
+def empty_fourbit(kind: str, num_rows: int, width: int, *, gated: bool) -> FourBit:
     blocks, planes = E * -(-num_rows // 128), -(-width // 64)
     group, of_scale = (16, torch.int16) if kind == "nvfp4" else (64, torch.int32)
     scale = torch.empty(blocks, planes, 64, 64 // group, dtype=of_scale)
@@ -32,17 +26,12 @@ def empty(kind: str, num_rows: int, width: int, *, gated: bool) -> FourBit:
     )
 
 
-def run_experts(gpu: str, tokens: int, kind: str) -> None:
-    with patch.object(configs, "gpu_name", lambda device: gpu):
-        index = torch.zeros(tokens, A, dtype=torch.int32)
-        rows = configs.expert_config(tokens, index.device, kind.partition(" ")[0]).rows
-        tiles = router.sort_by_expert(index, reference.count_pairs(index, E), rows)
-        hidden = experts.expert_gate_up(torch.empty(tokens, D).bfloat16(), empty(kind, 2 * F, D, gated=True), tiles)
-        down, weights = empty(kind, D, F, gated=False), torch.empty(tokens, A)
-        experts.expert_down(hidden, down, weights, tiles, overlap=True)
+def run_fourbit(gpu: str, tokens: int, kind: str) -> None:
+    weights = empty_fourbit(kind, 2 * F, D, gated=True), empty_fourbit(kind, D, F, gated=False)
+    run_experts(gpu, kind.partition(" ")[0], empty(tokens, D), *weights)
 
 
 CASES = [("NVIDIA H200", tokens, "int4") for tokens in (1, 256, 512, 4096)]
 CASES += [("NVIDIA H200", 256, "int4 zero"), ("NVIDIA H200", 256, "nvfp4")]
 CASES += [("default", 256, "int4"), ("default", 1024, "nvfp4")]
-CALLS = {f"{case[0]}, {case[1]} tokens, {case[2]}": lambda case=case: run_experts(*case) for case in CASES}
+CALLS = {f"{case[0]}, {case[1]} tokens, {case[2]}": lambda case=case: run_fourbit(*case) for case in CASES}

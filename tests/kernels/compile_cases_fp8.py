@@ -1,66 +1,49 @@
 """The experts in float8 at the published sizes, on Hopper and on GPUs without measured tiles."""
 
-from unittest.mock import patch
-
 import torch
 import triton
+from compile_inputs import DENSE, HEADS, A, D, E, F, empty, empty_float8, run_experts
 
-from dgemma_kernels.formats.float8 import Quantized
 from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.attention.parts import combine_parts
-from dgemma_kernels.ops.experts import kernel as experts
 from dgemma_kernels.ops.mlp import kernel as mlp
 from dgemma_kernels.ops.norms import kernel as norms
 from dgemma_kernels.ops.product.kernel import multiply_beside
 from dgemma_kernels.ops.qkv.kernel import prepare_qkv
-from dgemma_kernels.ops.router import kernel as router
-from dgemma_kernels.ops.router import reference
 
-E, A, D, F, DENSE = 128, 8, 2816, 704, 2112
-HEADS = 16
 WGMMA = {"_expert_gate_up_kernel", "_expert_down_kernel", "_experts_many_kernel", "_multiply_tiles_kernel"}
 
 
-def empty(*shape: int) -> Quantized:
-    values = torch.empty(*shape, dtype=torch.float8_e4m3fn)
-    return Quantized(values=values, scale=torch.empty(shape[:-1]), dtype=torch.bfloat16)
-
-
-@patch.object(experts, "is_hopper", lambda device: True)
-def run_experts(gpu: str, tokens: int, config: configs.ExpertConfig | None = None) -> None:
-    with patch.object(configs, "gpu_name", lambda device: gpu):
-        index = torch.zeros(tokens, A, dtype=torch.int32)
-        config = config or configs.expert_config(tokens, index.device, "fp8")
-        tiles = router.sort_by_expert(index, reference.count_pairs(index, E), config.rows)
-        hidden = experts.expert_gate_up(empty(tokens, D), empty(E, 2 * F, D), tiles, config=config)
-        experts.expert_down(hidden, empty(E, D, F), torch.empty(tokens, A), tiles, overlap=True, config=config)
+def run_float8(gpu: str, tokens: int, config: configs.ExpertConfig | None = None) -> None:
+    weights = empty_float8(E, 2 * F, D), empty_float8(E, D, F)
+    run_experts(gpu, "fp8", empty_float8(tokens, D), *weights, config=config)
 
 
 def run_norms() -> None:
-    vector = torch.empty(D, dtype=torch.bfloat16)
+    vector = empty(D)
     for num_rows in (256, 1024):
-        row, scales = torch.empty(num_rows, D, dtype=torch.bfloat16), (torch.empty(num_rows), torch.empty(D))
+        row, scales = empty(num_rows, D), (torch.empty(num_rows), torch.empty(D))
         norms.attention_residual(row, row, [vector] * 4, 1e-6, float8=True)
         norms.attention_residual(row, row, [vector] * 4, 1e-6, scales=scales, float8=True, float8_dense=True)
-        expert_rows = torch.empty(num_rows, A, D, dtype=torch.bfloat16)
+        expert_rows = empty(num_rows, A, D)
         last = ([vector] * 3, vector[:1], vector, 1e-6)
         norms.layer_tail(row, row, expert_rows, *last, scales=scales, float8=True)
         norms.round_rows(row)
-        norms.round_rows(torch.empty(num_rows, F, dtype=torch.bfloat16))
-        mlp.geglu_float8(torch.empty(num_rows, 2 * DENSE, dtype=torch.bfloat16), scales[0], torch.empty(2 * DENSE))
+        norms.round_rows(empty(num_rows, F))
+        mlp.geglu_float8(empty(num_rows, 2 * DENSE), scales[0], torch.empty(2 * DENSE))
         norms.scale_rows(row.float(), *scales, factor=53.0, dtype=torch.bfloat16)
 
 
 def run_attention(kv_heads: int, head_dim: int, projections: int) -> None:
-    cache, row = torch.empty(1, kv_heads, 1280, head_dim, dtype=torch.bfloat16), torch.empty(1, dtype=torch.int64)
-    projected = torch.empty(256, (HEADS + projections * kv_heads) * head_dim, dtype=torch.bfloat16)
-    weight, inv_freq = torch.empty(head_dim, dtype=torch.bfloat16), torch.empty(head_dim // 2)
+    cache, row = empty(1, kv_heads, 1280, head_dim), torch.empty(1, dtype=torch.int64)
+    projected = empty(256, (HEADS + projections * kv_heads) * head_dim)
+    weight, inv_freq = empty(head_dim), torch.empty(head_dim // 2)
     options = {"eps": 1e-6, "scales": tuple(torch.empty(size) for size in projected.shape)}
     for float8 in (False, True):
         prepare_qkv(
             projected, weight, weight, inv_freq, row, row, cache, cache, num_heads=HEADS, **options, float8=float8
         )
-    partial = torch.empty(4, 1, 256, HEADS, head_dim, dtype=torch.bfloat16)
+    partial = empty(4, 1, 256, HEADS, head_dim)
     out, scale = torch.empty_like(partial[0], dtype=torch.float8_e4m3fn), torch.empty(256)
     combine_parts(partial, torch.empty(partial.shape[:4]), out, scale)
     combine_parts(partial, torch.empty(partial.shape[:4]), out, scale, in_order=True)
@@ -72,14 +55,12 @@ SIZES = {"NVIDIA H200": (256, 4096), "default": (1024,)}
 if triton.__version__.startswith("3.6."):
     SIZES = {"NVIDIA H200": (1, 256, 512, 1024, 1536, 2048, 4096), "default": (256, 1024)}
 CALLS = {
-    f"{gpu}, {tokens} tokens": lambda case=(gpu, tokens): run_experts(*case)
+    f"{gpu}, {tokens} tokens": lambda case=(gpu, tokens): run_float8(*case)
     for gpu, sizes in SIZES.items()
     for tokens in sizes
 }
-CALLS["4096 tokens, without Gluon"] = lambda: run_experts(
-    "NVIDIA H200", 4096, configs.EXPERTS["fp8"]["NVIDIA H200"][-1]
-)
-CALLS["dense product"] = lambda: multiply_beside(empty(256, D), empty(2 * DENSE, D))
+CALLS["4096 tokens, without Gluon"] = lambda: run_float8("NVIDIA H200", 4096, configs.EXPERTS["fp8"]["NVIDIA H200"][-1])
+CALLS["dense product"] = lambda: multiply_beside(empty_float8(256, D), empty_float8(2 * DENSE, D))
 if not triton.__version__.startswith("3.6."):  # kernels without measured tiles
     CALLS["norms"] = run_norms
     CALLS["attention, sliding"] = lambda: run_attention(8, 256, 2)

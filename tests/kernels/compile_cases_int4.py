@@ -2,7 +2,8 @@
 
 import torch
 import triton
-from compile_cases_fourbit import A, D, E, F, empty
+from compile_cases_fourbit import empty_fourbit
+from compile_inputs import A, D, E, F, empty
 
 from dgemma_kernels.formats.fourbit import OrderedRows
 from dgemma_kernels.ops import configs
@@ -15,16 +16,16 @@ WGMMA = {"_experts_hopper_kernel"}
 
 
 def run_residual(tokens: int) -> None:
-    row, vector = torch.empty(tokens, D).bfloat16(), torch.empty(D).bfloat16()
+    row, vector = empty(tokens, D), empty(D)
     norms.attention_residual(row, row, [vector] * 4, 1e-6, ordered=True)
 
 
 def run_experts(tokens: int) -> None:
     index = torch.zeros(tokens, A, dtype=torch.int32)
     tiles = router.sort_by_expert(index, reference.count_pairs(index, E), 32)
-    rows, sums = torch.empty(tokens, D, dtype=torch.float8_e4m3fn), torch.empty(tokens, 2, 64).bfloat16()
+    rows, sums = torch.empty(tokens, D, dtype=torch.float8_e4m3fn), empty(tokens, 2, 64)
     x = OrderedRows(values=rows, scale=torch.empty(tokens), sums=sums, dtype=torch.bfloat16)
-    proj = empty("int4", 2 * F, D, gated=True), empty("int4", D, F, gated=False)
+    proj = empty_fourbit("int4", 2 * F, D, gated=True), empty_fourbit("int4", D, F, gated=False)
     hopper.multiply_experts(x, *proj, torch.empty(tokens, A), tiles)
 
 

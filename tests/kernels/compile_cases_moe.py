@@ -3,6 +3,7 @@
 from unittest.mock import patch
 
 import torch
+from compile_inputs import DENSE, A, D, E, F, empty
 
 from dgemma_kernels.ops import configs, grouped
 from dgemma_kernels.ops.experts import kernel as experts
@@ -10,15 +11,10 @@ from dgemma_kernels.ops.mlp import kernel as mlp
 from dgemma_kernels.ops.norms import kernel as norms
 from dgemma_kernels.ops.router import kernel as router
 
-E, A, D, F, DENSE = 128, 8, 2816, 704, 2112
 WGMMA = {
     *("_partial_scores_kernel", "_expert_gate_up_kernel", "_expert_down_kernel", "_dense_mlp_kernel"),
     *("_multiply_tokens_hopper_kernel", "_experts_many_kernel"),
 }
-
-
-def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(*shape, dtype=dtype)
 
 
 @patch.object(experts, "is_hopper", lambda device: True)

@@ -1,6 +1,7 @@
 """Kernels that only training uses, at the sizes of published or small models. See `compile_cases_moe.py` too."""
 
 import torch
+from compile_inputs import empty
 
 from dgemma_kernels.ops.adapters import kernel as adapters
 from dgemma_kernels.ops.grouped import group_choices
@@ -9,10 +10,6 @@ from dgemma_kernels.ops.masked import kernel as masked
 from dgemma_kernels.ops.residual import kernel as residual
 
 WGMMA = {"_expand_kernel", "_masked_attention_kernel", "_query_gradient_kernel", "_key_gradient_kernel"}
-
-
-def empty(*shape: int) -> torch.Tensor:
-    return torch.empty(*shape, dtype=torch.bfloat16)
 
 
 def run_heads(num_heads: int, kv_heads: int, head_dim: int, has_value: bool) -> None:

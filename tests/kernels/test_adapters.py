@@ -5,6 +5,7 @@ import torch
 
 from dgemma_kernels.ops.adapters import reference
 from dgemma_kernels.ops.adapters.kernel import expand
+from kernel_inputs import error
 
 ROWS = 150  # more than one tile of rows, the last one partly filled
 WIDTHS = pytest.mark.parametrize(
@@ -17,10 +18,6 @@ def draw_inputs(device, widths, rank):
     generator = torch.Generator().manual_seed(rank)
     shapes = (ROWS, sum(widths)), (ROWS, len(widths) * rank), (sum(widths), rank)
     return [torch.randn(*shape, generator=generator).to(device, torch.float16) for shape in shapes]
-
-
-def error(got, want):
-    return ((got.double() - want).norm() / want.norm()).item()
 
 
 @WIDTHS

@@ -45,7 +45,7 @@ def test_no_kernel_spills_registers(compiled):
     # for attention. Packed weights times float32, a slow path, spill 560 to 896. The sort of choices spills 2,640.
     few = {
         "compile_cases_fp8": 32,
-        "compile_cases_token: float8 head": 32,
+        "compile_cases_decode: float8 head": 32,
         "compile_cases_packed": 128,
         "packed times float32": 1024,
         "_attention_hopper_kernel": 64,

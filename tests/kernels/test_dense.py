@@ -97,10 +97,3 @@ def test_float32_weights_use_library_products(monkeypatch, device):
     assert not launches.mock_calls
     dense.dense_mlp(*(tensor.half() for tensor in arguments), count(device))
     assert launches.mock_calls
-
-
-def test_a_gpu_without_dense_tiles_uses_library_products(device):
-    arguments = draw(7, 72, 88, torch.float32, device)
-    want = reference.dense_mlp(*(tensor.double() for tensor in arguments), count(device))
-    assert configs.dense_config(256, device) is None
-    assert error(dense.dense_mlp(*arguments, count(device)), want) < LIMITS[torch.float32]

@@ -181,7 +181,7 @@ def test_a_prompt_read_without_logits_has_no_queries_in_its_last_layer_but_the_s
 
 
 @pytest.mark.parametrize(
-    "kind", ["published", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("masked", "shaped"))]
+    "kind", ["published", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("masked", "shaped", "gibbs"))]
 )
 def test_generate_gives_the_same_with_the_fused_denoiser_and_the_reference(models, kind):
     prompt, real = ragged_prompt()
@@ -195,6 +195,7 @@ def test_generate_gives_the_same_with_the_fused_denoiser_and_the_reference(model
         },
         "masked": {**alone, "noise": dgemma.MaskNoise(VOCAB), "sampler": dgemma.EntropyBound(bound=1.0)},
         "shaped": {**alone, "top_k": 5, "allowed": list(range(3, 30)), "stop": None, "steps": 3},
+        "gibbs": {**alone, "sampler": dgemma.LeaveOneOutGibbs(corrections=1, num_positions=2), "steps": 3},
     }[kind]
     options = {"steps": 2, "seed": 5, "eos_token_ids": [7], "progress": False} | options
     want, got = (dgemma.generate(model, **options) for model in models)
@@ -241,16 +242,6 @@ def test_the_soft_embedding_of_equal_probabilities_fits_float16(device):
     prediction = FusedPrediction(logits, (SoftCap(30.0),))
     got = fast._workspace.soft_embedding(prediction, draw_tokens(1, CANVAS))
     assert torch.equal(got, torch.full_like(got, 2000.0 * fast._forward.embed_scale))
-
-
-@pytest.mark.slow
-def test_infill_gives_the_same_with_the_fused_denoiser_and_the_reference(models):
-    tokens = draw_tokens(1, 5)  # the canvas covers the last four, and only one of them is a hole
-    options = {"steps": 3, "stop": dgemma.StableAndConfident(confidence=10.0), "seed": 5, "progress": False}
-    want, got = (dgemma.infill(model, tokens, [(2, 3)], **options) for model in models)
-    assert torch.equal(got.tokens, want.tokens)
-    assert torch.equal(got.steps, want.steps)
-    torch.testing.assert_close(got.log_probs, want.log_probs, **CLOSE)
 
 
 @pytest.mark.slow
@@ -679,20 +670,6 @@ def test_caches_are_marked_cloned_selected_and_joined_like_the_reference(models)
 
 
 @pytest.mark.slow
-def test_a_second_run_reuses_the_graphs_of_the_first(models):
-    _, fast = models
-    canvas = draw_tokens(1, CANVAS)
-    fast.denoise(canvas, fast.encode(canvas))  # the arena grows to the size of such a run
-    first = fast.encode(canvas)
-    fast.denoise(canvas, first)
-    graphs = {key: id(graph) for key, graph in fast._workspace.graphs.items()}
-    second = fast.encode(canvas)  # the first one leaves the arena
-    want = fast.denoise(canvas, second).logits
-    assert torch.equal(fast.denoise(canvas, first).logits, want)
-    assert {key: id(graph) for key, graph in fast._workspace.graphs.items()} == graphs
-
-
-@pytest.mark.slow
 def test_after_warm_up_calls_capture_no_forward_and_give_the_same(models, monkeypatch):
     reference, fast = models[0], accelerate(copy.deepcopy(models[0]))
     monkeypatch.setattr(reading, "_SIZES", (4, 8))  # fewer, for the interpreter
@@ -746,17 +723,6 @@ def test_unsupported_arguments_raise_with_a_reason(models, monkeypatch):
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     with pytest.raises(ValueError, match="needs the model on a CUDA GPU"):
         accelerate(dgemma.DiffusionGemma(plain.config, device="cpu"))
-
-
-def test_the_reason_for_the_triton_kernel_of_attention_is_logged(caplog, device):
-    caplog.set_level("INFO", "dgemma")
-    accelerate(make_model(device))  # float32, which the Hopper kernel does not support
-    (record,) = caplog.records
-    assert record.levelname == "INFO"
-    assert record.message.startswith("accelerate runs the Triton kernel of attention: the Hopper kernel needs ")
-    caplog.clear()
-    accelerate(make_model(device), attention="triton")  # requested, so there is nothing to explain
-    assert not caplog.records
 
 
 def test_one_warning_names_all_kernels_that_another_version_of_triton_would_replace(monkeypatch, caplog, device):

@@ -9,10 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
+from attention_cases import native
 from dgemma.model.quantized import IntWeight
 from dgemma_kernels import accelerate
 from dgemma_kernels.formats.fourbit import FourBit, OrderedRows, arrange, order_rows
-from dgemma_kernels.ops.configs import is_hopper
 from dgemma_kernels.ops.experts import reference
 from dgemma_kernels.ops.experts.kernel import float8_obstacle, multiply_experts
 from dgemma_kernels.ops.norms.kernel import _round_to_float8, attention_residual
@@ -21,7 +21,6 @@ from dgemma_kernels.ops.router.kernel import sort_by_expert
 from gluon_interpreter import Hazard, load
 from kernel_inputs import NUM_EXPERTS, draw_routing, error, make_model
 
-HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))
 # Hidden values, outputs and decoded weights are rounded to bfloat16, each by 2**-8 at most; 4.4e-3 was measured.
 LIMIT = 6e-3
 
@@ -140,7 +139,7 @@ def test_models_whose_experts_cannot_have_float8_inputs_are_refused(device):
         accelerate(make_model(device), "int4", precision=["experts"], batch_invariant=True)
 
 
-@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@native
 @pytest.mark.parametrize("num_tokens", [65, 256, 1152])
 def test_the_published_sizes_match_float64_on_a_gpu(num_tokens):
     width, hidden, experts = 2816, 704, 16  # few experts, with several tiles each

@@ -10,17 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention_cases import native
 from dgemma_kernels.formats import Quantized, decode
 from dgemma_kernels.formats.float8 import quantize
 from dgemma_kernels.ops import configs
-from dgemma_kernels.ops.configs import is_hopper
 from dgemma_kernels.ops.experts import kernel, reference
 from dgemma_kernels.ops.router import reference as router
 from dgemma_kernels.ops.router.kernel import sort_by_expert
 from gluon_interpreter import Hazard, load
+from kernel_inputs import error
 
-HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))
-DEVICE = "cuda" if HOPPER else "cpu"
 # Hidden values round three times and outputs twice, each by 2**-9 at most; 3.5e-3 was measured.
 LIMIT = 5e-3
 ROWS = {"tall": 160, "wide": 288}  # per tile
@@ -34,10 +33,6 @@ def draw(width: int, hidden: int, index: Tensor, experts: int, float8: bool) -> 
     rows = [2 * value.bfloat16() for value in values]
     weights = torch.rand(index.shape, generator=generator, device=index.device)
     return [*(map(quantize, rows) if float8 else rows), weights]
-
-
-def error(got: Tensor, want: Tensor) -> float:
-    return ((got.double() - want).norm() / want.norm()).item()
 
 
 def check(
@@ -150,7 +145,7 @@ def test_sizes_that_do_not_fit_whole_blocks_run_the_triton_kernel(monkeypatch):
     assert not kernel._fits_many(torch.empty(385).bfloat16()[1:].view(3, 128), weights, tiles, 256, 128)
 
 
-@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@native
 @pytest.mark.parametrize("float8", [False, True], ids=["bfloat16", "float8"])
 @pytest.mark.parametrize("kind", ["tall", "wide"])
 @pytest.mark.parametrize("num_tokens", [300, 2048])
@@ -158,8 +153,8 @@ def test_the_published_sizes_match_float64_and_the_triton_kernel_on_a_gpu(num_to
     from dgemma_kernels.ops.experts import hopper_many
 
     experts = 16  # few, with several tiles each
-    scores = torch.rand(num_tokens, experts, generator=torch.Generator(DEVICE).manual_seed(2), device=DEVICE)
-    index = (scores + torch.linspace(0, 0.2, experts, device=DEVICE)).topk(8).indices.int().contiguous()
+    scores = torch.rand(num_tokens, experts, generator=torch.Generator("cuda").manual_seed(2), device="cuda")
+    index = (scores + torch.linspace(0, 0.2, experts, device="cuda")).topk(8).indices.int().contiguous()
     first = check(hopper_many, index, 2816, 704, experts, ROWS[kind], float8)
     again = check(hopper_many, index, 2816, 704, experts, ROWS[kind], float8)
     assert all(torch.equal(*both) for both in zip(first, again, strict=True))

@@ -14,14 +14,14 @@ from dgemma.model.quantized import E2M1, IntWeight, NvFp4Weight, pack_nibbles, s
 from dgemma_kernels import accelerate
 from dgemma_kernels.engine import forward
 from dgemma_kernels.engine.precision import FAST
-from dgemma_kernels.formats import float8, fourbit
+from dgemma_kernels.formats import float8
 from dgemma_kernels.formats.fourbit import arrange
 from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.experts import kernel as experts
 from dgemma_kernels.ops.experts import reference as experts_reference
 from dgemma_kernels.ops.router import kernel as router
 from dgemma_kernels.ops.router import reference as router_reference
-from kernel_inputs import NUM_EXPERTS, draw_routing, make_model
+from kernel_inputs import NUM_EXPERTS, draw_routing, logits_of, make_model
 
 E = NUM_EXPERTS
 NATIVE = torch.cuda.is_available()
@@ -161,23 +161,17 @@ def make_decoded(device: torch.device, format: str) -> dgemma.DiffusionGemma:
     return model
 
 
-def run(denoiser: dgemma.Denoiser, device: torch.device) -> Tensor:
-    tokens = torch.arange(18, device=device).view(2, 9) % 40
-    with torch.no_grad():
-        return denoiser.denoise(tokens[:, :4], denoiser.encode(tokens)).logits
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["int4", "nvfp4"])
 def test_the_denoiser_equals_a_model_with_the_decoded_weights(format, device):
-    want = run(make_decoded(device, format), device)
+    want = logits_of(make_decoded(device, format))
     quantized = make_model(device, **WIDE)
     for layer in quantized.layers:
         for name in ("gate_up_proj", "down_proj"):
             set_weight(layer.experts, name, quantize(getattr(layer.experts, name).detach(), format))
     close = {"rtol": 2e-4, "atol": 2e-4} if NATIVE else {"rtol": 2e-5, "atol": 2e-5}  # sums in another order
     for model, weights in ((make_model(device, **WIDE), format), (quantized, None)):  # None: the model's own format
-        torch.testing.assert_close(run(accelerate(model, weights), device), want, **close)
+        torch.testing.assert_close(logits_of(accelerate(model, weights)), want, **close)
 
 
 def test_quantised_experts_keep_their_format(device):
@@ -207,11 +201,11 @@ def test_float8_products_round_weights_and_inputs_and_nothing_else(part, device)
                 # Heads of 16 have values up to 4, which fit 448 units of 1/64.
                 unit = 1 / 64 if name == "o_proj" else None
                 linear.register_forward_pre_hook(lambda _, rows, unit=unit: (round_rows(rows[0], unit),))
-    got, want = run(accelerate(make_model(device, **WIDE), "int4", precision=[part]), device), run(model, device)
+    got, want = logits_of(accelerate(make_model(device, **WIDE), "int4", precision=[part])), logits_of(model)
     if part == "head":  # the head is the embedding, which must not be rounded
         assert ((got - want).norm() / want.norm()) < 0.05  # float8 has three bits of mantissa
         return
-    effect = (run(make_decoded(device, "int4"), device) - want).norm()  # of rounding
+    effect = (logits_of(make_decoded(device, "int4")) - want).norm()  # of rounding
     # The GPU's products add in 14 bits, so some inputs are rounded the other way. Random errors of 2**-13 in every
     # product give 0.07 (attention) and 0.09 (dense). Another rounding to float8 would give about 1.
     assert ((got - want).norm() / effect) < (0.2 if NATIVE else 1e-3)
@@ -220,12 +214,12 @@ def test_float8_products_round_weights_and_inputs_and_nothing_else(part, device)
 @pytest.mark.slow
 def test_the_dense_product_next_to_the_router_equals_the_librarys(device, monkeypatch):
     monkeypatch.setattr(forward, "_BESIDE", range(0))
-    want = run(accelerate(make_model(device, **WIDE), "int4", precision=["dense"]), device)
+    want = logits_of(accelerate(make_model(device, **WIDE), "int4", precision=["dense"]))
     calls, beside = [], forward.multiply_beside
     monkeypatch.setattr(forward, "multiply_beside", lambda *operands: calls.append(1) or beside(*operands))
     monkeypatch.setattr(forward, "tensor_descriptors", lambda device: True)
-    monkeypatch.setattr(forward, "_BESIDE", range(8, 9))  # the canvases of `run` have 8 rows
-    got = run(accelerate(make_model(device, **WIDE), "int4", precision=["dense"]), device)
+    monkeypatch.setattr(forward, "_BESIDE", range(8, 9))  # the canvases of `logits_of` have 8 rows
+    got = logits_of(accelerate(make_model(device, **WIDE), "int4", precision=["dense"]))
     assert calls
     torch.testing.assert_close(got, want, rtol=2e-2 if NATIVE else 0, atol=2e-2 if NATIVE else 0)
 
@@ -253,13 +247,6 @@ def test_shapes_that_the_librarys_float8_product_does_not_multiply_are_refused(p
     sentence = rf'"{part}" needs .* multiples of 16, got \({shape[0]}, {shape[1]}\)\.'
     with pytest.raises(ValueError, match=sentence):
         accelerate(make_model(device, **WIDE | change), "int4", precision=[part])
-
-
-def test_codes_written_to_words_are_read_back():
-    blocks = torch.randint(16, (3, 2, 64, 128), dtype=torch.uint8)
-    for kind in ("int4", "nvfp4"):
-        read = fourbit._read_codes(fourbit._write_codes(blocks, kind), kind)
-        assert torch.equal(read, blocks.flatten(1, 2))
 
 
 @pytest.mark.parametrize("page", ["docstring", "docs/getting-started.md"])

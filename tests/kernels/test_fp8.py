@@ -21,7 +21,7 @@ from dgemma_kernels.ops.norms import kernel as norms
 from dgemma_kernels.ops.norms import reference as norms_reference
 from dgemma_kernels.ops.router import kernel as router
 from dgemma_kernels.ops.router import reference as router_reference
-from kernel_inputs import NUM_EXPERTS, draw_routing, draw_tokens, make_model
+from kernel_inputs import NUM_EXPERTS, draw_routing, logits_of, make_model
 
 E, D, F = NUM_EXPERTS, 72, 88  # no width is a multiple of a tile; the 88 hidden values have blocks of 64 and 24
 EPS, FLOAT8 = 1e-6, torch.float8_e4m3fn
@@ -40,7 +40,6 @@ SUMS = 4e-3 if NATIVE else 1e-5
 # In the interpreter at most one value rounds to the other neighbour. All positions together are then off by 0.5 %.
 TYPICAL, TOGETHER = (1e-2, 5e-2) if NATIVE else (1e-3, 1e-2)
 pytestmark = pytest.mark.usefixtures("small_chunks")
-CANVAS = 4
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -272,27 +271,13 @@ def apart(a: Tensor, b: Tensor) -> tuple[float, float]:
 
 @pytest.mark.slow
 def test_both_modes_equal_the_reference_that_rounds_at_the_same_places(models):
-    prompt, canvas = draw_tokens(2, 7), draw_tokens(2, CANVAS, seed=1)
-    real = torch.ones_like(prompt)
-    real[1, :2] = 0
-    caches = [model.encode(prompt, attention_mask=real) for model in models]
-    firsts = [model.denoise(canvas, cache) for model, cache in zip(models, caches, strict=True)]
-    condition = firsts[2].shaped(
-        temperature=0.7
-    )  # the same for all models: with separate ones the differences would be five times as large
-    results = []
-    for model, cache, first in zip(models, caches, firsts, strict=True):
-        second = model.denoise(canvas, cache, self_cond=condition)
-        words = model.causal_logits(canvas[:, :2], cache)
-        word = model.causal_logits(canvas[:, 3:], cache)
-        results.append([first.logits, second.logits, words, word])
-    for plain, exact, got in zip(*results, strict=True):
-        typical, together = apart(got, exact)
-        assert typical < TYPICAL
-        assert together < TOGETHER
-        # Each of two layers rounds activations twice, by 2.6 % each time. Experts are half of a layer. A token that
-        # changes its expert is off by tens of per cent, so the typical position is compared.
-        assert 1.5e-2 < apart(got, plain)[0] < 0.1
+    plain, exact, got = map(logits_of, models)
+    typical, together = apart(got, exact)
+    assert typical < TYPICAL
+    assert together < TOGETHER
+    # Each of two layers rounds activations twice, by 2.6 % each time. Experts are half of a layer. A token that changes
+    # its expert is off by tens of per cent, so the typical position is compared.
+    assert 1.5e-2 < apart(got, plain)[0] < 0.1
 
 
 def test_a_gpu_without_float8_raises_and_names_the_fix(models, monkeypatch):

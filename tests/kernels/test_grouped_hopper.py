@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention_cases import native
 from dgemma_kernels.ops import configs
-from dgemma_kernels.ops.configs import is_hopper
 from dgemma_kernels.ops.grouped import kernel, multiply, reference
 from gluon_interpreter import Hazard, load
 
-HOPPER = torch.cuda.is_available() and is_hopper(torch.device("cuda"))
 LIMIT = 5e-3  # GeGLU rounds three times, each by 2**-9 at most; 3.6e-3 was measured
 CHOICES = 2
 
@@ -123,7 +122,7 @@ def test_sizes_dtypes_and_versions_that_do_not_fit_are_known(monkeypatch):
     assert not fits(128, 144, 8, torch.bfloat16)
 
 
-@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@native
 @pytest.mark.parametrize("sizes", [(1, 128, 160, 161, 0, 320, 257, 21), (20, 0, 600, 700)], ids=["tall", "wide"])
 @pytest.mark.parametrize("name", KINDS)
 def test_published_sizes_match_float64_on_a_gpu(name, sizes):

@@ -44,45 +44,24 @@ def test_the_half_layer_equals_transformers_layer(device):
     theirs.layer_scalar.fill_(0.7)
     attention, residual = (torch.randn(1, 37, 72, generator=generator).to(device) for _ in range(2))
     theirs.self_attn = Given(attention)
-    theirs.to(device)
-    with torch.no_grad():
-        want = theirs(residual)[0]
-        following = theirs.input_layernorm(want)
+    theirs.to(device).requires_grad_(False)
+    want = theirs(residual)[0]
+    following = theirs.input_layernorm(want)
 
-    eps = config.rms_norm_eps
+    eps, mlps, routed = config.rms_norm_eps, theirs.mlp, theirs.experts
+    before = theirs.pre_feedforward_layernorm, theirs.pre_feedforward_layernorm_2
+    after = theirs.post_feedforward_layernorm_1, theirs.post_feedforward_layernorm_2, theirs.post_feedforward_layernorm
+    weights = [norm.weight for norm in (theirs.post_attention_layernorm, *before)]
     x, dense_in, expert_in, router_in = norms.attention_residual(
-        attention[0],
-        residual[0],
-        norms.ResidualNorms(
-            theirs.post_attention_layernorm.weight.data,
-            theirs.pre_feedforward_layernorm.weight.data,
-            theirs.pre_feedforward_layernorm_2.weight.data,
-            theirs.router.scale.data,
-        ),
-        eps,
+        attention[0], residual[0], [*weights, theirs.router.scale], eps
     )
-    weights, index, counts = router.route(
-        router_in, theirs.router.proj.weight.data, theirs.router.per_expert_scale.data, 3
-    )
+    weights, index, counts = router.route(router_in, theirs.router.proj.weight, theirs.router.per_expert_scale, 3)
     tiles = router.sort_by_expert(index, counts, configs.expert_config(37, device).rows)
-    gate_up = torch.cat((theirs.mlp.gate_proj.weight.data, theirs.mlp.up_proj.weight.data))
-    dense = mlp.geglu(dense_in @ gate_up.T) @ theirs.mlp.down_proj.weight.data.T
-    rows = experts.multiply_experts(
-        expert_in, theirs.experts.gate_up_proj.data, theirs.experts.down_proj.data, weights, tiles
-    )
-    got, normed = norms.layer_tail(
-        x,
-        dense,
-        rows,
-        norms.TailNorms(
-            theirs.post_feedforward_layernorm_1.weight.data,
-            theirs.post_feedforward_layernorm_2.weight.data,
-            theirs.post_feedforward_layernorm.weight.data,
-        ),
-        theirs.layer_scalar,
-        theirs.input_layernorm.weight.data,
-        eps,
-    )
+    gate_up = torch.cat((mlps.gate_proj.weight, mlps.up_proj.weight))
+    dense = mlp.geglu(dense_in @ gate_up.T) @ mlps.down_proj.weight.T
+    rows = experts.multiply_experts(expert_in, routed.gate_up_proj, routed.down_proj, weights, tiles)
+    tail = [norm.weight for norm in after], theirs.layer_scalar, theirs.input_layernorm.weight
+    got, normed = norms.layer_tail(x, dense, rows, *tail, eps)
     # float32 throughout; only the order of sums differs.
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(normed, following, rtol=1e-5, atol=1e-5)

@@ -21,7 +21,7 @@ from dgemma_kernels.ops.experts import kernel as experts
 from dgemma_kernels.ops.experts import reference as experts_reference
 from dgemma_kernels.ops.router import kernel as router
 from dgemma_kernels.ops.router import reference as router_reference
-from kernel_inputs import NUM_EXPERTS, draw_routing, draw_tokens, make_model
+from kernel_inputs import NUM_EXPERTS, draw_routing, draw_tokens, logits_of, make_model
 
 E, D, F = NUM_EXPERTS, 72, 88  # neither width is a multiple of any tile, nor of the 64 columns of a plane
 pytestmark = pytest.mark.usefixtures("small_chunks")
@@ -193,43 +193,29 @@ def draw_outliers(*shape: int, seed: int, outliers: str) -> tuple[Tensor, Tensor
     return weights, loud
 
 
+ROUTINGS = [
+    ("one-token", "more than one list"),
+    ("even", "the last"),
+    ("even", "more than one list"),
+    ("one-expert-has-every-row", "more than one list"),
+    ("two-experts-have-no-rows", "none"),
+]
+
+
 @pytest.mark.usefixtures("described")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("routing", "outliers"),
+    ("routing", "outliers", "width", "hidden"),
     [
-        ("one-token", "more than one list"),
-        ("even", "the last"),
-        ("even", "more than one list"),
-        ("one-expert-has-every-row", "more than one list"),
-        ("two-experts-have-no-rows", "none"),
+        *((*case, D, F) for case in ROUTINGS),
+        *(pytest.param(*case, 128, 192, marks=pytest.mark.slow) for case in ROUTINGS),
+        ("even", "more than one list", 200, 80),  # an odd number of halves of planes
+        # A program loads 32 outliers at a time for more than 1,024 columns, else 16.
+        pytest.param("even", "more than one list", 1088, 64, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize(
-    ("width", "hidden"),
-    [(D, F), pytest.param(128, 192, marks=pytest.mark.slow)],
-    ids=["ragged", "exact"],
-)
 def test_products_match_float64(routing, outliers, width, hidden, dtype, device):
-    check_products(draw_routing(routing), width, hidden, outliers, dtype, device)
-
-
-@pytest.mark.usefixtures("described")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_products_of_an_odd_number_of_halves_match_float64(dtype, device):
-    check_products(draw_routing("even"), 200, 80, "more than one list", dtype, device)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.slow
-def test_products_of_wide_rows_match_float64(dtype, device):
-    # A program loads 32 outliers at a time for more than 1,024 columns, else 16.
-    check_products(draw_routing("even"), 1088, 64, "more than one list", dtype, device)
-
-
-def check_products(
-    index: Tensor, width: int, hidden: int, outliers: str, dtype: torch.dtype, device: torch.device
-) -> None:
+    index = draw_routing(routing)
     gate_up, loud = draw_outliers(E, 2 * hidden, width, seed=1, outliers=outliers)
     down, hidden_loud = draw_outliers(E, width, hidden, seed=2, outliers=outliers)
     x, hidden_rows = torch.randn(index.shape[0], width) * loud, torch.randn(index.numel(), hidden) * hidden_loud
@@ -267,26 +253,10 @@ def make_rounded_model(device: torch.device) -> dgemma.DiffusionGemma:
     return model
 
 
-@pytest.fixture(scope="module")
-def models() -> tuple:
-    """Make the reference and the accelerated model."""
-    device = torch.device("cuda" if NATIVE else "cpu")
-    return make_rounded_model(device), accelerate(make_rounded_model(device), weights="packed")
-
-
 @pytest.mark.slow
-def test_both_modes_equal_the_reference(models):
-    prompt, canvas = draw_tokens(2, 7), draw_tokens(2, CANVAS, seed=1)
-    real = torch.ones_like(prompt)
-    real[1, :2] = 0
-    before = torch.randn(2, CANVAS, VOCAB, generator=torch.Generator().manual_seed(4)).to(canvas.device)
-    results = []
-    for model in models:
-        cache = model.encode(prompt, attention_mask=real)
-        denoised = model.denoise(canvas, cache, self_cond=before).logits
-        results.append([denoised, model.causal_logits(canvas[:, :2], cache), model.causal_logits(canvas[:, 3:], cache)])
-    for want, got in zip(*results, strict=True):
-        torch.testing.assert_close(got, want, **CLOSE)
+def test_both_modes_equal_the_reference(device):
+    want, got = map(logits_of, (make_rounded_model(device), accelerate(make_rounded_model(device), weights="packed")))
+    torch.testing.assert_close(got, want, **CLOSE)
 
 
 @pytest.mark.slow

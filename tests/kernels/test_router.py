@@ -1,11 +1,10 @@
-"""Routing and the sort by expert, against float64, transformers' router and a sort by hand."""
+"""Routing and the sort by expert, against float64 and a sort by hand; `test_half_layer` has transformers' router."""
 
 import pytest
 import torch
 import triton
 from torch import Tensor
 
-from dgemma_kernels.ops.norms import reference as norms_reference
 from dgemma_kernels.ops.router import kernel as router
 from dgemma_kernels.ops.router import reference as router_reference
 
@@ -44,30 +43,6 @@ def test_route_in_float16_loses_at_most_rounding_in_the_score_of_its_experts(sha
     # A float16 score is off by at most 2**-11. The i-th chosen expert can score two errors less than the i-th best.
     assert (best - chosen).max() <= 2 * active * scores.abs().max() * 2**-11
     assert all(len(set(row)) == active for row in index.tolist())
-
-
-def test_route_equals_transformers_router(device):
-    from transformers.models.diffusion_gemma.configuration_diffusion_gemma import DiffusionGemmaTextConfig
-    from transformers.models.diffusion_gemma.modeling_diffusion_gemma import DiffusionGemmaTextRouter
-
-    config = DiffusionGemmaTextConfig(hidden_size=64, num_experts=16, top_k_experts=4)
-    theirs = DiffusionGemmaTextRouter(config)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in theirs.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) + 0.5
-    theirs.to(device)
-    x = (3 * torch.randn(33, 64, generator=generator)).to(device)
-    with torch.no_grad():
-        _, want_weights, want_index = theirs(x)
-    ones = torch.ones(64, device=device)
-    # A zero attention output does not change the residual.
-    raw, _, _, router_input = norms_reference.attention_residual(
-        torch.zeros_like(x), x, (ones, ones, ones, theirs.scale.data), config.rms_norm_eps
-    )
-    assert torch.equal(raw, x)
-    weights, index, _ = router.route(router_input, theirs.proj.weight.data, theirs.per_expert_scale.data, 4)
-    assert torch.equal(index.long(), want_index)
-    torch.testing.assert_close(weights, want_weights, rtol=1e-5, atol=1e-6)
 
 
 def test_a_token_routes_the_same_alone_and_in_any_batch(device):
@@ -180,16 +155,7 @@ def test_many_tokens_are_sorted_by_programs_with_several_experts(monkeypatch, de
     # 18 chunks of 512 tokens, the last with fewer; three programs per chunk, the last with two experts.
     index = routings(12)["even"].repeat(175, 1).int().to(device)
     monkeypatch.setattr(router, "_EXPERTS_OF_MANY", 5)
-    tiles = router.sort_by_expert(index, router_reference.count_pairs(index, 12), 288)
-    assert tiles.pairs.tolist() == index.flatten().argsort(stable=True).tolist()
-    sizes, firsts = index.flatten().bincount().tolist(), [0]
-    for size in sizes:
-        firsts.append(firsts[-1] + size)
-    want = [
-        [expert, firsts[expert] + start, min(288, size - start)]
-        for expert, size in enumerate(sizes)
-        for start in range(0, size, 288)
-    ]
-    assert tiles.tiles.tolist() == want + [[0, 0, 0]] * (len(tiles.tiles) - len(want))
-    assert not tiles.finished.any()
-    assert tiles.queue.tolist() == [0, len(want)]
+    counts = router_reference.count_pairs(index, 12)
+    tiles, want = (module.sort_by_expert(index, counts, 288) for module in (router, router_reference))
+    for name in ("pairs", "tiles", "finished", "queue"):
+        assert torch.equal(getattr(tiles, name), getattr(want, name)), name

@@ -150,14 +150,6 @@ def test_a_mask_copies_one_slice_of_positions_at_a_time(monkeypatch, device):
     assert torch.equal(floor, logits.masked_fill(~allowed, -torch.inf).sort(-1).values[..., -3].flatten())
 
 
-def test_pack_allowed_keeps_every_bit():
-    allowed = torch.rand(3, 77, generator=torch.Generator().manual_seed(0)) < 0.5
-    words = pack_allowed(allowed)
-    assert words.dtype == torch.int32
-    unpacked = [[(int(words[row, token // 32]) >> (token % 32)) & 1 for token in range(77)] for row in range(3)]
-    assert unpacked == allowed.int().tolist()
-
-
 @DTYPES
 @VOCABULARIES
 @TWINS
@@ -168,18 +160,6 @@ def test_sample_equals_prediction_sample_for_the_same_uniform(twin, vocab_size, 
     statistics = twin.vocabulary_statistics(logits, Shaping(temperature))
     got = twin.sample(logits, statistics, u, Shaping(temperature))
     assert got.tolist() == Prediction(shaped[None]).sample(u[None])[0].tolist()
-
-
-def test_a_uniform_selects_the_token_of_its_cell(device):
-    # Cell v of the exact CDF is [F(v - 1), F(v)). Its middle must give v, for tokens across the vocabulary.
-    logits, _ = draw(CHUNK + 1, torch.float32, device)
-    tokens = torch.tensor([0, 1, 17, CHUNK - 1, CHUNK], device=device)
-    rows = logits[:1].expand(5, -1).contiguous()
-    temperature = torch.full((1,), 4.0, device=device)  # nearly flat, so that rounding removes no cell
-    law = exact(logits[:1], temperature)[0].softmax(-1)
-    middle = law.cumsum(0)[tokens] - law[tokens] / 2
-    statistics = vocabulary.vocabulary_statistics(rows, Shaping(temperature))
-    assert vocabulary.sample(rows, statistics, middle, Shaping(temperature)).tolist() == tokens.tolist()
 
 
 @VOCABULARIES
