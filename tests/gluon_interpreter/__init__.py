@@ -28,6 +28,7 @@ __all__ = ["Hazard", "load"]
 
 _loads = itertools.count()
 _SHARED = ("dgemma_kernels.ops.hopper", "dgemma_kernels.ops.persistent")
+_ELEMENTWISE = ("maximum", "minimum", "exp", "exp2", "rsqrt", "log2")
 
 
 def load(name: str, *, seed: int = 0, edits: dict[str, str] | None = None) -> Any:
@@ -143,13 +144,7 @@ def _triton(jit: Callable[..., Any]) -> Names:
         int32=torch.int32,
         int64=torch.int64,
         float32=torch.float32,
-        BlockedLayout=tiles.BlockedLayout,
-        DistributedLinearLayout=tiles.DistributedLinearLayout,
-        DotOperandLayout=tiles.DotOperandLayout,
-        NVMMADistributedLayout=tiles.NVMMADistributedLayout,
-        NVMMASharedLayout=tiles.NVMMASharedLayout,
-        SliceLayout=tiles.SliceLayout,
-        SwizzledSharedLayout=tiles.SwizzledSharedLayout,
+        **{name: layout for name, layout in vars(tiles).items() if name.endswith("Layout")},
         program_id=lambda axis: int32(machine.block.program[axis]),
         num_programs=lambda axis: int32(machine.block.grid[axis]),
         static_range=range,
@@ -159,12 +154,7 @@ def _triton(jit: Callable[..., Any]) -> Names:
         zeros=lambda shape, dtype, layout: Value(torch.zeros(shape, dtype=dtype), layout),
         zeros_like=lambda tile: Value(torch.zeros_like(tile.data), tile.layout),
         where=tiles.where,
-        maximum=functools.partial(elementwise, torch.maximum),
-        minimum=functools.partial(elementwise, torch.minimum),
-        exp=functools.partial(elementwise, torch.exp),
-        exp2=functools.partial(elementwise, torch.exp2),
-        rsqrt=functools.partial(elementwise, torch.rsqrt),
-        log2=functools.partial(elementwise, torch.log2),
+        **{name: functools.partial(elementwise, getattr(torch, name)) for name in _ELEMENTWISE},
         max=functools.partial(tiles.reduce, torch.amax),
         sum=functools.partial(tiles.reduce, torch.sum),
         expand_dims=tiles.expand_dims,
@@ -179,7 +169,6 @@ def _triton(jit: Callable[..., Any]) -> Names:
         allocate_shared_memory=machine.Allocation,
         warp_specialize=machine.warp_specialize,
     )
-    barrier = machine.Barrier
     language.nvidia = Names(
         hopper=Names(
             fence_async_shared=machine.fence_async_shared,
@@ -191,13 +180,7 @@ def _triton(jit: Callable[..., Any]) -> Names:
                 mbarrier_arrive=machine.arrive_after_copies,
                 wait_group=machine.wait_group,
             ),
-            mbarrier=Names(
-                MBarrierLayout=tiles.MBarrierLayout,
-                init=barrier.init,
-                expect=barrier.expect,
-                arrive=barrier.arrive,
-                wait=barrier.wait,
-            ),
+            mbarrier=machine.Barrier,
             tma=Names(
                 async_copy_global_to_shared=machine.copy_to_shared,
                 async_copy_shared_to_global=machine.copy_to_global,

@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from torch import Tensor
 from gluon_interpreter.tiles import (
     DotOperandLayout,
     Hazard,
+    MBarrierLayout,
     NVMMADistributedLayout,
     NVMMASharedLayout,
     Pointer,
@@ -245,6 +246,7 @@ class JoinedTile:
 class Barrier:
     """An mbarrier: a phase ends after `count` arrivals and all expected bytes."""
 
+    MBarrierLayout: ClassVar[type] = MBarrierLayout
     name: str
     count: int = 0
     missing: int = 0

@@ -52,12 +52,6 @@ def _execute(name: str, operands: list[str], registers: dict[str, Tensor]) -> No
         registers[target] = values[0] & values[1]
     elif kind == "shr":
         registers[target] = values[0] >> values[1]
-    elif kind == "shl":
-        registers[target] = values[0] << values[1] & _MASK
-    elif kind == "mad":
-        registers[target] = values[0] * values[1] + values[2] & _MASK
-    elif kind == "lop3" and sources[3] == "0xEA":
-        registers[target] = values[0] & values[1] | values[2]
     elif kind == "prmt" and sources[0] == sources[1]:
         chosen = (values[0] >> 8 * (int(values[2]) >> 4 * i & 3) & 0xFF for i in range(4))
         registers[target] = sum(byte << 8 * i for i, byte in enumerate(chosen))

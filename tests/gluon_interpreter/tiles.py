@@ -139,8 +139,6 @@ def elementwise(function: Callable[..., Tensor], *operands: Any) -> Value:
     if any(layout != layouts[0] for layout in layouts):
         raise ValueError(f"tiles must have one layout, got {layouts}")
     dtype = functools.reduce(torch.promote_types, [x.data.dtype for x in values])
-    if any(isinstance(x, float) for x in operands) and not dtype.is_floating_point:
-        dtype = torch.float32
     data = [torch.tensor(x, dtype=dtype) if isinstance(x, int | float) else x.data.to(dtype) for x in operands]
     return Value(function(*data), layouts[0] if layouts else None)
 
