@@ -26,15 +26,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 }
 VALUES = (
     *("0", "1", "2", "8", "-1", "1e-50", "1e308", "nan", "inf", "0.5", "x", "", "9" * 30, CONTROL, "mask", "uniform"),
-    *(
-        "hybrid",
-        "threshold:tau=0.5",
-        "ancestral",
-        "entropy-bound:bound=-1",
-        "threshold:tau=__import__('os')",
-        "/dev/full",
-    ),
-    *("/", "/nowhere/at/all", "words", "--json", "\ud800", "a" * 5000),
+    *("hybrid", "threshold:tau=0.5", "ancestral", "entropy-bound:bound=-1", "threshold:tau=__import__('os')"),
+    *("/dev/full", "/", "/nowhere/at/all", "words", "--json", "\ud800", "a" * 5000),
 )
 TEXTS = ("Once", "The ____ sat.", "", "-", CONTROL, "\ud800", "____", "a" * 300, "some words")
 SAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]")

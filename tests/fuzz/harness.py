@@ -27,12 +27,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import dgemma
 
 HANG_SECONDS = 60.0  # of one case; the slowest takes about one second on an idle core
+BATCH = 500  # cases of a worker
 MEMORY_FACTOR = 10  # a case may allocate this many times its file
 MEMORY_SLACK = 128 << 20  # bytes for a tiny model and for the imports of a worker's first command
 ADDRESS_SLACK = 3 << 30  # bytes of address space for a worker beyond what it has after its fork
@@ -66,7 +66,7 @@ class Family:
 
 @dataclass
 class Counts:
-    """Outcomes by family, and the first cases of every bad kind."""
+    """Outcomes by family, and the cases of every bad kind."""
 
     outcomes: dict[str, Counter[str]] = field(default_factory=dict)
     examples: dict[tuple[str, str], list[str]] = field(default_factory=dict)
@@ -74,9 +74,7 @@ class Counts:
     def add(self, family: str, outcome: str, seed: int, note: str) -> None:
         self.outcomes.setdefault(family, Counter())[outcome] += 1
         if outcome in BAD:
-            kept = self.examples.setdefault((family, outcome), [])
-            if len(kept) < 200:
-                kept.append(f"seed {seed}: {note}")
+            self.examples.setdefault((family, outcome), []).append(f"seed {seed}: {note}")
 
     def total(self, outcome: str) -> int:
         return sum(counter[outcome] for counter in self.outcomes.values())
@@ -92,7 +90,7 @@ class Counts:
         return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
-def run_families(families: list[Family], num_cases: int, *, first_seed: int = 0, batch: int = 500) -> Counts:
+def run_families(families: list[Family], num_cases: int, *, first_seed: int = 0) -> Counts:
     """Run `num_cases` cases, shared among the families by weight."""
     counts = Counts()
     total_weight = sum(family.weight for family in families)
@@ -104,7 +102,7 @@ def run_families(families: list[Family], num_cases: int, *, first_seed: int = 0,
             context = family.prepare(shared)
             seed, end = first_seed, first_seed + share
             while seed < end:
-                seed = _run_worker(family, context, Path(folder), seed, min(seed + batch, end), counts)
+                seed = _run_worker(family, context, Path(folder), seed, min(seed + BATCH, end), counts)
         print(f"{family.name}: {dict(counts.outcomes[family.name])}", file=sys.stderr, flush=True)
     return counts
 
@@ -128,7 +126,7 @@ def _run_worker(family: Family, context: Any, folder: Path, seed: int, end: int,
         finally:
             os._exit(status)
     os.close(write_end)
-    hung = _watch(process, progress, read_end)
+    hung = _watch(process, progress)
     with os.fdopen(read_end, "rb") as pipe:
         lines = pipe.read().decode(errors="replace").splitlines()
     _, status = os.waitpid(process, 0)
@@ -147,7 +145,7 @@ def _run_worker(family: Family, context: Any, folder: Path, seed: int, end: int,
     return current + 1
 
 
-def _watch(process: int, progress: mmap.mmap, pipe: int) -> bool:
+def _watch(process: int, progress: mmap.mmap) -> bool:
     """Wait for a worker; kill it if one case takes too long."""
     before, since = bytes(progress[:8]), time.monotonic()
     while True:
@@ -205,10 +203,8 @@ def _attempt(family: Family, context: Any, source: random.Random, folder: Path) 
         elif is_sentence(error) or isinstance(error, family.others_errors):
             outcome, note = "refused", text
         else:
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            calls = [
-                frame.name for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(LIBRARY)
-            ]
+            *_, place = frames = traceback.extract_tb(error.__traceback__)
+            calls = [frame.name for frame in frames if frame.filename.startswith(LIBRARY)]
             note = f"{text} | {'>'.join(calls[-4:])} | {Path(place.filename).name}:{place.lineno}"
             outcome = "raw"
         size = getattr(error, "num_bytes", 0)
@@ -229,18 +225,12 @@ def is_sentence(error: BaseException) -> bool:
         return True
     if isinstance(error, TypeError) and any(words in str(error) for words in PYTHONS_OWN):
         return True
-    frames = list(_frames(error.__traceback__))
+    frames = list(traceback.walk_tb(error.__traceback__))
     if not frames:
         return False
     frame, line = frames[-1]
     path = frame.f_code.co_filename
     return path.startswith(LIBRARY) and line in _raise_lines(path) and not isinstance(error, AssertionError)
-
-
-def _frames(trace: TracebackType | None) -> Any:
-    while trace is not None:
-        yield trace.tb_frame, trace.tb_lineno
-        trace = trace.tb_next
 
 
 @functools.cache

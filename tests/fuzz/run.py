@@ -24,18 +24,17 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", help="families to run (all)")
-    parser.add_argument("--examples", type=int, default=5, help="examples of each bad outcome to print")
     arguments = parser.parse_args()
-    from fuzz import harness
-    from fuzz.families import FAMILIES
+    from fuzz import calls, commands, files, harness, requests
 
-    families = [family for family in FAMILIES if not arguments.only or family.name in arguments.only]
+    families = [*files.FAMILIES, *calls.FAMILIES, *commands.FAMILIES, *requests.FAMILIES]
+    families = [family for family in families if not arguments.only or family.name in arguments.only]
     began = time.monotonic()
     counts = harness.run_families(families, arguments.cases, first_seed=arguments.seed)
     print(counts.table())
     for (family, outcome), examples in sorted(counts.examples.items()):
         print(f"\n{family}: {outcome}")
-        print("\n".join(f"  {line}" for line in examples[: arguments.examples]))
+        print("\n".join(f"  {line}" for line in examples[:5]))
     print(f"\n{time.monotonic() - began:.0f} seconds")
     return int(any(counts.total(outcome) for outcome in harness.BAD))
 
