@@ -26,13 +26,17 @@ def test_the_gradient_is_that_of_the_auxiliary_loss():
     torch.testing.assert_close(found, router.proj.weight.grad)
 
 
-def test_the_forward_pass_does_not_change():
+def test_the_forward_pass_does_not_change_and_nothing_is_left_behind():
     router, x = make_router(), torch.randn(50, 16, dtype=torch.float64)
     plain = router(x)
     with balanced_routers(router, 0.3):
         balanced = router(x)
+        assert len(router._forward_hooks) == 1
     for name in plain._fields:
         assert torch.equal(getattr(plain, name), getattr(balanced, name))
+    assert not router._forward_hooks
+    with balanced_routers(router, 0.0):
+        assert not router._forward_hooks
 
 
 def test_a_router_that_prefers_two_experts_learns_to_use_all():
@@ -49,12 +53,3 @@ def test_a_router_that_prefers_two_experts_learns_to_use_all():
             optimizer.zero_grad()
     share = torch.bincount(router(x).experts.flatten(), minlength=4) / 800
     assert share.min() > 0.15
-
-
-def test_nothing_is_left_behind():
-    router = make_router()
-    with balanced_routers(router, 0.1):
-        assert len(router._forward_hooks) == 1
-    assert not router._forward_hooks
-    with balanced_routers(router, 0.0):
-        assert not router._forward_hooks

@@ -47,15 +47,6 @@ def test_only_the_last_checkpoints_stay(tmp_path):
     assert read(saved) == 1_000_000
 
 
-def test_the_checkpoint_before_a_damaged_one_is_found_by_its_number(tmp_path):
-    saved = checkpoints(tmp_path)
-    for step in (999_999, 1_000_000):  # as strings they sort in the other order
-        saved.save(step, state(step), {"step": step})
-    (saved.path(1_000_000) / "run.json").write_text("{")
-    with pytest.raises(ValueError, match="Delete that folder to continue from step-999999"):
-        read(saved)
-
-
 def test_death_at_any_call_to_the_file_system_leaves_the_old_checkpoint_or_the_new(tmp_path, monkeypatch):
     outcomes = []
     for deadly_call in range(100):
@@ -94,17 +85,15 @@ def test_death_at_any_call_to_the_file_system_leaves_the_old_checkpoint_or_the_n
 @pytest.mark.parametrize("file", ["state-00000-of-00001.safetensors", "run.json"])
 def test_a_damaged_checkpoint_is_named_together_with_the_one_before(tmp_path, file):
     saved = checkpoints(tmp_path)
-    for step in (1, 2):
+    for step in (999_999, 1_000_000):  # as strings they sort in the other order
         saved.save(step, state(step), {"step": step})
-    damaged = tmp_path / "step-000002" / file
+    damaged = tmp_path / "step-1000000" / file
     damaged.write_bytes(damaged.read_bytes()[:-5])
-    with pytest.raises(
-        ValueError,
-        match=r"step-000002 must be a complete checkpoint, .*Delete that folder to continue from step-000001",
-    ):
+    message = r"step-1000000 must be a complete checkpoint, .*Delete that folder to continue from step-999999"
+    with pytest.raises(ValueError, match=message):
         read(saved)
     shutil.rmtree(damaged.parent)
-    assert read(saved) == 1
+    assert read(saved) == 999_999
 
 
 def test_a_single_flipped_bit_is_detected(tmp_path):

@@ -29,18 +29,14 @@ from several_processes import (
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}  # sums have another order, which three steps of Adam amplify
 
-ON_TWO = {
-    "sharded": Job(out=Path("sharded_2")),
-    "expert-parallel, whole gradients, uneven micro-batches": Job(
-        out=Path("experts_2"), parallel={"expert_parallel": 2}, config={"micro_batch_size": 3}
-    ),
-}
-ON_FOUR = {
-    "sharded, row by row": Job(out=Path("sharded_4"), config={"micro_batch_size": 1}),
-    "two replicas, expert-parallel, recomputed activations": Job(
-        out=Path("copies_4"), parallel={"replicas": 2, "expert_parallel": 2}, config={"recompute_activations": True}
-    ),
-}
+ON_TWO = [
+    Job(out=Path("sharded_2")),
+    Job(out=Path("experts_2"), parallel={"expert_parallel": 2}, config={"micro_batch_size": 3}),  # uneven ones
+]
+ON_FOUR = [
+    Job(out=Path("sharded_4"), config={"micro_batch_size": 1}),
+    Job(out=Path("copies_4"), parallel={"replicas": 2, "expert_parallel": 2}, config={"recompute_activations": True}),
+]
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +54,10 @@ def runs(tmp_path_factory):
     run_alone(Job(out=folder / "mixed_1", **mixed))
     run_alone(Job(out=folder / "adapted_1", **adapted))
     run_alone(Job(out=folder / "seeing_1", **seeing))
-    on_four = [replace(job, out=folder / job.out) for job in ON_FOUR.values()]
+    on_four = [replace(job, out=folder / job.out) for job in ON_FOUR]
     failures = launch(4, run_together, [*on_four, replace(shrinking, parallel=apart, stop=1)])
     on_two = [
-        *(replace(job, out=folder / job.out) for job in ON_TWO.values()),
+        *(replace(job, out=folder / job.out) for job in ON_TWO),
         replace(shrinking, stop=2),
         replace(growing, parallel=apart),
         Job(out=folder / "mixed_2", parallel=apart, **mixed),
@@ -102,25 +98,10 @@ def _assert_same_run(folder: Path, expected: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ON_TWO)
-def test_two_processes_give_the_losses_and_weights_of_one(runs, name):
-    _assert_same_run(runs / ON_TWO[name].out, runs / "alone")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ON_FOUR)
-def test_four_processes_give_the_losses_and_weights_of_one(runs, name):
-    _assert_same_run(runs / ON_FOUR[name].out, runs / "alone")
-
-
-@pytest.mark.slow
-def test_a_run_of_four_processes_continues_with_two_and_then_one(runs):
-    _assert_same_run(runs / "shrinking", runs / "alone")
-
-
-@pytest.mark.slow
-def test_a_run_of_one_process_continues_with_two(runs):
-    _assert_same_run(runs / "growing", runs / "alone")
+@pytest.mark.parametrize("name", [*(str(job.out) for job in ON_TWO + ON_FOUR), "shrinking", "growing"])
+def test_several_processes_give_the_losses_and_weights_of_one(runs, name):
+    """Also if a run of four continues with two and then one, or a run of one with two."""
+    _assert_same_run(runs / name, runs / "alone")
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """On a GPU, training through the door has the losses and gradients of plain PyTorch, up to rounding."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -43,19 +45,14 @@ def measure(kind, dtype, fast):
     model = make_model(kind, dtype)
     objective = Objective(noise=dgemma.UniformNoise(512), canvas_len=32)
 
-    def run():
+    with accelerate_training(model) if fast else nullcontext():
         with torch.autocast("cuda", torch.bfloat16, enabled=kind.endswith("mixed"), cache_enabled=False):
             terms = objective(model, rows(3, device="cuda"), seeds=torch.arange(2, device="cuda"))
         loss = objective.reduce(terms)
         loss.backward()
-        return loss.item()
-
-    if fast:
-        with accelerate_training(model):
-            loss = run()
-    else:
-        loss = run()
-    return loss, {name: weight.grad.double() for name, weight in model.named_parameters() if weight.grad is not None}
+    return loss.item(), {
+        name: weight.grad.double() for name, weight in model.named_parameters() if weight.grad is not None
+    }
 
 
 def distance(found, expected):
@@ -104,14 +101,8 @@ def test_a_run_through_the_door_learns_as_the_plain_one(kind, tmp_path):
         def source(step, numbers):
             return rows(step, len(numbers))
 
-        def run(way=way, model=model, config=config, objective=objective, source=source):
-            return train(model, objective, source, config, out=tmp_path / way)
-
-        if way == "plain":
-            result = run()
-        else:
-            with accelerate_training(model, replay=way == "door"):
-                result = run()
+        with nullcontext() if way == "plain" else accelerate_training(model, replay=way == "door"):
+            result = train(model, objective, source, config, out=tmp_path / way)
         losses[way] = result.log.column("loss")[1]
     assert losses["door"] == pytest.approx(losses["plain"], rel=2e-2)
     assert losses["door"] == pytest.approx(losses["door without graphs"], rel=2e-3)

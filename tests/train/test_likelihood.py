@@ -64,33 +64,6 @@ def test_causal_likelihood_is_that_of_causal_logits(model, tokens):
     )
 
 
-def exact_bound(model, tokens, start):
-    """Return the exact integral over times for one canvas of a row, by `encode` and `denoise`: (C,)."""
-    x = tokens[start : start + 4]
-    values = torch.tensor([[MASK, token] for token in x.tolist()])
-    canvases = torch.cartesian_prod(*values)  # under mask noise each token is clean or masked
-    cache = model.encode(tokens[None, :start].expand(len(canvases), -1))
-    logits = model.denoise(canvases, cache).logits.double()
-    logits[..., MASK] = -torch.inf
-    cost = -logits.log_softmax(-1).gather(-1, x.expand(len(canvases), -1)[..., None])[..., 0]
-    masked = canvases == MASK
-    number = masked.sum(-1)
-    # ∫ t^(n - 1) (1 - t)^(4 - n) dt = (n - 1)! (4 - n)! / 4!
-    weight = torch.tensor([0.0] + [math.factorial(n - 1) * math.factorial(4 - n) / 24 for n in range(1, 5)])
-    return (weight.double()[number][:, None] * torch.where(masked, cost, 0.0)).sum(0)
-
-
-@torch.no_grad()
-def test_mask_bound_is_the_exact_sum_over_masked_sets_canvas_by_canvas(model, tokens):
-    """512 noise levels per canvas; means must agree within four standard errors."""
-    repeated = tokens[:1].expand(64, -1)
-    likelihood = evaluate(model, repeated, NOISES["mask"], num_samples=8, batch_size=64, lowest_level=1e-6)
-    exact = torch.stack([exact_bound(model, tokens[0], start) for start in (1, 5)])
-    assert abs(likelihood.nelbo.value - exact.mean().item()) < 4 * likelihood.nelbo.error / 1.96
-    errors = (likelihood.by_position.nats - exact.mean(0)).abs() / (likelihood.by_position.error / 1.96)
-    assert errors.max() < 4.5
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("kind", NOISES)
 @pytest.mark.parametrize(
@@ -246,17 +219,6 @@ def test_a_gap_is_measured_per_row(model, tokens):
     assert likelihood.nelbo.error > 0.01  # the rows themselves differ
 
 
-def test_intervals_cover_the_mean_as_often_as_their_confidence():
-    """1,000 samples of 40 rows of unequal length: a 90 % interval covers the ratio in 90 ± 3 % of them."""
-    tokens = torch.randint(1, 5, (1000, 40, 1)).double()
-    nats = tokens * 2 + torch.randn(1000, 40, 1).double() * tokens.sqrt()
-    hits = 0
-    for n, t in zip(nats, tokens, strict=True):
-        curve = mean_of_rows(torch.zeros(2), n, t, 0.9)
-        hits += abs(curve.nats.item() - 2) < curve.error.item()
-    assert 0.87 < hits / 1000 < 0.93
-
-
 def test_intervals_over_texts_hold_when_rows_of_a_text_are_alike():
     """600 samples of 60 texts of one to six rows, which share a common deviation."""
     hits, hits_of_rows = 0, 0
@@ -324,17 +286,8 @@ def test_a_source_gives_the_requested_rows_and_the_table_is_readable(model):
     likelihood = evaluate(model, source, NOISES["mask"], num_rows=10, batch_size=4, num_bytes=160)
     assert (len(likelihood.rows.nats), likelihood.num_tokens) == (10, 80)
     assert likelihood.bits_per_byte.value == pytest.approx(likelihood.nelbo.value / 2 / math.log(2), abs=1e-12)
-    table = str(likelihood)
-    for words in (
-        "80 tokens in 10 rows",
-        "95% interval",
-        "diffusion, at most",
-        "causal",
-        "bits per byte",
-        "bits per byte, causal",
-        "0.90 … 1.00",
-    ):
-        assert words in table
+    words = ("80 tokens in 10 rows", "95% interval", "diffusion, at most", "bits per byte, causal", "0.90 … 1.00")
+    assert [each for each in words if each not in str(likelihood)] == []
     assert json.loads(json.dumps(likelihood.summary()))["nelbo"] == likelihood.nelbo.value
     single = evaluate(model, source, NOISES["mask"], num_rows=1, num_samples=1).summary()
     assert single["nelbo_error"] is None  # JSON has no infinity

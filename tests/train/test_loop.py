@@ -389,7 +389,8 @@ def test_recomputed_activations_change_nothing_and_end_with_the_run(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the door compiles the layers itself (test_door)")
-def test_layers_compile_into_one_graph_each_and_learn_the_same(tmp_path, monkeypatch):
+@pytest.mark.parametrize("recompute", [False, True], ids=["stored", "recomputed"])
+def test_layers_compile_into_one_graph_each_and_learn_the_same(recompute, tmp_path, monkeypatch):
     # aot_eager traces forward and backward as the real compiler does, without the minutes of code generation.
     compile_module = torch.nn.Module.compile
     monkeypatch.setattr(
@@ -400,7 +401,7 @@ def test_layers_compile_into_one_graph_each_and_learn_the_same(tmp_path, monkeyp
     _, one = run(tmp_path / "plain", steps=3)
     compiled = next_token.model()
     with accelerate_training(compiled), door._compiled_layers(compiled):
-        _, two = run(tmp_path / "compiled", model=compiled, steps=3)
+        _, two = run(tmp_path / "compiled", model=compiled, steps=3, recompute_activations=recompute)
     counters = torch._dynamo.utils.counters
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 2  # a sliding layer and a full one

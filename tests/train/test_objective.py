@@ -166,16 +166,6 @@ def test_without_a_causal_term_only_the_text_before_canvases_is_read(model, call
     assert calls[1]["clean"] is None
 
 
-def test_the_terms_of_a_row_do_not_depend_on_its_batch(model):
-    loss = make(canvases="all")
-    together = loss(model, BATCH, seeds=SEEDS)
-    for row in range(3):
-        alone = loss(model, BATCH.select(slice(row, row + 1)), seeds=SEEDS[row : row + 1])
-        for name in ("decoder", "causal"):
-            torch.testing.assert_close(alone.sums[name][0], together.sums[name][row], atol=1e-3, rtol=1e-4)
-            assert alone.counts[name][0] == together.counts[name][row]
-
-
 # Row 0: prompt 3, answer 15, fill 3. Row 1: answer 6. Row 2: prompt 7, answer 1, fill 5.
 @pytest.mark.parametrize(
     ("fields", "decoder", "causal"),
@@ -252,28 +242,6 @@ def test_times_are_uniform_on_their_range_and_independent_between_canvases():
     assert (time.mean(0) - 0.4).abs().max() < 4 * 0.4 / math.sqrt(12 * 4000)
     correlation = torch.corrcoef(time.T) - torch.eye(3)
     assert correlation.abs().max() < 4 / math.sqrt(4000)
-
-
-def test_blocks_of_one_token_cost_the_autoregressive_likelihood_whatever_the_network(model, calls):
-    # The mean over t of 1/t · [masked] · CE is CE: a masked sample costs exactly CE/t, and a share t is masked.
-    batch = BATCH.select(slice(1, 2))
-    text = batch.tokens[0, :6]
-    masked = torch.tensor([MASK])
-    nll = torch.stack(
-        [
-            F.cross_entropy(_without(denoised(model, text, masked, i), MASK), text[i : i + 1], reduction="sum")
-            for i in range(6)
-        ]
-    )
-    whole = mask_bound(canvas_len=1, canvases="all", t_range=(1.0, 1.0))(model, batch, seeds=SEEDS[:1])
-    torch.testing.assert_close(whole.sums["decoder"][0], nll.sum(), atol=1e-4, rtol=1e-5)  # every sample, at t = 1
-    for t in (0.25, 0.7):
-        part = mask_bound(canvas_len=1, canvases="all", t_range=(t, t))
-        for seed in range(5):
-            terms = part(model, batch, seeds=torch.tensor([seed]))
-            is_masked = calls[-1]["z"][0, :, 0] == MASK
-            expected = (nll * is_masked).sum() / t
-            torch.testing.assert_close(terms.sums["decoder"][0], expected, atol=1e-4, rtol=1e-5)
 
 
 def test_the_expected_mask_loss_is_the_bound_for_every_schedule(model):

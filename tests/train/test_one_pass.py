@@ -8,7 +8,6 @@ import dgemma
 from dgemma import DiffusionGemma
 from dgemma.model.config import Conventions
 from dgemma.train.one_pass import canvas_masks, predict_canvases, read_clean
-from dgemma_kernels import accelerate_training
 
 CANVAS_LEN = 6
 # Rows start at different positions. The last canvases are far beyond the window of 7, so sliding layers must forget.
@@ -84,24 +83,6 @@ def test_a_text_shorter_than_the_window_needs_no_mask(length):
     torch.testing.assert_close(plain.hidden, masked.hidden, atol=1e-10, rtol=1e-10)
 
 
-def test_texts_packed_into_a_row_are_read_as_if_each_were_alone():
-    model = make_model(dtype=torch.float64)
-    tokens, canvases = torch.randint(5, 80, (1, 24)), torch.randint(5, 80, (1, 4, CANVAS_LEN))
-    starts = torch.tensor([[0, 6, 12, 18]])
-    documents = torch.tensor([[0] * 12 + [1] * 12])
-    clean = read_clean(model, tokens, documents=documents)
-    of_canvases = documents.view(1, 4, CANVAS_LEN)
-    masks = canvas_masks(model, starts, CANVAS_LEN, tokens.shape[1], documents=(documents, of_canvases))
-    together = predict_canvases(model, canvases, starts, clean, masks)
-    for half in (0, 1):
-        text = tokens[:, half * 12 : half * 12 + 12]
-        alone = read_clean(model, text)
-        # Rotary positions are relative, so the start of a text does not matter, up to float32 angles.
-        torch.testing.assert_close(clean.hidden[:, half * 12 : half * 12 + 12], alone.hidden, atol=1e-3, rtol=0)
-        hidden = predict_canvases(model, canvases[:, half * 2 : half * 2 + 2], starts[:, :2], alone)
-        torch.testing.assert_close(together[:, half * 2 : half * 2 + 2], hidden, atol=1e-3, rtol=0)
-
-
 @pytest.mark.parametrize("start", [0, 6, 7, 20], ids=["no-prefix", "just-inside", "just-past", "past-the-window"])
 def test_aligned_rows_need_no_mask(start):
     model = make_model()
@@ -115,22 +96,3 @@ def test_aligned_rows_need_no_mask(start):
     looped = model.denoise(canvases[:, 0], model.encode(tokens[:, :start])).logits
     logits = (aligned[:, 0] @ model.embed_tokens.weight.T / 30).tanh() * 30
     torch.testing.assert_close(logits, looped, atol=2e-4, rtol=2e-4)
-
-
-def gradient(model: DiffusionGemma, inputs: tuple[Tensor, Tensor]) -> Tensor:
-    model.zero_grad()
-    packed(model, *inputs).square().mean().backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the door compiles the layers itself (test_door)")
-def test_a_compiled_layer_that_recomputes_changes_nothing():
-    model, inputs = make_model(), make_inputs()
-    plain = gradient(model, inputs)
-    model.recompute_activations = True
-    model.layers[0].compile(
-        backend="aot_eager", fullgraph=True, dynamic=False
-    )  # traces as inductor does, without code generation
-    with accelerate_training(model):  # torch can trace the gradient of its grouped product in bfloat16 only
-        torch.testing.assert_close(gradient(model, inputs), plain, atol=1e-4, rtol=1e-3)

@@ -8,8 +8,6 @@ from dgemma.model.quantize import quantize
 from dgemma.model.quantized import set_weight
 from dgemma.train import LoRA, Objective, TrainBatch, add_lora
 from dgemma_kernels import accelerate_training
-from dgemma_kernels.training import together
-from dgemma_kernels.training.adapted_experts import trained_weights
 from dgemma_kernels.training.together import TogetherPass, can_run_together
 
 
@@ -100,32 +98,3 @@ def test_passes_are_separate_without_recomputation_gradients_or_adapters():
     plain = dgemma.DiffusionGemma(dgemma.presets.tiny())
     plain.recompute_activations = True
     assert not can_run_together(plain)
-
-
-@pytest.mark.parametrize("number", [0, -1])  # a sliding layer, and a full one whose values are the keys
-def test_the_kernels_of_heads_equal_the_plain_functions_and_their_gradients(number, device):
-    model, _ = adapted_model(torch.float32)
-    layer = model.to(device).layers[number]
-    x = torch.randn(2 * 10, model.config.hidden_size, generator=torch.Generator().manual_seed(4)).to(device)
-    shape = model.config.layer_shape(number % model.config.num_hidden_layers)
-    (rope,) = together._rotary_tables([shape], torch.arange(20, device=device)[None], torch.float32)
-    start, ends = 3, (3, 8, 8)  # 3 of 10 tokens are a canvas, which also sees the next 5
-
-    def plain():
-        whole = together._project(layer, x, rope, 2)
-        return [part for each, end in zip(whole, ends, strict=True) for part in (each[:, :end], each[:, start:])]
-
-    def kernels():
-        raws = layer.self_attn.raw_heads(layer.input_layernorm(x))
-        return list(together._Heads.apply(layer.self_attn, rope, 2, start, ends, *raws))
-
-    x.requires_grad_()
-    generator = torch.Generator().manual_seed(5)
-    weights = [torch.randn(part.shape, generator=generator).to(device) for part in plain()]
-    results = []
-    for function in (plain, kernels):
-        parts = function()
-        total = sum((part * weight).sum() for part, weight in zip(parts, weights, strict=True))
-        results.append([*parts, *torch.autograd.grad(total, [x, *trained_weights(layer.self_attn)], allow_unused=True)])
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
