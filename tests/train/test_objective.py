@@ -78,10 +78,10 @@ def denoised(model: DiffusionGemma, text: Tensor, z: Tensor, start: int, **optio
     return model.denoise(z[None], model.encode(text[None, :start]), **options).logits[0]
 
 
-@pytest.mark.parametrize("canvases", ["one", "all"])
+@pytest.mark.parametrize(("canvases", "num_draws"), [("one", 1), ("all", 1), ("one", 3), ("all", 2)])
 @pytest.mark.parametrize("self_cond_prob", [0.0, 1.0, 0.5])
-def test_the_published_loss_equals_the_loss_written_out_by_hand(model, calls, canvases, self_cond_prob):
-    terms = make(canvases=canvases, self_cond_prob=self_cond_prob)(model, BATCH, seeds=SEEDS)
+def test_the_published_loss_equals_the_loss_written_out_by_hand(model, calls, canvases, num_draws, self_cond_prob):
+    terms = make(canvases=canvases, num_draws=num_draws, self_cond_prob=self_cond_prob)(model, BATCH, seeds=SEEDS)
     last = calls[-1]
     for row in range(3):
         text = filled(row)
@@ -154,6 +154,14 @@ def test_a_canvas_has_the_same_noise_alone_and_among_all(model, calls):
     for row in range(3):
         k = int(one["starts"][row, 0] - BATCH.prompt_len[row]) // CANVAS_LEN
         assert torch.equal(one["z"][row, 0], every["z"][row, k])
+
+
+def test_further_draws_of_a_canvas_have_other_noise_at_another_time():
+    once, twice = (make(canvases="all", num_draws=count).draw(BATCH, SEEDS).noisy for count in (1, 2))
+    num_canvases = once.z.shape[1]
+    assert torch.equal(twice.z[:, :num_canvases], once.z)
+    assert not torch.equal(twice.z[:, num_canvases:], once.z)
+    assert (twice.level[:, num_canvases:] != once.level).all()
 
 
 def test_without_a_causal_term_only_the_text_before_canvases_is_read(model, calls):

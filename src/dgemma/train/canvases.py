@@ -25,6 +25,8 @@ _CANVAS, _TIME, _EVENT, _TOKEN, _SELF_COND, _MASKED, _HOLES = (
     for name in ("canvas", "time", "event", "token", "self_cond", "masked", "holes")
 )
 
+_MOST = 1 << 20  # canvases of a row
+
 
 @dataclass(frozen=True, kw_only=True)
 class Canvases:
@@ -35,7 +37,7 @@ class Canvases:
     """
 
     tokens: Tensor  # (B, T) with the fill
-    index: Tensor  # (B, K) of the canvas in its answer
+    index: Tensor  # (B, K) of the canvas in its answer, plus `_MOST` for each earlier draw of its noise
     starts: Tensor  # (B, K) positions
     x: Tensor  # (B, K, C) clean tokens
     frozen: Tensor  # (B, K, C) bool
@@ -92,15 +94,17 @@ def cut_canvases(
     canvas_len: int,
     fill_token: int,
     choose: Tensor | None = None,
+    num_draws: int = 1,
     truncated: Literal["scored", "unscored", "rejected"] = "unscored",
     causal_scope: Literal["sequence", "answer"] | None = "answer",
     causal_fill: bool = True,
 ) -> Canvases:
     """Cut the answers of a batch into canvases.
 
-    choose: (B,) in [0, 1), picks one canvas per row; None takes all that are not frozen as a whole. truncated: the fill
-    after a truncated answer is "scored" or "unscored", or the whole row is "rejected". causal_scope: the causal term
-    scores the "sequence", only the "answer", or nothing (None). causal_fill: whether it also scores the fill.
+    choose: (B,) in [0, 1), picks one canvas per row; None takes all that are not frozen as a whole. num_draws: how often
+    each canvas is taken, to get other noise each time. truncated: the fill after a truncated answer is "scored" or
+    "unscored", or the whole row is "rejected". causal_scope: the causal term scores the "sequence", only the "answer",
+    or nothing (None). causal_fill: whether it also scores the fill.
     """
     sizes, device = sizes_of(batch, canvas_len), batch.tokens.device
     text = _fill_rows(batch, sizes.num_tokens, fill_token)
@@ -112,6 +116,8 @@ def cut_canvases(
         opened = _find_open(text.frozen, batch.prompt_len, batch.length, sizes.num_canvases, canvas_len)
         # A row with fewer open canvases gets canvases after its last one, of which nothing is scored.
         index = (opened.cumsum(1)[:, None] <= index[..., None]).sum(-1)
+    draw = torch.arange(num_draws, device=device).repeat_interleave(index.shape[1])
+    index = index.repeat(1, num_draws)
     starts = batch.prompt_len[:, None] + index * canvas_len
     position = starts[..., None] + torch.arange(canvas_len, device=device)  # (B, K, C)
     inside = position.clamp(max=sizes.num_tokens - 1)
@@ -130,7 +136,7 @@ def cut_canvases(
         causal_scored = _score_successors(text, num_causal, starts_at, ends, causal_fill=causal_fill)
     return Canvases(
         tokens=text.tokens,
-        index=index,
+        index=index + draw * _MOST,
         starts=starts,
         x=of_canvases(text.tokens),
         frozen=frozen,
@@ -141,7 +147,7 @@ def cut_canvases(
         images=batch.all_images,
         prefix_len=sizes.prefix_len,
         causal_len=causal_scored.shape[1],
-        aligned=sizes.aligned,
+        aligned=sizes.aligned and num_draws == 1,
     )
 
 

@@ -105,6 +105,7 @@ class Objective:
     fill_token: int = 1  # end-of-text, after the end of an answer
     # Per row: "one" canvas, drawn uniformly among those with text, or "all" that have unfrozen tokens, in one pass.
     canvases: Literal["one", "all"] = "one"
+    num_draws: Count = 1  # of noise for each canvas; one pass over the text serves all of them
     t_range: tuple[float, float] = (1e-4, 1 - 1e-4)  # range of the time t, drawn uniformly per canvas
     # To train one network for two noises: each canvas gets `masks` instead of `noise` with probability `masks_prob`.
     # Such a canvas is scored where it is masked. Only for `CrossEntropy`.
@@ -233,6 +234,7 @@ class Objective:
             canvas_len=self.canvas_len,
             fill_token=self.fill_token,
             choose=draw_choice(seeds) if self.canvases == "one" else None,
+            num_draws=self.num_draws,
             truncated=self.truncated,
             causal_scope=self.causal_scope if self.causal_weight else None,
             causal_fill=self.causal_fill,
