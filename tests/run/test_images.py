@@ -174,7 +174,7 @@ def test_prompt_files_name_images_and_a_changed_picture_is_another_prompt(model,
 def test_images_that_do_not_fit_the_prompt_are_named(model):
     tokens, _, images = prompts(ROWS[:1])
     absent, wide = "images must be given for a prompt with image tokens", random_images([(840, 3)])
-    for given, sentence in (
+    for value, sentence in (
         (None, absent),
         ([None], absent),
         (random_images([(6, 9)] * 2), "be as many as the runs of image tokens in the prompt, 1, got 2"),
@@ -184,7 +184,7 @@ def test_images_that_do_not_fit_the_prompt_are_named(model):
         ([images, None], "have one entry per row, 1, got 2"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            dgemma.generate(model, tokens, images=given)
+            dgemma.generate(model, tokens, images=value)
     text = DiffusionGemma(presets.tiny())
     with pytest.raises(ValueError, match="images must be None for a DiffusionGemma without a vision tower"):
         dgemma.generate(text, tokens, images=images)
