@@ -40,8 +40,9 @@ from dgemma.train.log import TrainStep
 
 NUMBERS = {  # defaults with and without a GPU
     "steps": (4000, 10, "training steps"),
-    "batch-size": (96, 4, "rows per step"),
+    "batch-size": (64, 4, "rows per step"),
     "canvases": (8, 2, "canvases per row"),
+    "draws": (2, 1, "draws of noise per canvas"),
 }
 EXCERPT = Path(dgemma.__file__).parent / "assets" / "text" / "held_out.txt"
 
@@ -219,8 +220,9 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
 
     uniform = dgemma.UniformNoise(shape.vocab_size)
     masks = dgemma.MaskNoise(shape.vocab_size, mask_token_id=corpus.tokenizer.mask_token_id)
-    # All canvases of a row at once, some of them with masks. No input tells the kind of noise: masks show it. The
-    # causal mode learns faster than the others, so its loss has a low weight.
+    # All canvases of a row at once, some of them with masks. No input tells the kind of noise: masks show it. A second
+    # draw of noise costs less than another row. The causal mode learns faster than the others, so its loss has a low
+    # weight.
     objective = Objective(
         noise=uniform,
         masks=masks,
@@ -228,6 +230,7 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
         holes_prob=args.holes,
         canvas_len=shape.canvas_length,
         canvases="all",
+        num_draws=args.draws,
         causal_weight=0.25,
     )
     config = TrainConfig(
