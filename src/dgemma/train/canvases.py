@@ -101,10 +101,10 @@ def cut_canvases(
 ) -> Canvases:
     """Cut the answers of a batch into canvases.
 
-    choose: (B,) in [0, 1), picks one canvas per row; None takes all that are not frozen as a whole. num_draws: how often
-    each canvas is taken, to get other noise each time. truncated: the fill after a truncated answer is "scored" or
-    "unscored", or the whole row is "rejected". causal_scope: the causal term scores the "sequence", only the "answer",
-    or nothing (None). causal_fill: whether it also scores the fill.
+    choose: (B,) in [0, 1), picks one canvas per row; None takes all that are not frozen as a whole. num_draws: how
+    often each canvas is taken, to get other noise each time. truncated: the fill after a truncated answer is "scored"
+    or "unscored", or the whole row is "rejected". causal_scope: the causal term scores the "sequence", only the
+    "answer", or nothing (None). causal_fill: whether it also scores the fill.
     """
     sizes, device = sizes_of(batch, canvas_len), batch.tokens.device
     text = _fill_rows(batch, sizes.num_tokens, fill_token)
