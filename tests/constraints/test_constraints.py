@@ -64,24 +64,6 @@ def test_a_text_ends_within_max_new_tokens_if_one_can(sampler, length):
     assert len(second) == whole  # such a text needs whole canvases
 
 
-class Fixed(RandomModel):
-    """Prefers "cd" to "ab" and "z" to "c". The end follows."""
-
-    def denoise(self, canvas, *args, **options):
-        logits = torch.full((*canvas.shape, self.vocab_size), -50.0)
-        logits[:, 2:, 1] = 0.0
-        for position, char, value in ((0, "a", 0.0), (0, "z", 0.0), (0, "c", -0.1), (1, "b", -10.0), (1, "d", 0.0)):
-            logits[:, position, TOKENIZER.token_id(char)] = value
-        return Prediction(logits)
-
-
-def test_a_low_temperature_does_not_leave_top_k():
-    """At temperature 0.01 the two texts differ by 990 nats. "c" is the third token, so "cd" is outside top-2."""
-    choice, model = dgemma.Choice(["ab", "cd"], TOKENIZER), Fixed(TOKENIZER.vocab_size, seed=0, scale=1.0)
-    assert texts(generate(choice, model=model, temperature=0.01)) == ["cd", "cd"]
-    assert texts(generate(choice, model=model, temperature=0.01, top_k=2)) == ["ab", "ab"]
-
-
 def test_positions_after_the_end_of_a_text_do_not_delay_a_run():
     # The text is certain. The random predictions after its end change at every step.
     only = dgemma.Choice(["yes"], TOKENIZER)

@@ -9,10 +9,12 @@ import torch
 
 from dgemma.constraints.tables import with_gaps, with_stops
 from dgemma.constraints.token_automaton import TokenAutomaton
+from dgemma.diffusion.automaton import Automaton
 from dgemma.diffusion.joint import condition
 from dgemma.diffusion.language import Language, splice_languages
 from dgemma.diffusion.noise import UniformNoise
 from dgemma.diffusion.prediction import Prediction
+from dgemma.run import step
 from dgemma.sampling import Ancestral, LeaveOneOutGibbs
 from exact_law import (
     CANVAS_LEN,
@@ -230,3 +232,34 @@ def test_a_projection_keeps_a_text_of_the_language_at_a_low_temperature(seed):
     joint = conditioned(logits / 0.004, language, rows=int(fits.sum())).joint
     nothing = torch.zeros(TEXTS[fits].shape, dtype=torch.bool)
     assert torch.equal(joint.project(TEXTS[fits], nothing), TEXTS[fits])
+
+
+@pytest.mark.parametrize("canvas_len", [256, 512])
+def test_a_decided_token_outweighs_a_canvas_of_tokens_outside_top_k(canvas_len):
+    """The texts are "aa...a" and "bb...b". Top-k permits only "a", and the last token is decided as "b"."""
+    table = torch.tensor([[1, 2], [1, -1], [-1, 2]])
+    automaton = Automaton.build(torch.tensor([0, 1], dtype=torch.int32), table, torch.zeros(3, dtype=torch.bool))
+    language = Language(automaton, torch.tensor([0]), torch.tensor([[False, True, True]]))
+    logits = torch.tensor([1.0, 0.0]).expand(1, canvas_len, -1)
+    shaped = Prediction(logits).shaped(top_k=1, cut=step._LAST_RESORT)
+    text = torch.ones(1, canvas_len, dtype=torch.int64)
+    decided = torch.arange(canvas_len)[None] == canvas_len - 1
+    prediction = condition(shaped, language, text, decided)
+    assert prediction.argmax.all()
+    assert prediction.sample(torch.full((1, canvas_len), 0.5, dtype=torch.float64)).all()
+    draft = torch.where(decided, 1, 0)
+    assert condition(shaped, language, text, torch.zeros_like(decided)).joint.project(draft, decided).all()
+
+
+def test_the_law_of_free_tokens_is_exact_where_no_text_keeps_a_decided_one():
+    """The first token is decided as 2, which no text has. After it, the texts have 0 and 1, or 1 and 0."""
+    table = torch.full((5, 3), -1)
+    table[0, :2], table[1, 0], table[1, 1], table[2, 1], table[3, 0] = 1, 2, 3, 4, 4
+    automaton = Automaton.build(torch.arange(3, dtype=torch.int32), table, torch.zeros(5, dtype=torch.bool))
+    language = Language(automaton, torch.tensor([0]), torch.arange(5)[None] == 4)
+    logits = torch.tensor([[[0.0, 1.0, 5.0], [0.3, 0.0, 2.0], [0.0, 0.9, 0.0]]])
+    decided = torch.tensor([[True, False, False]])
+    law = condition(Prediction(logits), language, torch.tensor([[2, 0, 0]]), decided).logits.softmax(-1)
+    expected = torch.tensor([0.3 + 0.9, 0.0]).softmax(-1)
+    torch.testing.assert_close(law[0, 1, :2], expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(law[0, 2, :2], expected.flip(0), rtol=0, atol=1e-4)

@@ -27,9 +27,8 @@ from dgemma.sampling.stopping import ask
 from dgemma.sampling.temperature import Temperature
 
 # Under a constraint, this many nats are subtracted from tokens outside top-k and top-p, instead of excluding them. They
-# are then written only where the constraint accepts no text without them. More would let a canvas of them outweigh a
-# decided token (`joint.COST`).
-_LAST_RESORT = 3000.0
+# are then written only where the constraint accepts no text without them.
+_LAST_RESORT = 300.0
 
 
 class Settled(NamedTuple):
