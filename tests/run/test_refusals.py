@@ -49,9 +49,13 @@ def test_a_temperature_that_falls_below_zero_is_refused_before_the_first_step(mo
 
 
 def test_a_canvas_larger_than_the_memory_is_refused_before_it_is_allocated():
-    config = TINY.replace(canvas_length=2**31 - 1, max_position_embeddings=2**31 - 1, vocab_size=262_144)
+    config = TINY.replace(canvas_length=2**30, max_position_embeddings=2**31 - 1, vocab_size=262_144)
+    model = RowwiseDenoiser(config)
     with pytest.raises(ValueError, match=r"canvas must fit into the .* GiB of cpu"):
-        dgemma.generate(RowwiseDenoiser(config), PROMPT)
+        dgemma.generate(model, PROMPT)
+    for no_rows in (PROMPT[0], PROMPT[0, 0]):
+        with pytest.raises(ValueError, match=r"prompt_tokens must be integer ids of shape \(batch, length\)"):
+            dgemma.generate(model, no_rows)
 
 
 def test_observe_ignores_what_other_threads_run(model):

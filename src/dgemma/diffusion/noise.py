@@ -72,8 +72,7 @@ class Noise:
 
         Example: `UniformNoise(256).prior(torch.rand(2, 8, dtype=torch.float64))`.
         """
-        _check_draws(u, allowed)
-        return self._draw(u, torch.ones_like(u), allowed)
+        return self.refill(u, torch.ones_like(u), allowed=allowed)
 
     @typed
     def refill(self, u: Tensor, noise_level: Tensor, *, allowed: Tensor | None = None) -> Tensor:

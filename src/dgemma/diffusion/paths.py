@@ -52,16 +52,12 @@ def arc_weights(language: Language, classes: Tensor, *, total: bool) -> Tensor:
 
 def passes(language: Language, weights: Tensor, best_weights: Tensor) -> Passes:
     """Sum over paths by `weights`, forward and backward, and maximise over paths by `best_weights`; both (B, C, E)."""
-    automaton, order = language.automaton, language.automaton.arc_target.argsort(stable=True)
-    # One loop runs both passes: the states of the backward pass come first, then those of the forward pass. The
-    # backward pass reads positions in reverse.
-    is_start = F.one_hot(language.start, automaton.num_states).bool()
-    values = torch.cat((log_flags(language.end), log_flags(is_start)), dim=1)
-    other = torch.cat((automaton.arc_target, automaton.arc_source[order] + automaton.num_states))
-    here = torch.cat((automaton.arc_source, automaton.arc_target[order] + automaton.num_states))
-    walked = _walk(values, torch.cat((weights.flip(1), weights[..., order]), dim=-1), here, other, total=True)
-    backward, forward = walked.chunk(2, dim=-1)
-    return Passes(forward, backward.flip(1), best_pass(language, best_weights))
+    source, target = language.automaton.arc_source, language.automaton.arc_target
+    backward = _walk(log_flags(language.end), weights.flip(1), source, target, total=True).flip(1)
+    order = target.argsort(stable=True)
+    is_start = F.one_hot(language.start, language.automaton.num_states).bool()
+    forward = _walk(log_flags(is_start), weights[..., order], target[order], source[order], total=True)
+    return Passes(forward, backward, best_pass(language, best_weights))
 
 
 def best_pass(language: Language, weights: Tensor) -> Tensor:

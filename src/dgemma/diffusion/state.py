@@ -35,7 +35,7 @@ class DenoiseState:
     shape. The metadata "shared" marks a field whose tensors do not have one entry per row. The metadata "constant"
     marks a field that no callback may change. A subclass may define its own `draw` or `uniform` in pure tensor code.
 
-    Example: `replace(state, temperature=torch.full_like(state.temperature, 0.5))`.
+    Example: `replace(state, frozen=state.frozen | certain)`.
     """
 
     canvas: Tensor  # (B, C) int64

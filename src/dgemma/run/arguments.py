@@ -242,9 +242,9 @@ def read_allowed(
     fits = fits and (table.shape[1] in (1, num_positions) if exact else table.shape[1] <= num_positions)
     whole = f"({batch_size}, {'' if exact else 'up to '}{num_positions}, {noise.vocab_size})"
     require(fits, name, f"broadcast to (batch, positions, vocab) = {whole}", tuple(table.shape))
-    usable = noise.proposable(table, device)
-    fits, fix = usable is None or bool(usable.any(-1).all()), "Allow a token there."
-    require(fits, name, "leave at least one token at every position", allowed, fix)
+    usable: Any = noise.proposable(table, device)
+    rule, fix = "leave at least one token at every position", "Allow a token there."
+    require(bool(usable.any(-1).all()), name, rule, allowed, fix)
     return table
 
 

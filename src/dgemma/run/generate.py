@@ -63,8 +63,8 @@ def generate(
     - `eos_token_ids`: stop tokens. A stop token ends its row, unless a frozen position follows. The rest of the row is
       padding and takes no forwards.
     - `on_step(record)` gets every `StepRecord`. It may return a changed `record.state`, or a dictionary of fields of
-      the state and of `Knobs`. Changed knobs apply to the rest of the run, a changed
-      state to the rest of its canvas.
+      the state and of `Knobs`. Changed knobs apply to the rest of the run, a changed state to the rest of its canvas.
+      Only temperature and noise levels are those of the knobs again after one step.
     - `record` keeps a `Trajectory`, with the `record_top` best candidates of every position.
     - `progress` shows a progress bar for long runs, in terminals and notebooks only.
 

@@ -119,9 +119,9 @@ def read_plan(
     )
     num_blocks = math.ceil(max_new_tokens / config.canvas_length)
     num_positions = num_blocks * config.canvas_length
-    arguments.check_memory("generate", len(prompt_tokens), config, model.device)
     mask = settings["attention_mask"]
     arguments.check_prompt(prompt_tokens, mask, cache, config, num_positions)
+    arguments.check_memory("generate", len(prompt_tokens), config, model.device)
     images = arguments.read_images(model, prompt_tokens, settings["images"])
     span = arguments.read_span(
         settings["canvas"], settings["frozen"], settings["allowed"], prompt_tokens, noise, max_new_tokens
