@@ -220,9 +220,8 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
 
     uniform = dgemma.UniformNoise(shape.vocab_size)
     masks = dgemma.MaskNoise(shape.vocab_size, mask_token_id=corpus.tokenizer.mask_token_id)
-    # All canvases of a row at once, some of them with masks. No input tells the kind of noise: masks show it. A second
-    # draw of noise costs less than another row. The causal mode learns faster than the others, so its loss has a low
-    # weight.
+    # All canvases of a row at once, some of them with masks. No input tells the kind of noise: masks show it. Two draws
+    # of noise share a pass over the text. The causal mode learns faster than the others, so its loss has a low weight.
     objective = Objective(
         noise=uniform,
         masks=masks,

@@ -3,9 +3,9 @@
     python examples/text_corpus/choose.py --model runs/text/checkpoint --count 200 --out runs/text/choice.json
     python examples/text_corpus/choose.py --count 2
 
-The defaults of the checkpoint are chosen by this table, never by the held-out prompts. Per setting, it has the shares
-of right JSON and of right short answers, and for prose the autoregressive nats per token of the same weights, the
-doubled words per thousand, and the tokens per forward.
+The defaults of the checkpoint are chosen by this table, never by the held-out prompts. Per setting, it has the share
+of right JSON, and that of short answers written exactly as the reference, which other right answers are not. For prose
+it has the autoregressive nats per token of the same weights, the doubled words per thousand, and tokens per forward.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import dgemma
 from dgemma.sampling import P2, EntropyBound, LinearTemperature, Threshold
 
 VALIDATION = 1  # the seed of validation texts, as in prepare.py
-SHORT = ("reading", "arithmetic", "compare", "instruction")  # kinds of dialogues with one right answer
+SHORT = ("reading", "arithmetic", "compare")  # kinds of dialogues with short answers
 BEGINNING = 8  # words of a text that is continued
 _DOUBLED = re.compile(r"\b(\w+) \1\b")
 
@@ -114,7 +114,7 @@ class Judge:
         text = " ".join(each.text for each in written)
         return {
             "json": self._share(self.json, options, right_json),
-            "short": self._share(self.short, options, right_words),
+            "exact": self._share(self.short, options, right_words),
             "nats": nats / tokens,
             "doubled": 1000 * len(_DOUBLED.findall(text)) / max(1, len(text.split())),
             "tokens_per_forward": tokens / sum(int(each.steps.sum()) for each in written),
@@ -131,14 +131,16 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     judge = Judge(args.model, args.device, args.count, args.batch_size)
-    print(f"{'setting':70}{'JSON':>8}{'short':>8}{'nats':>8}{'doubled':>9}{'tokens/forward':>16}")
+    named = dict(settings(judge.model.config.vocab_size, judge.tokenizer.mask_token_id))
+    width = max(map(len, named))
+    print(f"{'setting':{width}}{'JSON':>8}{'exact':>8}{'nats':>8}{'doubled':>9}{'tokens/forward':>16}")
     found = {}
-    for name, options in settings(judge.model.config.vocab_size, judge.tokenizer.mask_token_id):
+    for name, options in named.items():
         if args.only not in name:
             continue
         found[name] = row = judge.measure(options)
-        shares = f"{row['json']:8.1%}{row['short']:8.1%}{row['nats']:8.2f}{row['doubled']:9.1f}"
-        print(f"{name:70}{shares}{row['tokens_per_forward']:16.2f}", flush=True)
+        shares = f"{row['json']:8.1%}{row['exact']:8.1%}{row['nats']:8.2f}{row['doubled']:9.1f}"
+        print(f"{name:{width}}{shares}{row['tokens_per_forward']:16.2f}", flush=True)
     if args.out is not None:
         args.out.write_text(json.dumps(found, indent=1) + "\n")
 

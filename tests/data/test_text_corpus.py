@@ -252,9 +252,9 @@ def test_the_canvases_of_an_answer_begin_where_its_prompt_ends(answer_source, ch
 
 def test_settings_are_compared_by_the_share_of_right_validation_answers(monkeypatch):
     choose = importlib.import_module("choose")
-    judge = choose.Judge("dgemma/text", "cpu", count=4, batch_size=4)
-    assert [json.loads(answer) for _, answer in judge.json] != [{}] * 4
+    judge = choose.Judge("dgemma/text", "cpu", count=3, batch_size=3)
+    assert [json.loads(answer) for _, answer in judge.json] != [{}] * 3
     for cases, is_right in ((judge.json, choose.right_json), (judge.short, choose.right_words)):
-        written = [SimpleNamespace(text=f" {answer}") for _, answer in cases[:3]] + [SimpleNamespace(text="?")]
+        written = [SimpleNamespace(text=f" {answer}") for _, answer in cases[:2]] + [SimpleNamespace(text="?")]
         monkeypatch.setattr(judge, "_write", lambda prompts, options, written=written: written)
-        assert judge._share(cases, {}, is_right) == 0.75
+        assert judge._share(cases, {}, is_right) == 2 / 3

@@ -1,11 +1,13 @@
 """The fused denoiser against the reference model, in float32: same logits to rounding, same tokens, same caches."""
 
 import copy
+import gc
 import os
 import pickle
 import re
 import subprocess
 import sys
+import weakref
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import ClassVar
@@ -240,7 +242,7 @@ def test_the_soft_embedding_of_equal_probabilities_fits_float16(device):
     fast = accelerate(model)
     logits = Logits(torch.zeros(1, CANVAS, VOCAB, dtype=torch.float16, device=device))
     prediction = FusedPrediction(logits, (SoftCap(30.0),))
-    got = fast._workspace.soft_embedding(prediction, draw_tokens(1, CANVAS))
+    got = fast._workspace.soft_embedding(prediction, torch.Size((1, CANVAS)))
     assert torch.equal(got, torch.full_like(got, 2000.0 * fast._forward.embed_scale))
 
 
@@ -862,3 +864,13 @@ def test_a_run_of_the_engine_has_the_log_prob_that_its_steps_had(models, sampler
     with torch.no_grad():
         known = out.trajectory.log_prob(plain, strict=False)
     torch.testing.assert_close(known, sums, rtol=1e-3, atol=1e-3)
+
+
+def test_a_kept_prediction_does_not_keep_the_weights_of_its_engine(device):
+    fast = accelerate(make_model(device))
+    prediction = fast.denoise(draw_tokens(1, CANVAS), fast.encode(draw_tokens(1, 3)))
+    workspace = weakref.ref(fast._workspace)
+    del fast
+    gc.collect()
+    assert workspace() is None
+    assert prediction.as_self_cond().shape == prediction.logits.shape

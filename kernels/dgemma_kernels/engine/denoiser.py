@@ -300,7 +300,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
             self._forward.read(tokens, buffers, last=False, embedded=embedded[0] if embedded else None)
         for rows in most_rows:
             canvas, buffers = self._zeros(rows, self.config.canvas_length), self._empty_buffers(rows)
-            signal = self._workspace.soft_embedding(None, canvas)
+            signal = self._workspace.soft_embedding(None, canvas.shape)
             self._forward.read_and_canvas(canvas, canvas, signal, buffers)
             hidden = self._forward.canvas(canvas, signal, buffers)
             self._forward.head(hidden, out=self._stepper.place(canvas.shape).logits.flatten(0, 1))
@@ -313,7 +313,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
         raw = FusedPrediction(logits, (self._workspace.softcap,))
         prediction = raw.shaped(temperature=torch.ones(len(canvas), device=self.device), **cuts)
         prediction.sample(torch.zeros(canvas.shape, dtype=torch.float64, device=self.device))
-        self._workspace.soft_embedding(prediction, canvas)
+        self._workspace.soft_embedding(prediction, canvas.shape)
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=self.device)
@@ -415,7 +415,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
         fused = self._check_canvas(canvas, cache)
         fused.catch_up()
         self._stepper.finish()
-        signal = self._workspace.soft_embedding(self_cond, canvas)
+        signal = self._workspace.soft_embedding(self_cond, canvas.shape)
         if self_cond_mask is not None:
             signal = signal * self_cond_mask.to(signal.dtype)[:, None, None]
         return self._stepper.denoise(canvas, signal, fused)

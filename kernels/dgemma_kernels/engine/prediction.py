@@ -23,10 +23,8 @@ from dgemma_kernels.ops.vocabulary import kernel as vocabulary
 class Logits:
     """The head's output (B, C, V) before the soft-cap, in a tensor that a later step may overwrite."""
 
-    def __init__(
-        self, tensor: Tensor, turn: Turn | None = None, embed: Callable[["FusedPrediction"], Tensor] | None = None
-    ) -> None:
-        """embed: computes the soft embedding of a prediction over these logits."""
+    def __init__(self, tensor: Tensor, turn: Turn | None = None, embed: "_Embed | None" = None) -> None:
+        """embed: computes the soft embedding of a prediction over these logits, or returns None if it cannot."""
         self.embed = embed
         self.shape, self.device, self.empty = tensor.shape, tensor.device, tensor.new_empty(0)
         self.turn = Turn(tensor.device) if turn is None else turn
@@ -58,6 +56,9 @@ class Logits:
         if self._tensor is not None:
             self._is_copy = self._thread != threading.get_ident()
             self._tensor = self._tensor.clone() if self._is_copy else None
+
+
+_Embed = Callable[["FusedPrediction"], Tensor | None]
 
 
 class VocabularySweep(NamedTuple):

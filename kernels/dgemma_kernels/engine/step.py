@@ -71,7 +71,7 @@ class Stepper:
         if captured is not None and not captured.holds(state, knobs):
             captured = None
         if captured is None:  # the signal is computed first, because `place` may drop the logits of `self_cond`
-            signal = self._workspace.soft_embedding(state.self_cond, state.canvas)
+            signal = self._workspace.soft_embedding(state.self_cond, state.canvas.shape)
             self.place(state.canvas.shape).load(state.canvas, signal)
         place = self.place(state.canvas.shape)
         logits = self._run_forward(place, cache)
@@ -94,11 +94,8 @@ class Stepper:
         place.load(canvas, signal)
         logits = self._run_forward(place, cache).read().clone()
         # Rows that go on alone get the soft embedding that a step would compute, bit for bit.
-        return FusedPrediction(Logits(logits, embed=partial(self._embed, canvas)), (self._workspace.softcap,))
-
-    def _embed(self, canvas: Tensor, prediction: FusedPrediction) -> Tensor:
-        with self._workspace.turn:
-            return self._workspace.soft_embedding(prediction, canvas)
+        embed = partial(_embed, weakref.ref(self._workspace))  # a kept prediction does not keep the weights
+        return FusedPrediction(Logits(logits, embed=embed), (self._workspace.softcap,))
 
     def place(self, shape: torch.Size) -> CanvasPlace:
         """Return the static tensors of canvases (B, C). If they are too small, the graphs over canvases are dropped."""
@@ -146,6 +143,15 @@ class Stepper:
             captured, self._last = self._last, None  # stays None if `soften` raises
             prediction.signal = captured.soften()
             self._last = captured
+
+
+def _embed(workspace: "weakref.ref[Workspace]", prediction: FusedPrediction) -> Tensor | None:
+    """Return the soft embedding (B, C, D) of a prediction; None if its denoiser is gone."""
+    owner = workspace()
+    if owner is None:
+        return None
+    with owner.turn:
+        return owner.soft_embedding(prediction, prediction.shape[:2])
 
 
 class _CapturedForward:
@@ -301,7 +307,7 @@ class _StaticStep:
     def soften(self, changes: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Return the soft embedding of the last `run`. Load it and the changes as the inputs of the next step."""
         swept = self._prediction.only_swept(self._logits)
-        signal = self.workspace.soft_embedding(swept, self._state.canvas)
+        signal = self.workspace.soft_embedding(swept, self._state.canvas.shape)
         self._place.signal.copy_(signal)
         # A new value may share memory with an input, which the copies below overwrite. So it is cloned first.
         input_memory = {_memory(x) for x in _tensors(self.inputs)}

@@ -34,13 +34,13 @@ class Workspace:
         """Return an uninitialised hidden state (B, T, D)."""
         return torch.empty(batch_size, num_tokens, self.config.hidden_size, dtype=self.dtype, device=self.device)
 
-    def soft_embedding(self, self_cond: Prediction | SoftEmbedding | Tensor | None, canvas: Tensor) -> Tensor:
-        """Return the mean embedding under a prediction of canvas (B, C), or under the softmax of logits: (B, C, D).
+    def soft_embedding(self, self_cond: Prediction | SoftEmbedding | Tensor | None, shape: torch.Size) -> Tensor:
+        """Return the mean embedding under a prediction of canvases (B, C), or the softmax of logits: (B, C, D).
 
         It is zero if `self_cond` is None.
         """
         if self_cond is None:
-            return self.new_hidden(*canvas.shape).zero_()
+            return self.new_hidden(*shape).zero_()
         if isinstance(self_cond, SoftEmbedding | FusedPrediction) and self_cond.signal is not None:
             use_here(self_cond.signal)
             return self_cond.signal.to(self.device, self.dtype)
@@ -54,7 +54,7 @@ class Workspace:
             weights = logits.softmax(-1, dtype=torch.float32).to(self.dtype).flatten(0, 1)
             one = torch.ones(weights.shape[0], device=weights.device)
             probabilities = SoftProbabilities(*quantize(weights).tensors() if float8 else (weights, one))
-        return self.forward.soft_embedding(*probabilities).view(*canvas.shape, -1)
+        return self.forward.soft_embedding(*probabilities).view(*shape, -1)
 
     def causal_logits(self, hidden: Tensor) -> Tensor:
         """Return next-token logits of hidden states: (n, D) → (n, V) float32."""

@@ -30,7 +30,8 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask | None) -> 
     """
     device = queries.device.type
     if isinstance(mask, Tensor) and device in COMPILED_ON and masked.fits(queries, mask):
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else values.dtype
+        is_rounded = torch.is_autocast_enabled(device) and values.dtype != torch.float64  # as by autocast
+        dtype = torch.get_autocast_dtype(device) if is_rounded else values.dtype
         if dtype in _NARROW:
             return masked.attend(queries.to(dtype), keys.to(dtype), values.to(dtype), mask)
     if not runs_kernels(queries) or isinstance(mask, Tensor) or values.dtype not in _NARROW:

@@ -25,7 +25,7 @@ _CANVAS, _TIME, _EVENT, _TOKEN, _SELF_COND, _MASKED, _HOLES = (
     for name in ("canvas", "time", "event", "token", "self_cond", "masked", "holes")
 )
 
-_MOST = 1 << 20  # canvases of a row
+_MOST_CANVASES = 1 << 20  # of a row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Canvases:
     """
 
     tokens: Tensor  # (B, T) with the fill
-    index: Tensor  # (B, K) of the canvas in its answer, plus `_MOST` for each earlier draw of its noise
+    index: Tensor  # (B, K) of the canvas in its answer, plus `_MOST_CANVASES` for each earlier draw of its noise
     starts: Tensor  # (B, K) positions
     x: Tensor  # (B, K, C) clean tokens
     frozen: Tensor  # (B, K, C) bool
@@ -136,7 +136,7 @@ def cut_canvases(
         causal_scored = _score_successors(text, num_causal, starts_at, ends, causal_fill=causal_fill)
     return Canvases(
         tokens=text.tokens,
-        index=index + draw * _MOST,
+        index=index + draw * _MOST_CANVASES,
         starts=starts,
         x=of_canvases(text.tokens),
         frozen=frozen,

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from dgemma.checks import Count, Probability, at_least, check_types, require, require_field, require_tensor
+from dgemma.checks import Count, Probability, at_least, at_most, check_types, require, require_field, require_tensor
 from dgemma.diffusion.noise import MaskNoise, Noise
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.train import head
@@ -105,7 +105,8 @@ class Objective:
     fill_token: int = 1  # end-of-text, after the end of an answer
     # Per row: "one" canvas, drawn uniformly among those with text, or "all" that have unfrozen tokens, in one pass.
     canvases: Literal["one", "all"] = "one"
-    num_draws: Count = 1  # of noise for each canvas; one pass over the text serves all of them
+    # Draws of noise for each canvas. One pass over the text serves all of them.
+    num_draws: Annotated[int, at_least(1), at_most(4096)] = 1
     t_range: tuple[float, float] = (1e-4, 1 - 1e-4)  # range of the time t, drawn uniformly per canvas
     # To train one network for two noises: each canvas gets `masks` instead of `noise` with probability `masks_prob`.
     # Such a canvas is scored where it is masked. Only for `CrossEntropy`.

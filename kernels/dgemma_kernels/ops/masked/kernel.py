@@ -69,7 +69,7 @@ def masked_attention(
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
     sums = queries.new_empty(batch, num_heads, num_queries, dtype=torch.float32)
     inputs, strides, sizes = _launch(queries, keys, values, mask, blocks)
-    _masked_attention_kernel[blocks.shape[1], batch * num_heads](inputs, strides, out, sums, **sizes)
+    _masked_attention_kernel[batch * num_heads, blocks.shape[1]](inputs, strides, out, sums, **sizes)
     return out, sums
 
 
@@ -96,10 +96,10 @@ def masked_attention_gradient(
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (queries, keys, values)]
     shares = torch.empty_like(sums)  # Σ grad · out of each query
     inputs, strides, sizes = _launch(queries, keys, values, mask, blocks)
-    _query_gradient_kernel[blocks.shape[1], batch * queries.shape[2]](
+    _query_gradient_kernel[batch * queries.shape[2], blocks.shape[1]](
         inputs, strides, grad, out, sums, shares, grads[0], **sizes
     )
-    _key_gradient_kernel[blocks.shape[2], batch * kv_heads](inputs, strides, grad, sums, shares, *grads[1:], **sizes)
+    _key_gradient_kernel[batch * kv_heads, blocks.shape[2]](inputs, strides, grad, sums, shares, *grads[1:], **sizes)
     return grads[0], grads[1], grads[2]
 
 
@@ -153,12 +153,12 @@ def _masked_attention_kernel(
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    block, row, head = tl.program_id(0), tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
+    block, row, head = tl.program_id(1), tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     queries = _load(inputs.query, strides.query, row, block, head, num_queries, DIM, BLOCK)
     largest = tl.full((BLOCK,), float("-inf"), tl.float32)
     total, mixed = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK, DIM), tl.float32)
     num_blocks = tl.cdiv(num_keys, BLOCK)
-    is_seen = inputs.blocks + (row * tl.num_programs(0) + block) * num_blocks
+    is_seen = inputs.blocks + (row * tl.num_programs(1) + block) * num_blocks
     for number in range(num_blocks):
         if tl.load(is_seen + number):
             keys = _load(inputs.key, strides.key, row, number, head // GROUP, num_keys, DIM, BLOCK)
@@ -174,7 +174,7 @@ def _masked_attention_kernel(
     is_blind = total == 0.0
     place = block * BLOCK + tl.arange(0, BLOCK)
     sum_of_query = tl.where(is_blind, 0.0, largest + tl.log2(tl.where(is_blind, 1.0, total)))
-    tl.store(sums + tl.program_id(1) * num_queries + place, sum_of_query, place < num_queries)
+    tl.store(sums + tl.program_id(0) * num_queries + place, sum_of_query, place < num_queries)
     mixed = mixed / tl.where(is_blind, 1.0, total)[:, None]
     _store(out, mixed, row, block, head, num_queries, HEADS)
 
@@ -196,19 +196,19 @@ def _query_gradient_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     """Each program has a block of queries of one head. It also writes the queries' shares."""
-    block, row, head = tl.program_id(0), tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
+    block, row, head = tl.program_id(1), tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     queries = _load(inputs.query, strides.query, row, block, head, num_queries, DIM, BLOCK)
     plain = (num_queries * HEADS * DIM, HEADS * DIM, DIM)  # the strides of contiguous outputs
     grads = _load(grad, plain, row, block, head, num_queries, DIM, BLOCK)
     outs = _load(out, plain, row, block, head, num_queries, DIM, BLOCK)
     place = block * BLOCK + tl.arange(0, BLOCK)
-    at = tl.program_id(1) * num_queries + place
+    at = tl.program_id(0) * num_queries + place
     share = tl.sum(grads.to(tl.float32) * outs.to(tl.float32), 1)
     tl.store(shares + at, share, place < num_queries)
     sum_of_query = tl.load(sums + at, place < num_queries, 0.0)
     gradient = tl.zeros((BLOCK, DIM), tl.float32)
     num_blocks = tl.cdiv(num_keys, BLOCK)
-    is_seen = inputs.blocks + (row * tl.num_programs(0) + block) * num_blocks
+    is_seen = inputs.blocks + (row * tl.num_programs(1) + block) * num_blocks
     for number in range(num_blocks):
         if tl.load(is_seen + number):
             keys = _load(inputs.key, strides.key, row, number, head // GROUP, num_keys, DIM, BLOCK)
@@ -239,15 +239,15 @@ def _key_gradient_kernel(
 ) -> None:
     """Each program has a block of keys of one head, and adds over the queries of all heads that share it."""
     KV_HEADS: tl.constexpr = HEADS // GROUP
-    number, row, kv_head = tl.program_id(0), tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
+    number, row, kv_head = tl.program_id(1), tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     keys = _load(inputs.key, strides.key, row, number, kv_head, num_keys, DIM, BLOCK)
     values = _load(inputs.value, strides.value, row, number, kv_head, num_keys, DIM, BLOCK)
     of_key, of_value = tl.zeros((BLOCK, DIM), tl.float32), tl.zeros((BLOCK, DIM), tl.float32)
     plain = (num_queries * HEADS * DIM, HEADS * DIM, DIM)
     num_blocks = tl.cdiv(num_queries, BLOCK)
-    is_seen = inputs.blocks + row * num_blocks * tl.num_programs(0) + number
+    is_seen = inputs.blocks + row * num_blocks * tl.num_programs(1) + number
     for block in range(num_blocks):
-        if tl.load(is_seen + block * tl.num_programs(0)):
+        if tl.load(is_seen + block * tl.num_programs(1)):
             place = block * BLOCK + tl.arange(0, BLOCK)
             key = number * BLOCK + tl.arange(0, BLOCK)[:, None]
             of_mask = inputs.mask + row.to(tl.int64) * strides.mask[0] + place[None, :] * strides.mask[1] + key
@@ -265,7 +265,7 @@ def _key_gradient_kernel(
                 of_weights = _product(values, tl.trans(grads)) - share[None, :]
                 of_key += _product((weights * of_weights).to(queries.dtype), queries)
     place = number * BLOCK + tl.arange(0, BLOCK)
-    at = (tl.program_id(1).to(tl.int64) * num_keys + place[:, None]) * DIM + tl.arange(0, DIM)[None, :]
+    at = (tl.program_id(0).to(tl.int64) * num_keys + place[:, None]) * DIM + tl.arange(0, DIM)[None, :]
     tl.store(of_keys + at, of_key.to(of_keys.dtype.element_ty), place[:, None] < num_keys)
     tl.store(of_values + at, of_value.to(of_values.dtype.element_ty), place[:, None] < num_keys)
 
