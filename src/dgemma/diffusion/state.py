@@ -26,14 +26,16 @@ class DenoiseState:
     `open` marks positions that are still undecided. A permanently committed position is no longer open.
     A sampler that decides everything again at each step, like the published one, keeps all unfrozen positions open.
     `start_state` sets it, `settle` updates it, and `list_changes` computes it for a changed `canvas` or `frozen`.
-    `frozen` positions never change. `noise_level` is 1 - α before the step, `next_noise_level` after it.
+    `frozen` positions never change. `noise_level` is 1 - α of the schedule before the step, `next_noise_level` after
+    it. Some samplers keep a clock of their own: `sampler.noise_level(state)` is the level of the canvas.
 
     A step changes canvas, open, draft, done, self_cond, both memories, step, both noise levels and temperature. It
     copies every other field, including those of a subclass.
 
-    Rules for all fields, also those of a subclass: a tensor in a field without a default keeps its dtype and
-    shape. The metadata "shared" marks a field whose tensors do not have one entry per row. The metadata "constant"
-    marks a field that no callback may change. A subclass may define its own `draw` or `uniform` in pure tensor code.
+    Rules for all fields, also those of a subclass: a tensor in a field without a default keeps its dtype and shape.
+    The metadata "shared" marks a field that is not simply one entry per row: `select` and `splice` treat it by name.
+    The metadata "constant" marks a field that no callback may change. A subclass may define its own `draw` or `uniform`
+    in pure tensor code.
 
     Example: `replace(state, frozen=state.frozen | certain)`.
     """

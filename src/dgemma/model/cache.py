@@ -111,10 +111,10 @@ class LayerCache:
     def _append(self, old: Tensor, new: Tensor, num_slots: int, order: Tensor | None) -> Tensor:
         start = self.num_filled(num_slots)
         end = start + new.shape[2]
-        if order is not None:
+        if order is not None:  # rows of different lengths: each one's tokens move to its front
             joined = torch.cat((old[:, :, :start], new), dim=2)
             return joined.gather(2, order[:, None, :, None].expand(-1, joined.shape[1], -1, joined.shape[3]))
-        if self.keep is not None or old.requires_grad or new.requires_grad:
+        if self.keep is not None or old.requires_grad or new.requires_grad:  # autograd forbids writing in place
             joined = torch.cat((old[:, :, :start], new), dim=2)
             return joined if self.keep is None else joined[:, :, -self.keep :].contiguous()  # free the dropped slots
         if end > old.shape[2]:
@@ -199,7 +199,11 @@ class PrefixCache:
         return [made[layer.keep] for layer in self.layers]
 
     def _order(self, layer: LayerCache, num_new: int, num_slots: int, real: Tensor | None) -> Tensor:
-        """Return which token each slot gets in `append`: (B, S'), counting the old slots first, then the new tokens."""
+        """Return which token each slot gets in `append`: (B, S'), counting the old slots first, then the new tokens.
+
+        Rows with 3 and 1 of 3 slots filled get 2 new tokens, of which the second row's first is padding. That row keeps
+        slot 0 and gets token 4, so its order begins [0, 4].
+        """
         old = torch.arange(layer.num_filled(self.num_slots), device=self.lengths.device)
         if real is None:
             real = torch.ones(self.batch_size, num_new, dtype=torch.bool, device=self.lengths.device)

@@ -50,7 +50,8 @@ class Batch:
     """Rows with the same knobs and noise, denoised together. `add` rows at any time; each `step` takes one step.
 
     A row is a `Rows` of batch size 1. It takes the first step of each canvas outside the batch, after its new tokens
-    are encoded: a first step has no self-conditioning. It joins the others for its second step.
+    are encoded: a first step has no self-conditioning, and `splice` joins only states with the same fields. It joins
+    the others for its second step.
 
     Example: `batch = Batch(model); batch.add(Rows(plan)); finished = batch.step()`.
     """

@@ -28,12 +28,15 @@ class Default(NamedTuple):
 
 
 class CanvasOptions(TypedDict, total=False):
-    """Options of every canvas; `generate` describes them."""
+    """Options of every canvas; `generate` describes them.
 
-    steps: int | None
-    noise: Noise | None
-    sampler: Sampler | None
-    temperature: Temperature | float | None
+    None stands for the checkpoint's own: `model.generation`, a `GenerationDefaults`.
+    """
+
+    steps: int | None  # None: generation.max_denoising_steps
+    noise: Noise | None  # None: what the model was trained with
+    sampler: Sampler | None  # None: generation.sampler, or `EntropyBound` with generation.entropy_bound
+    temperature: Temperature | float | None  # None: from generation.t_max to t_min
     stop: Annotated[StopRule | Literal["checkpoint"] | None, Default("checkpoint")]
     top_k: int | None
     top_p: float | None
@@ -45,8 +48,8 @@ class CanvasOptions(TypedDict, total=False):
 class TextOptions(CanvasOptions, total=False):
     """Options of a text of one or several canvases; `generate` describes them."""
 
-    max_new_tokens: int | None
-    eos_token_ids: int | Iterable[int] | None
+    max_new_tokens: int | None  # None: generation.max_new_tokens
+    eos_token_ids: int | Iterable[int] | None  # None: generation.eos_token_id
 
 
 class RunOptions(TextOptions, total=False):

@@ -148,19 +148,23 @@ def _draft(state: DenoiseState, after: DenoiseState, prediction: Prediction, kno
 
 def _stop(after: DenoiseState, prediction: Prediction, knobs: Knobs) -> tuple[Tensor, Any]:
     """The rows that are done after this step, (B,), and the memory of the stop rule."""
-    watched = after
-    if after.awaited is not None:
-        watched = replace(watched, open=watched.open & after.awaited, frozen=watched.frozen | ~after.awaited)
-    if after.language is not None:  # positions after the end of the text do not delay the stop
-        ended = after.language.ended(after.draft)
-        watched = replace(watched, open=watched.open & ~ended, frozen=watched.frozen | ended)
-    done, memory = after.done, after.stop_memory
+    watched, done, memory = _watched(after), after.done, after.stop_memory
     if not knobs.sampler.revises:
         done = done | ~watched.open.any(-1)
     if knobs.stop is not None:
         stopped, memory = ask(knobs.stop, prediction, watched)
         done = done | stopped
     return done, memory
+
+
+def _watched(after: DenoiseState) -> DenoiseState:
+    """The state that a stop rule gets: positions that need not be finished are frozen there, and not open."""
+    if after.awaited is not None:
+        after = replace(after, open=after.open & after.awaited, frozen=after.frozen | ~after.awaited)
+    if after.language is not None:  # positions after the end of the text do not delay the stop
+        ended = after.language.ended(after.draft)
+        after = replace(after, open=after.open & ~ended, frozen=after.frozen | ended)
+    return after
 
 
 def judge(prediction: Prediction, state: DenoiseState) -> Tensor:
