@@ -80,9 +80,9 @@ def denoise_canvas(
         steps_left = denoising.finish_step(changes, expects_more=expects_more)
         if not all(steps_left):
             now = denoising.state.draft.clone()  # a denoiser may reuse its tensors
-            # Also for rows that go on, whose values are overwritten when they end.
-            for row, draft in zip(here, now, strict=True):
-                drafts[row], steps[row], forwards[row] = draft, num_taken, num_forwards
+            for row, draft, num_left in zip(here, now, steps_left, strict=True):
+                if not num_left:
+                    drafts[row], steps[row], forwards[row] = draft, num_taken, num_forwards
             if not any(steps_left):
                 break
             places = [place for place, num_left in enumerate(steps_left) if num_left]
