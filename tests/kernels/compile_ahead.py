@@ -1,4 +1,4 @@
-"""Runs `compile_together` and `ahead` without a GPU, and prints as JSON what was compiled, and what was called.
+"""Runs `ahead` without a GPU and prints as JSON how many kernels this process compiled, and what was called.
 
 Run it in a separate process, without TRITON_INTERPRET. `ahead` compiles in other processes. After they have ended, this
 file runs it again.
@@ -18,11 +18,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler
 from triton.runtime import _async_compile
-from triton.runtime.jit import JITFunction
 
-from dgemma_kernels.engine.graphs import compile_together
-from dgemma_kernels.ops import ahead, configs
-from dgemma_kernels.ops.norms import kernel as norms
+from dgemma_kernels.ops import ahead
 
 
 @triton.jit
@@ -45,32 +42,6 @@ def fail() -> None:
 
 def refuse() -> None:
     raise ValueError
-
-
-def cached_kernels(kernel: JITFunction) -> list[str]:
-    return [type(compiled).__name__ for kernels, *_ in kernel.device_caches.values() for compiled in kernels.values()]
-
-
-def compile_real_kernels(launchers: list[str]) -> dict[str, object]:
-    x, weight = torch.empty(4, 96), torch.empty(96)
-
-    def launches() -> None:
-        for _ in range(2):
-            norms.rms_norm(x, weight, 1e-6)
-            norms.attention_residual(x, x, [weight] * 4, 1e-6, float8=True)
-            _wrong_kernel[(1,)](x)
-
-    with patch.object(configs, "gpu_name", lambda device: "NVIDIA H200"):
-        compile_together(launches)
-    try:
-        _wrong_kernel[(1,)](x)
-        message = ""
-    except triton.CompilationError as error:
-        message = str(error)
-    cached = map(cached_kernels, (norms._rms_norm_kernel, norms._attention_residual_kernel, _wrong_kernel))
-    found = {"cached": list(cached), "error": message, "launchers": sorted(launchers)}
-    launchers.clear()
-    return found
 
 
 def main() -> None:
@@ -104,8 +75,7 @@ def main() -> None:
 
     alive = compile_fills(1, 2, 1)
     async_compile.AsyncCompile.process_pool().shutdown()
-    dead = compile_fills(3, 4, 3)
-    print(json.dumps({"alive": alive, "dead": dead, "together": compile_real_kernels(launchers)}))
+    print(json.dumps({"alive": alive, "dead": compile_fills(3, 4, 3)}))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,15 @@
 """Kernels are compiled in parallel before a capture, without being launched."""
 
 import gc
+import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager
 from inspect import signature
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -158,6 +163,20 @@ def test_a_cache_at_rest_takes_the_memory_of_its_tokens(device):
     fast, prompt = accelerate(model), torch.zeros(1, 9, dtype=torch.int64, device=device)
     first, _ = fast.encode(prompt), fast.encode(prompt)  # the second takes the place of the first
     assert first.num_bytes == model.encode(prompt).num_bytes
+
+
+@pytest.mark.compile
+def test_real_kernels_are_compiled_and_a_wrong_one_raises_at_its_launch(tmp_path):
+    switches = ("TRITON_INTERPRET", "TRITON_OVERRIDE_ARCH")
+    environment = {name: value for name, value in os.environ.items() if name not in switches}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path)}
+    script = Path(__file__).with_name("compile_side_by_side.py")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["cached"] == [["CompiledKernel"], ["CompiledKernel"], []]
+    assert found["launchers"] == ["_attention_residual_kernel", "_rms_norm_kernel"]
+    assert "fails as intended" in found["error"]
 
 
 def test_an_interrupt_leaves_nothing_behind(kernels):
