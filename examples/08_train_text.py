@@ -136,7 +136,7 @@ class AnswerSource:
 
 @dataclass(frozen=True, kw_only=True)
 class InTurn:
-    """A `BatchSource` whose steps are `shares[0]` from the first source, then `shares[1]` from the second."""
+    """A `BatchSource` that takes `shares[0]` steps from the first source, `shares[1]` from the second, and again."""
 
     sources: tuple[TextSource | AnswerSource, ...]
     shares: tuple[int, ...]
@@ -200,11 +200,8 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
     if args.prepare_only:
         return
     torch.manual_seed(args.seed)
-    if args.start is None:
-        model = dgemma.DiffusionGemma(shape, device=args.device)
-        soften_attention(model)
-    else:
-        model = dgemma.DiffusionGemma.from_pretrained(args.start, dtype=torch.float32, device=args.device)
+    model = dgemma.DiffusionGemma(shape, device=args.device)
+    soften_attention(model)
     # The published stop tokens 106 and 50 are words in this vocabulary. A chat stops at the end of a turn. The bound
     # and the steps were chosen after training: a small model is less certain than the published one, and needs
     # fewer steps for a short canvas.
@@ -299,7 +296,6 @@ if __name__ == "__main__":
         default = on_gpu if torch.cuda.is_available() else without
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (%(default)s)")
     parser.add_argument("--holes", type=float, default=0.3, help="share of canvases with holes (%(default)s)")
-    parser.add_argument("--start", type=Path, help="checkpoint with the same tokenizer, whose weights are trained on")
     parser.add_argument("--minutes", type=float, help="train for this long, instead of a number of steps")
     parser.add_argument("--prepare-only", action="store_true", help="only make the tokenizer and the token files")
     parser.add_argument("--fast", action="store_true", help="train with kernels, on a GPU: slower start, faster steps")

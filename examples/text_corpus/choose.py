@@ -9,6 +9,7 @@ it has the autoregressive nats per token of the same weights, the doubled words 
 """
 
 import argparse
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -33,9 +34,6 @@ def settings(vocab_size: int, mask_token_id: int) -> Iterator[tuple[str, dict[st
     """Yield the name and the options of each setting."""
     noises = {"mask": dgemma.MaskNoise(vocab_size, mask_token_id=mask_token_id)}
     noises["uniform"] = dgemma.UniformNoise(vocab_size)
-    temperatures = {
-        f"{start:g} to {end:g}": LinearTemperature(start=start, end=end) for start, end in ((0.6, 0.3), (0.8, 0.4))
-    }
     samplers: dict[str, list[tuple[Any, int]]] = {
         "mask": [
             *((P2(), steps) for steps in (12, 16, 24, 32)),
@@ -45,13 +43,10 @@ def settings(vocab_size: int, mask_token_id: int) -> Iterator[tuple[str, dict[st
         "uniform": [(EntropyBound(bound=bound), 24) for bound in (0.3, 1.0, 3.0)],
     }
     for kind, noise in noises.items():
-        for sampler, steps in samplers[kind]:
-            for heat, temperature in temperatures.items():
-                options = {"noise": noise, "sampler": sampler, "steps": steps, "temperature": temperature}
-                yield (
-                    f"{kind}, {sampler}, {steps} steps, {heat}",
-                    options | ({} if kind == "uniform" else {"stop": None}),
-                )
+        stop = {} if kind == "uniform" else {"stop": None}
+        for (sampler, steps), (start, end) in itertools.product(samplers[kind], ((0.6, 0.3), (0.8, 0.4))):
+            options = {"sampler": sampler, "steps": steps, "temperature": LinearTemperature(start=start, end=end)}
+            yield f"{kind}, {sampler}, {steps} steps, {start} to {end}", {"noise": noise, **options, **stop}
 
 
 def right_json(text: str, answer: str) -> bool:
@@ -79,12 +74,9 @@ class Judge:
         """Return the prompt of a dialogue's last turn, and its answer."""
         dialogue = write_dialogue(number, VALIDATION, kind)
         *before, last = dialogue.messages
-        ask = (
-            self.tokenizer.chat
-            if self.tokenizer.has_chat_template
-            else lambda turns: self.tokenizer.encode(turns[-1]["content"])
-        )
-        return ask(before), last["content"]
+        if self.tokenizer.has_chat_template:
+            return self.tokenizer.chat(before), last["content"]
+        return self.tokenizer.encode(before[-1]["content"]), last["content"]
 
     def _write(self, prompts: list[list[int]], options: dict[str, Any]) -> list[Any]:
         rows = [torch.tensor(prompt) for prompt in prompts]
@@ -130,6 +122,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a JSON file")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
+    if args.count < 1:
+        parser.error(f"--count must be at least 1, got {args.count}.")
     judge = Judge(args.model, args.device, args.count, args.batch_size)
     named = dict(settings(judge.model.config.vocab_size, judge.tokenizer.mask_token_id))
     width = max(map(len, named))

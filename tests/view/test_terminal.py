@@ -106,7 +106,7 @@ def run(view, text=TEXT, tokenizer=None, canvas_len=40, on_step=None, **options)
 
 
 def watched(view, read):
-    """Return a callback that draws a step, and the list to which it adds `read(record)` after each step."""
+    """Return a callback that draws a step, and a list that gets `read(record)` after each step."""
     seen = []
 
     def look(record):

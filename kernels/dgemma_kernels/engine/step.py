@@ -45,10 +45,10 @@ class CanvasPlace(NamedTuple):
 
 
 class Stepper:
-    """Takes the steps of a denoiser, and owns the canvases and what is pending after a step. Callers hold the turn.
+    """Takes the steps of a denoiser. It owns the static canvases and their graphs. Callers hold the turn.
 
-    Pending is the soft embedding of the last step. `finish` computes it when the device is idle, or before another
-    graph overwrites the logits.
+    After a step its soft embedding is pending: `finish` computes it when the device is idle, or before another graph
+    overwrites the logits.
     """
 
     def __init__(self, workspace: Workspace) -> None:
@@ -70,10 +70,12 @@ class Stepper:
         captured, self._last = self._last, None  # stays None if this step raises
         if captured is not None and not captured.holds(state, knobs):
             captured = None
-        if captured is None:  # the signal is computed first, because `place` may drop the logits of `self_cond`
-            signal = self._workspace.soft_embedding(state.self_cond, state.canvas.shape)
-            self.place(state.canvas.shape).load(state.canvas, signal)
-        place = self.place(state.canvas.shape)
+        signal, shape = None, state.canvas.shape
+        if captured is None:  # before `place`, which may drop the logits of `self_cond`
+            signal = self._workspace.soft_embedding(state.self_cond, shape)
+        place = self.place(shape)
+        if signal is not None:
+            place.load(state.canvas, signal)
         logits = self._run_forward(place, cache)
         if captured is None:
             leaves, form = tree_flatten(_carried(state))

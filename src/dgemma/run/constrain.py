@@ -95,7 +95,7 @@ def read_constraint(
         require(False, "generate constraint", rule, shortest, fix)
     ends = torch.stack(reach[canvas_len::canvas_len])
     if max_new_tokens < num_positions:
-        # The stop token comes at max_new_tokens at the latest, because a cut text can lack its end.
+        # The output is cut at max_new_tokens, so the stop token may come right after it, but not later.
         within = factors.reach(automaton.is_end.expand(batch_size, -1), max_new_tokens + 1)
         fits = within[0][rows, start][:, None]  # (B, 1)
         ends = torch.where(fits, torch.stack([*within[canvas_len:-1:canvas_len], within[-1]]), ends)

@@ -64,7 +64,7 @@ def generate(
       padding and takes no forwards.
     - `on_step(record)` gets every `StepRecord`. It may return a changed `record.state`, or a dictionary of fields of
       the state and of `Knobs`. Changed knobs apply to the rest of the run, a changed state to the rest of its canvas.
-      Only temperature and noise levels are those of the knobs again after one step.
+      A changed temperature or noise level lasts for one step.
     - `record` keeps a `Trajectory`, with the `record_top` best candidates of every position.
     - `progress` shows a progress bar for long runs, in terminals and notebooks only.
 
