@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dgemma
-from dgemma.diffusion import draws, nelbo
+from dgemma.diffusion import draws
 from dgemma.diffusion.schedule import InverseSmoothstep, Linear, Schedule
 from dgemma.model.config import FULL, SLIDING
 from dgemma.train import (
@@ -38,6 +38,7 @@ from dgemma.train import (
     TrainConfig,
     evaluate,
     muon,
+    nelbo,
     soften_attention,
     train,
 )

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import dgemma
-from dgemma.diffusion import nelbo
-from dgemma.train import evaluate
+from dgemma.train import evaluate, nelbo
 
 example = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "examples" / "12_markov_chain.py")))
 MarkovChain, MarkovSource, gap_by_level = example.MarkovChain, example.MarkovSource, example.gap_by_level

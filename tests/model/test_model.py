@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 import dgemma
 from dgemma import DiffusionGemma
+from dgemma.checkpoint.layout import lay_out_by_column
 from dgemma.model.config import Conventions
 from dgemma.model.experts import looped_product, product_by_group
-from dgemma.model.layout import lay_out_by_column
 from published import pair
 
 

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 import dgemma
-from dgemma.diffusion import nelbo
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, UniformNoise
 from dgemma.diffusion.schedule import ClippedLinear
 from dgemma.intervals import half_width
+from dgemma.train import nelbo
 from dgemma.train.batch import TrainBatch
 from dgemma.train.estimates import mean_of_rows
 from dgemma.train.likelihood import evaluate

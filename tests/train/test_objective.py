@@ -13,9 +13,8 @@ from torch import Tensor
 
 import dgemma
 from dgemma import DiffusionGemma, HybridNoise, MaskNoise, UniformNoise
-from dgemma.diffusion import nelbo
 from dgemma.diffusion.schedule import ClippedLinear, OneMinusCosine
-from dgemma.train import Bound, CrossEntropy, LeaveOneOut, Loss, RowMean, TrainBatch, one_pass
+from dgemma.train import Bound, CrossEntropy, LeaveOneOut, Loss, RowMean, TrainBatch, nelbo, one_pass
 from dgemma.train.objective import Objective
 from dgemma_kernels import accelerate_training
 

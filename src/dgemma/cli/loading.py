@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dgemma.checkpoint.layout import lay_out_by_column
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import read_device
 from dgemma.cli import output
@@ -18,7 +19,6 @@ from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
 from dgemma.files import read_json
 from dgemma.model.denoiser import Denoiser
 from dgemma.model.diffusion import DiffusionGemma
-from dgemma.model.layout import lay_out_by_column
 from dgemma.model.quantized import quantized_weights
 from dgemma.run.knobs import learnt_noise, warn_of_noise
 from dgemma.run.options import CanvasOptions, select

@@ -16,6 +16,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from dgemma.checkpoint.identity import fingerprint
+from dgemma.checkpoint.layout import lay_out_by_column
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import as_int, require, typed
 from dgemma.data.sudoku.encoding import load_tokenizer
@@ -24,8 +26,6 @@ from dgemma.intervals import Estimate, mean_of
 from dgemma.location import resolve
 from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.model.diffusion import DiffusionGemma
-from dgemma.model.identity import fingerprint
-from dgemma.model.layout import lay_out_by_column
 from dgemma.printing import install_command, progress_bar
 from dgemma.run.knobs import learnt_noise
 from dgemma.run.many import generate_many

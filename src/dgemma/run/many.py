@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dgemma.checkpoint.identity import fingerprint
 from dgemma.checkpoint.images import encode_text, image_digest, processor_of, take_images
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import as_int, as_lists, check_types, require, short_repr, show
 from dgemma.files import open_file
 from dgemma.model.denoiser import Denoiser, check_denoiser
-from dgemma.model.identity import fingerprint
 from dgemma.model.vision.images import Images
 from dgemma.printing import progress_bar
 from dgemma.run.batch import Batch

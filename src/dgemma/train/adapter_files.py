@@ -15,12 +15,12 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from dgemma.checkpoint.identity import fingerprint
 from dgemma.checkpoint.names import our_names, published_name
 from dgemma.checks import require, typed
 from dgemma.files import open_tensors, parse_json, read_json, write_json, write_tensors, writing
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import Experts
-from dgemma.model.identity import fingerprint
 from dgemma.train.lora import (
     TARGETS,
     LoRA,

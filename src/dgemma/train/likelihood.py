@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dgemma.checks import Count, at_least, at_most, require, typed
-from dgemma.diffusion import draws, nelbo
+from dgemma.diffusion import draws
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.prediction import refuse_nan
 from dgemma.diffusion.schedule import LEAST_NOISE, Linear
@@ -26,6 +26,7 @@ from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.printing import progress_bar
 from dgemma.run.knobs import warn_of_noise
 from dgemma.sampling.base import Sampler
+from dgemma.train import nelbo
 from dgemma.train.batch import BatchSource, TrainBatch, check_ids, row_seeds
 from dgemma.train.by_sampler import check_sampler, nats_of_texts
 from dgemma.train.canvases import Canvases, cut_canvases

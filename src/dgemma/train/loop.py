@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
+from dgemma.checkpoint.identity import fingerprint
 from dgemma.checks import require, typed
 from dgemma.diffusion.noise import Noise
 from dgemma.files import flush
 from dgemma.model.diffusion import DiffusionGemma, require_experts
-from dgemma.model.identity import fingerprint
 from dgemma.model.quantized import frozen_tensors
 from dgemma.printing import progress_bar
 from dgemma.sampling.named import describe_noise

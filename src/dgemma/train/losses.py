@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from dgemma.checks import above, check_types, require, require_tensor
-from dgemma.diffusion import nelbo
 from dgemma.diffusion.noise import HybridNoise, Noise
 from dgemma.model.diffusion import DiffusionGemma
-from dgemma.train import head
+from dgemma.train import head, nelbo
 from dgemma.train.canvases import Canvases, NoisyCanvases
 
 _CERTAIN = 1e4  # the largest evidence (`_evidence`): the softmax is one-hot, and values stay finite

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 import dgemma
-from dgemma.diffusion import nelbo
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, UniformNoise
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.schedule import Linear, OneMinusCosine, PlainCosine
-from dgemma.train import Bound, CrossEntropy
+from dgemma.train import Bound, CrossEntropy, nelbo
 from dgemma.train.likelihood import evaluate
 from dgemma.train.objective import Objective
 from toy import (

@@ -7,9 +7,9 @@ import torch
 
 import dgemma
 from dgemma import train
-from dgemma.model import identity
-from dgemma.model.identity import fingerprint
-from dgemma.model.layout import lay_out_by_column
+from dgemma.checkpoint import identity
+from dgemma.checkpoint.identity import fingerprint
+from dgemma.checkpoint.layout import lay_out_by_column
 from dgemma.model.quantize import Quantization
 from dgemma.model.quantized import quantized_weights
 
