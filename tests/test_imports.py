@@ -42,7 +42,7 @@ IN_FUNCTIONS = {
     "dgemma.data.corpus": {"tokenizers", "transformers"},
     "dgemma.data.documents": {"datasets"},
     "dgemma.eval.__main__": {"dgemma.eval.harness", "lm_eval.__main__"},
-    "dgemma.run.on_ray": {"ray", "ray.util"},
+    "dgemma.many.on_ray": {"ray", "ray.util"},
     "dgemma.view.gif": {"PIL", "matplotlib"},
     "dgemma_kernels.training.fused": {"torch._inductor.async_compile", "torch._inductor.compile_fx"},
     "dgemma_kernels.ops.ahead": {"torch._inductor.async_compile", "torch._inductor.runtime.cache_dir_utils"},
@@ -60,14 +60,15 @@ IN_FUNCTIONS = {
 }
 # The folders that a folder must not import.
 FORBIDDEN = {
-    "dgemma.diffusion": {"sampling", "run", "tasks", "study", "train", "data", "view", "cli", "checkpoint"},
-    "dgemma.model": {"checkpoint", "run", "sampling", "tasks", "study", "train", "data", "view", "cli"},
-    "dgemma.sampling": {"model", "run", "tasks", "study", "train", "data", "view", "cli", "checkpoint"},
-    "dgemma.constraints": {"sampling", "run", "tasks", "study", "train", "data", "view", "cli"},
-    "dgemma.run": {"tasks", "study", "train", "data", "view", "cli"},
+    "dgemma.diffusion": {"sampling", "run", "many", "tasks", "study", "train", "data", "view", "cli", "checkpoint"},
+    "dgemma.model": {"checkpoint", "run", "many", "sampling", "tasks", "study", "train", "data", "view", "cli"},
+    "dgemma.sampling": {"model", "run", "many", "tasks", "study", "train", "data", "view", "cli", "checkpoint"},
+    "dgemma.constraints": {"sampling", "run", "many", "tasks", "study", "train", "data", "view", "cli"},
+    "dgemma.run": {"many", "tasks", "study", "train", "data", "view", "cli"},
+    "dgemma.many": {"tasks", "study", "train", "data", "view", "cli"},
     "dgemma.tasks": {"study", "train", "data", "view", "cli"},
     "dgemma.study": {"train", "data", "view", "cli"},
-    "dgemma.checkpoint": {"sampling", "run", "tasks", "study", "train", "data", "view", "cli"},
+    "dgemma.checkpoint": {"sampling", "run", "many", "tasks", "study", "train", "data", "view", "cli"},
     "dgemma.train": {"tasks", "study", "data", "view", "cli"},
     "dgemma.data": {"view", "cli"},
     "dgemma.view": {"serve", "cli", "eval"},
@@ -184,7 +185,7 @@ def test_folders_import_only_folders_below_them():
     assert wrong == []
 
 
-PLAIN = ("diffusion", "sampling", "model", "run", "tasks", "train", "checkpoint")
+PLAIN = ("diffusion", "sampling", "model", "run", "many", "tasks", "train", "checkpoint")
 # Autograd functions in these folders, each with its reason. Those that only save time are in `dgemma_kernels.training`.
 GRADIENTS = {
     ("dgemma.model.quantized", "_DecodedProduct"),  # keeps codes: decoded weights would not fit into memory

@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="by default results/<gpu>/many.json")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("This benchmark needs a CUDA GPU; on this machine run tests/run/test_many.py instead.")
+        raise SystemExit("This benchmark needs a CUDA GPU; on this machine run tests/many/test_many.py instead.")
     output = arguments.output or results_folder() / "many.json"
     torch.manual_seed(0)
     config = dgemma.presets.diffusiongemma_26b_a4b()

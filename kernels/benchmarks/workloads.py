@@ -35,7 +35,7 @@ from step import Results
 from timing import describe_run, results_folder, seconds_of
 
 import dgemma
-from dgemma.run.prefixes import PREFIX_BYTES, SharedPrefixes
+from dgemma.many.prefixes import PREFIX_BYTES, SharedPrefixes
 from dgemma_kernels import FusedDenoiser
 from dgemma_kernels.engine.precision import choose_parts
 from dgemma_kernels.formats import ENCODERS

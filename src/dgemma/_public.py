@@ -11,6 +11,8 @@ from dgemma.diffusion import schedule
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
+from dgemma.many.prefixes import SharedPrefixes
+from dgemma.many.prompts import generate_many
 from dgemma.model import presets
 from dgemma.model.cache import PrefixCache
 from dgemma.model.config import DenoiserConfig, GenerationDefaults, ModelConfig
@@ -19,9 +21,7 @@ from dgemma.model.diffusion import DiffusionGemma
 from dgemma.run.changes import apply_changes
 from dgemma.run.generate import generate, stream
 from dgemma.run.knobs import Knobs, default_sampler, learnt_noise
-from dgemma.run.many import generate_many
 from dgemma.run.plan import read_plan
-from dgemma.run.prefixes import SharedPrefixes
 from dgemma.run.records import StepRecord
 from dgemma.run.step import settle, start_state, step
 from dgemma.run.trajectory import Generation, Trajectory

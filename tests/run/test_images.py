@@ -10,7 +10,7 @@ from PIL import Image
 import dgemma
 from dgemma import ByteTokenizer, Choice, DiffusionGemma, Guided, MaskNoise, Slot, Trajectory, presets
 from dgemma.checkpoint.images import encode_text, processor_of
-from dgemma.run.many import PromptFile
+from dgemma.many.prompts import PromptFile
 from dgemma.run.records import BlockCommit
 from image_prompts import prompts, random_images, seeing_model
 

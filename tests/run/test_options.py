@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import dgemma
-from dgemma.run.many import ManyOptions
-from dgemma.run.on_ray import generate_on_ray
+from dgemma.many.on_ray import generate_on_ray
+from dgemma.many.prompts import ManyOptions
 from dgemma.run.options import GenerateOptions, RunOptions, defaults_of
 from dgemma.run.plan import read_plan
 from dgemma.tasks.infill import InfillOptions

@@ -6,7 +6,7 @@ An `ignore` that is not needed is an error, because `warn_unused_ignores` is set
 import torch
 
 import dgemma
-from dgemma.run.on_ray import generate_on_ray
+from dgemma.many.on_ray import generate_on_ray
 
 model, tokens = dgemma.DiffusionGemma(dgemma.presets.tiny()), torch.full((1, 8), 5)
 dgemma.generate(model, tokens, steps=3, temperature=0.5, sampler=dgemma.EntropyBound(), record=True, seed=[4])

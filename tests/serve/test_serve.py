@@ -23,7 +23,7 @@ from starlette.testclient import TestClient
 import dgemma
 from dgemma.checkpoint.tokenizer import ToolCall
 from dgemma.constraints import build
-from dgemma.run.rows import Rows
+from dgemma.many.batch import BatchRow
 from dgemma.serve.app import create_app
 from dgemma.serve.engine import Draft, Engine, Written, read_events
 from dgemma.serve.errors import ApiError
@@ -451,7 +451,7 @@ LONG = {"max_new_tokens": 288, "steps": 500}  # takes minutes
 
 def row_of(engine, **options):
     options = {"max_new_tokens": 16, "steps": 3, "eos_token_ids": [], "stop": None, **options}
-    return Rows(dgemma.read_plan(engine.model, torch.tensor([[5, 6]]), **options))
+    return BatchRow(dgemma.read_plan(engine.model, torch.tensor([[5, 6]]), **options))
 
 
 def submit(engine, client="", seconds=60, **options):
@@ -821,7 +821,7 @@ class Broken(Slow):
 
 @with_engine(Broken, batch_size=2, max_queue=4)
 async def test_a_batch_that_fails_does_not_stop_the_engine(engine):
-    bad = Rows(dgemma.read_plan(engine.model, torch.tensor([[5, 6, 7]])))
+    bad = BatchRow(dgemma.read_plan(engine.model, torch.tensor([[5, 6, 7]])))
     with pytest.raises(ApiError, match="The model failed: RuntimeError: out of memory"):
         await events_of(engine.submit([bad], seconds=60)[0])
     assert (await events_of(submit(engine)))[-1].ended

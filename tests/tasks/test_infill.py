@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import dgemma
 from dgemma.sampling import Ancestral, Confidence, EntropyBound, StepCap
 from dgemma.tasks.infill import edit, infill, infill_row, place_canvas
-from run.test_many import run_together
+from many.test_many import run_together
 
 VOCAB, CANVAS_LEN = 512, 32
 PROCESSES = {

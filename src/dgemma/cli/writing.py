@@ -17,10 +17,10 @@ from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.cli import loading, output
 from dgemma.cli.loading import Writer
 from dgemma.data import sudoku
+from dgemma.many.prompts import PromptFile, generate_many
 from dgemma.model.vision.images import Images
 from dgemma.run.generate import generate
 from dgemma.run.knobs import warn_of_noise
-from dgemma.run.many import PromptFile, generate_many
 from dgemma.run.trajectory import Generation
 from dgemma.sampling import EntropyBound, StableAndConfident
 from dgemma.tasks.infill import Infilling, edit, infill

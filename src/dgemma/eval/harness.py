@@ -24,11 +24,11 @@ from dgemma.data.sudoku.encoding import load_tokenizer
 from dgemma.files import write_text, writing
 from dgemma.intervals import Estimate, mean_of
 from dgemma.location import resolve
+from dgemma.many.prompts import generate_many
 from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.printing import install_command, progress_bar
 from dgemma.run.knobs import learnt_noise
-from dgemma.run.many import generate_many
 from dgemma.run.plan import read_plan
 from dgemma.sampling.base import Sampler
 from dgemma.sampling.named import parse_sampler

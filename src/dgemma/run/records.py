@@ -3,7 +3,7 @@
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Annotated, Any, NamedTuple, Self, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -58,32 +58,6 @@ class StepRecord:
         decision = Decision(tokens=self.state.canvas, write=self.accepted, renoise=self.renoised)
         law = self.knobs.sampler.law(self.prediction, self.before, decision)
         return torch.where(self.active, law.log_prob, 0.0)
-
-
-class Scores(NamedTuple):
-    """Candidates of every position, in the prediction that decided it: the written token, then the k best ones."""
-
-    tokens: Tensor  # (..., C, 1 + k) int64
-    log_probs: Tensor  # (..., C, 1 + k) float32
-
-    @classmethod
-    def of_step(cls, record: StepRecord, k: int) -> Self:
-        """Score the tokens (B, C) that each row would write if its canvas ended with this step.
-
-        Example: `Scores.of_step(record, 5).log_probs[..., 0]`.
-        """
-        written = record.state.draft[..., None]
-        tokens = torch.cat((written, record.prediction.top(k).tokens), dim=-1) if k else written
-        return cls(tokens, record.prediction.log_prob(tokens))
-
-    def update(self, new: Self, decided: Tensor) -> Self:
-        """Take the scores of a later step at the positions that it decided, (C,) bool."""
-        pairs = zip(new, self, strict=True)
-        return type(self)(*(torch.where(decided[:, None], later, earlier) for later, earlier in pairs))
-
-    def row(self, at: int, k: int) -> Self:
-        """The scores of one row of a batch, with at most k alternatives."""
-        return type(self)(self.tokens[at, :, : 1 + k], self.log_probs[at, :, : 1 + k])
 
 
 class Column(NamedTuple):

@@ -13,22 +13,20 @@ from dgemma.model.denoiser import Denoiser
 from dgemma.model.vision.places import join_images
 from dgemma.run.knobs import Knobs
 from dgemma.run.plan import Plan
-from dgemma.run.records import BlockCommit, Output, Scores
+from dgemma.run.records import BlockCommit, Output
 from dgemma.run.step import start_state
 
 
 class Rows:
     """The rows of a plan, which start together and are committed block by block.
 
-    `generate` runs one `Rows` for its batch. `Batch` runs many of them, each with a plan of batch size 1.
+    `generate` runs one `Rows` for its batch. The `Batch` of many prompts has one per prompt.
 
     Example: `rows = Rows(plan); cache = rows.encode(model); state = rows.start(model, plan.knobs)`.
     """
 
-    def __init__(self, plan: Plan, *, index: int = 0, num_top: int | None = None) -> None:
-        self.plan, self.index = plan, index  # the index names the row in a `Batch`
-        self.num_top = num_top  # a `Batch` scores this many alternatives of each token; None: it scores nothing
-        self.scores: list[Scores] = []  # of each block
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
         self.present = torch.arange(plan.batch_size, device=plan.seeds.device)  # (R,) the rows that have not ended
         self.blocks: list[Tensor] = []  # (B, C) each
         self.steps: list[Tensor] = []  # (B,) each

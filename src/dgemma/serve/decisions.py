@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from dgemma.checkpoint.tokenizer import IMAGE_MARKER, Tokenizer
+from dgemma.many.prefixes import SharedPrefixes
 from dgemma.model.denoiser import Denoiser
 from dgemma.model.vision.images import Images
-from dgemma.run.prefixes import SharedPrefixes
 from dgemma.serve.errors import ApiError
 from dgemma.serve.protocol import Question
 from dgemma.tasks.slots import FilledTemplate, Slot, Template, decide_many

@@ -13,11 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from dgemma.many.batch import Batch, BatchRow, Scores
+from dgemma.many.prefixes import PREFIX_BYTES, SharedPrefixes
 from dgemma.model.denoiser import Denoiser
-from dgemma.run.batch import Batch
-from dgemma.run.prefixes import PREFIX_BYTES, SharedPrefixes
-from dgemma.run.records import Scores
-from dgemma.run.rows import Rows
 from dgemma.serve.errors import ApiError, shut_down, timed_out
 
 Result = TypeVar("Result")
@@ -51,7 +49,7 @@ Event = Draft | Written | ApiError
 class Job:
     """One row of a request in the engine. The rows of a request have one inbox, in the thread of its event loop."""
 
-    row: Rows
+    row: BatchRow
     model: Denoiser
     client: str
     deadline: float
@@ -121,7 +119,7 @@ class Engine:
         self.num_steps = 0  # of all batches
         self._queue: deque[Job] = deque()
         self._calls: deque[Call] = deque()
-        self._running: dict[Rows, Job] = {}
+        self._running: dict[BatchRow, Job] = {}
         self._batches: dict[Any, Batch] = {}
         self._debt: dict[str, float] = {}  # seconds that a client had more than the one that had the least
         self._debt_of_batch: dict[Any, float] = {}
@@ -161,7 +159,7 @@ class Engine:
 
     def submit(
         self,
-        rows: Sequence[Rows],
+        rows: Sequence[BatchRow],
         *,
         seconds: float,
         client: str = "",

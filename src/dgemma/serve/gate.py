@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dgemma.constraints.build import stop_builds
-from dgemma.run.prefixes import PREFIX_BYTES
+from dgemma.many.prefixes import PREFIX_BYTES
 from dgemma.serve.errors import ApiError, shut_down
 from dgemma.serve.metrics import Metrics
 from dgemma.serve.turns import Door

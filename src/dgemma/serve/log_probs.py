@@ -6,7 +6,7 @@ from typing import Any
 
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.constraints.token_text import token_texts
-from dgemma.run.records import Scores
+from dgemma.many.batch import Scores
 
 _LEAST = -9999.0  # OpenAI's number for a token of probability 0; JSON has no infinity
 

@@ -19,11 +19,11 @@ from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import require
 from dgemma.constraints.languages import JsonSchema, Regex, ToolCalls
 from dgemma.constraints.token_text import token_texts
+from dgemma.many.batch import BatchRow
 from dgemma.model.denoiser import Denoiser
 from dgemma.model.vision.images import Images
 from dgemma.run.knobs import default_sampler
 from dgemma.run.plan import read_plan
-from dgemma.run.rows import Rows
 from dgemma.serve.answer import Answer, AnswerChoice
 from dgemma.serve.decisions import TypedAnswer, answer_questions
 from dgemma.serve.engine import Engine, Job, Written, read_events
@@ -115,7 +115,7 @@ class Service:
     async def answer(self, body: ChatRequest | CompletionRequest, request: Request) -> Response:
         """Run a request; return its whole answer, or a stream of it."""
         texts = await self._prepare(body, request)
-        rows = [Rows(text.plan, num_top=body.num_top) for text in texts]
+        rows = [BatchRow(text.plan, num_top=body.num_top) for text in texts]
         jobs = self._submit(rows, request, drafts=body.drafts and bool(body.stream))
         choices = [
             AnswerChoice(index, text, job, None if body.num_top is None else LogProbs(self.tokenizer))
@@ -182,7 +182,7 @@ class Service:
             for job in jobs:
                 self.engine.cancel(job)
 
-    def _submit(self, rows: list[Rows], request: Request, *, drafts: bool = False) -> list[Job]:
+    def _submit(self, rows: list[BatchRow], request: Request, *, drafts: bool = False) -> list[Job]:
         """Queue the rows of a request, if its client may have so many."""
         client, seconds = _client(request), self.limits.seconds
         if self.engine.num_rows(client) + len(rows) > self.limits.per_client:

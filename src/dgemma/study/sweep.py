@@ -19,8 +19,8 @@ from torch import Tensor
 from dgemma.checks import require
 from dgemma.files import write_text
 from dgemma.intervals import Estimate, mean_of
+from dgemma.many.run_file import RunFile
 from dgemma.printing import progress_bar
-from dgemma.run.run_file import RunFile
 from dgemma.sampling.base import Sampler
 from dgemma.values import identify, label
 

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from dgemma.checks import as_int, require, require_tensor, short_repr
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.state import DenoiseState
+from dgemma.many.batch import BatchRow
 from dgemma.model.cache import Cache
 from dgemma.model.config import ModelConfig
 from dgemma.model.denoiser import Denoiser, check_denoiser
@@ -28,7 +29,6 @@ from dgemma.run.loop import denoise_canvas, run_events
 from dgemma.run.options import CanvasOptions, ImagesOption, WatchOptions, fill_in, select, takes_options
 from dgemma.run.plan import Plan, read_plan
 from dgemma.run.records import BlockCommit, OnStep, shows_progress
-from dgemma.run.rows import Rows
 from dgemma.run.trajectory import Trajectory
 
 Holes = Tensor | int | Sequence[tuple[int, int]]
@@ -251,7 +251,7 @@ class _Infiller:
         return prediction.shaped(allowed=state.noise.proposable(None, state.device)).log_prob(drafts).float()
 
 
-class HoleRows(Rows):
+class HoleRows(BatchRow):
     """Texts with holes, of which `todo` (B, N) are to write. Each block is a canvas over the first holes of each row.
 
     `plan` is that of the next canvases, of the rows that still have holes. They are in `open`.

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from dgemma.diffusion import draws
 from dgemma.diffusion.noise import Noise
+from dgemma.many.prefixes import SharedPrefixes, encode_texts
 from dgemma.model.cache import Cache
 from dgemma.model.denoiser import Denoiser
 from dgemma.model.vision.images import Images
-from dgemma.run.prefixes import SharedPrefixes, encode_texts
 
 _OPEN = -1  # in a canvas: a position whose token is not shown
 

@@ -20,6 +20,7 @@ from dgemma.checkpoint.tokenizer import IMAGE_MARKER, Tokenizer
 from dgemma.checks import as_int, as_lists, check_types, require, short_repr, show, typed
 from dgemma.diffusion import draws
 from dgemma.diffusion.noise import Noise
+from dgemma.many.prefixes import SharedPrefixes
 from dgemma.model.cache import Cache
 from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.model.vision.images import Images
@@ -28,7 +29,6 @@ from dgemma.printing import progress_bar
 from dgemma.run.arguments import check_vocabulary
 from dgemma.run.knobs import learnt_noise
 from dgemma.run.options import Default, fill_in, takes_options
-from dgemma.run.prefixes import SharedPrefixes
 from dgemma.tasks.infill import check_tail
 from dgemma.tasks.option_scores import Blank, Layout, Piece, Scorer, layouts_of
 

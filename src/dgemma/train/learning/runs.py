@@ -11,9 +11,9 @@ from torch import Tensor
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import require
 from dgemma.diffusion import draws
+from dgemma.many.prefixes import pad_left
 from dgemma.model.denoiser import Denoiser
 from dgemma.run.generate import generate
-from dgemma.run.prefixes import pad_left
 from dgemma.run.trajectory import Trajectory
 from dgemma.train.learning.rewards import Reward
 

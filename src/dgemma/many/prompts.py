@@ -20,15 +20,14 @@ from dgemma.checkpoint.images import encode_text, image_digest, processor_of, ta
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import as_int, as_lists, check_types, require, short_repr, show
 from dgemma.files import open_file
+from dgemma.many.batch import Batch, BatchRow
+from dgemma.many.prefixes import SharedPrefixes
+from dgemma.many.run_file import RunFile
 from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.model.vision.images import Images
 from dgemma.printing import progress_bar
-from dgemma.run.batch import Batch
 from dgemma.run.options import Default, TextOptions, fill_in, select, takes_options
 from dgemma.run.plan import Plan, read_plan
-from dgemma.run.prefixes import SharedPrefixes
-from dgemma.run.rows import Rows
-from dgemma.run.run_file import RunFile
 from dgemma.values import identify
 
 _REPORT_SECONDS = 30  # between two lines of progress, where no bar can be shown
@@ -198,7 +197,7 @@ class Worker:
         entry = _as_entry(prompt, f"generate_many prompt {index}")
         seed = self._seed + index if entry.get("seed") is None else entry["seed"]
         try:
-            self._batch.add(Rows(self._plan(entry, seed), index=index))
+            self._batch.add(BatchRow(self._plan(entry, seed), index=index))
         except ValueError as error:
             raise ValueError(f"generate_many prompt {index}: {error}") from None
         self._running[index] = prompt
@@ -207,7 +206,7 @@ class Worker:
         """Take one step of all prompts, and return the results of those that finished in it."""
         return [self._complete(row) for row in self._batch.step() if row.ended]
 
-    def _complete(self, row: Rows) -> Completion:
+    def _complete(self, row: BatchRow) -> Completion:
         new_tokens, prompt = row.new_tokens[0], self._running.pop(row.index)
         return Completion(
             index=row.index,

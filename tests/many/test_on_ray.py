@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import dgemma
-from dgemma.run import on_ray
-from dgemma.run.many import Worker
-from dgemma.run.on_ray import generate_on_ray
+from dgemma.many import on_ray
+from dgemma.many.on_ray import generate_on_ray
+from dgemma.many.prompts import Worker
 from rowwise import RowwiseDenoiser
 
 PROMPTS = [[5 + at % 50, 6 + at % 7] for at in range(40)]

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Unpack
 
 from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.many.prompts import Completion, ManyOptions, Worker, read_many, run_prompts
 from dgemma.model.denoiser import Denoiser
 from dgemma.printing import install_command
-from dgemma.run.many import Completion, ManyOptions, Worker, read_many, run_prompts
 from dgemma.run.options import TextOptions, select, takes_options
 
 logger = logging.getLogger("dgemma")

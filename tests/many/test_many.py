@@ -13,11 +13,10 @@ import torch
 import dgemma
 from dgemma import ByteTokenizer, Prediction
 from dgemma.constraints.token_automaton import TokenAutomaton
-from dgemma.run.batch import Batch
+from dgemma.many.batch import Batch, BatchRow
+from dgemma.many.run_file import RunFile
 from dgemma.run.loop import drain, run_plan
 from dgemma.run.plan import read_plan
-from dgemma.run.rows import Rows
-from dgemma.run.run_file import RunFile
 from every_sampler import SAMPLERS, STOP_RULES, noises
 from fork_server import start_script
 from rowwise import RowwiseDenoiser
@@ -185,7 +184,7 @@ def test_a_removed_row_frees_its_place_and_the_others_go_on():
     wanted = expected(model, PROMPTS[:3], **options)
     batch = Batch(model)
     prompts = (torch.tensor([prompt]) for prompt in PROMPTS[:3])
-    rows = [Rows(read_plan(model, prompt, seed=[at], **options), index=at) for at, prompt in enumerate(prompts)]
+    rows = [BatchRow(read_plan(model, prompt, seed=[at], **options), index=at) for at, prompt in enumerate(prompts)]
     for row in rows:
         batch.add(row)
     batch.step()
@@ -211,7 +210,7 @@ def test_rows_with_given_tokens_over_several_blocks_share_a_batch_with_plain_row
     ]
     awaited = torch.arange(48)[None] % 16 < 6
     plans[1] = replace(plans[1], span=replace(plans[1].span, awaited=awaited))
-    rows = [Rows(plan, index=at) for at, plan in enumerate(plans)]
+    rows = [BatchRow(plan, index=at) for at, plan in enumerate(plans)]
     run_together(model, rows)
     for row, plan in zip(rows, plans, strict=True):
         want = drain(run_plan(model, plan), on_step=None, recording=None)
@@ -238,7 +237,7 @@ def test_a_plain_row_waits_for_all_its_positions_next_to_a_constrained_row():
     rows, wanted = [], []
     for at, more in enumerate(own):
         prompt = torch.tensor([PROMPTS[at]])
-        rows.append(Rows(read_plan(model, prompt, seed=[at], **options, **more), index=at))
+        rows.append(BatchRow(read_plan(model, prompt, seed=[at], **options, **more), index=at))
         wanted.append(dgemma.generate(model, prompt, seed=[at], **options, **more))
     run_together(model, rows)
     for row, want in zip(rows, wanted, strict=True):
@@ -386,7 +385,7 @@ def test_results_carry_their_prompts_also_from_a_file(tmp_path):
 
 
 def test_piped_progress_is_a_plain_line_now_and_then(monkeypatch, capsys):
-    monkeypatch.setattr("dgemma.run.many._REPORT_SECONDS", 0)
+    monkeypatch.setattr("dgemma.many.prompts._REPORT_SECONDS", 0)
     list(dgemma.generate_many(RowwiseDenoiser(), PROMPTS[:2], **OPTIONS))
     assert re.fullmatch(r"generating: 1 of 2 prompts in \d+ s\ngenerating: 2 of 2 .*\n", capsys.readouterr().err)
     list(dgemma.generate_many(RowwiseDenoiser(), PROMPTS[:2], progress=False, **OPTIONS))

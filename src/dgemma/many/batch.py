@@ -6,26 +6,67 @@ own seed, block and step, so a row's tokens depend on its neighbours only throug
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
 
+from dgemma.many.prefixes import SharedPrefixes, encode_texts
 from dgemma.model.cache import Cache
 from dgemma.model.denoiser import Denoiser
 from dgemma.run.denoising import Denoising
-from dgemma.run.prefixes import SharedPrefixes, encode_texts
-from dgemma.run.records import Scores, StepRecord
+from dgemma.run.plan import Plan
+from dgemma.run.records import StepRecord
 from dgemma.run.rows import Rows
 
 _Element = TypeVar("_Element")
+
+
+class Scores(NamedTuple):
+    """Candidates of every position, in the prediction that decided it: the written token, then the k best ones."""
+
+    tokens: Tensor  # (..., C, 1 + k) int64
+    log_probs: Tensor  # (..., C, 1 + k) float32
+
+    @classmethod
+    def of_step(cls, record: StepRecord, k: int) -> Self:
+        """Score the tokens (B, C) that each row would write if its canvas ended with this step.
+
+        Example: `Scores.of_step(record, 5).log_probs[..., 0]`.
+        """
+        written = record.state.draft[..., None]
+        tokens = torch.cat((written, record.prediction.top(k).tokens), dim=-1) if k else written
+        return cls(tokens, record.prediction.log_prob(tokens))
+
+    def update(self, new: Self, decided: Tensor) -> Self:
+        """Take the scores of a later step at the positions that it decided, (C,) bool."""
+        pairs = zip(new, self, strict=True)
+        return type(self)(*(torch.where(decided[:, None], later, earlier) for later, earlier in pairs))
+
+    def row(self, at: int, k: int) -> Self:
+        """The scores of one row of a batch, with at most k alternatives."""
+        return type(self)(self.tokens[at, :, : 1 + k], self.log_probs[at, :, : 1 + k])
+
+
+class BatchRow(Rows):
+    """A row of a `Batch`: a plan of batch size 1, and what the batch does with it.
+
+    index: the number of the row in records. num_top: score this many alternatives of each token; None: score nothing.
+
+    Example: `BatchRow(read_plan(model, prompt, seed=[7]), index=7)`.
+    """
+
+    def __init__(self, plan: Plan, *, index: int = 0, num_top: int | None = None) -> None:
+        super().__init__(plan)
+        self.index, self.num_top = index, num_top
+        self.scores: list[Scores] = []  # of each block
 
 
 @dataclass
 class _Place:
     """A row in the batch, and what its present canvas has taken so far."""
 
-    row: Rows
+    row: BatchRow
     steps: int = 0
     forwards: int = 0
     scores: Scores | None = None
@@ -49,29 +90,29 @@ class _Group:
 class Batch:
     """Rows with the same knobs and noise, denoised together. `add` rows at any time; each `step` takes one step.
 
-    A row is a `Rows` of batch size 1. It takes the first step of each canvas outside the batch, after its new tokens
-    are encoded: a first step has no self-conditioning, and `splice` joins only states with the same fields. It joins
-    the others for its second step.
+    A row takes the first step of each canvas outside the batch, after its new tokens are encoded: a first step has no
+    self-conditioning, and `splice` joins only states with the same fields. It joins the others for its second step.
 
-    Example: `batch = Batch(model); batch.add(Rows(plan)); finished = batch.step()`.
+    Example: `batch = Batch(model); batch.add(BatchRow(plan)); finished = batch.step()`.
     """
 
     def __init__(self, model: Denoiser, prefixes: SharedPrefixes | None = None) -> None:
         self._model = model
         self._prefixes = SharedPrefixes() if prefixes is None else prefixes
-        self._waiting: list[Rows] = []  # not yet encoded
-        self._between: list[tuple[list[Rows], Cache]] = []  # rows between two blocks; their cache lacks the last block
+        self._waiting: list[BatchRow] = []  # not yet encoded
+        # Rows between two blocks. Their cache lacks the last block.
+        self._between: list[tuple[list[BatchRow], Cache]] = []
         self._running: _Group | None = None
 
     def __len__(self) -> int:
         between = [row for rows, _ in self._between for row in rows if not row.ended]
         return len(self._waiting) + len(between) + (0 if self._running is None else len(self._running.present))
 
-    def add(self, row: Rows) -> None:
+    def add(self, row: BatchRow) -> None:
         """Add a row. It starts at the next `step`."""
         self._waiting.append(row)
 
-    def remove(self, row: Rows) -> None:
+    def remove(self, row: BatchRow) -> None:
         """Drop a row that nobody needs any more. Its place becomes free."""
         row.ended = True
         self._waiting = [other for other in self._waiting if other is not row]
@@ -79,7 +120,7 @@ class Batch:
             places = self._running.places
             self._running.places = [None if place is None or place.row is row else place for place in places]
 
-    def drafts(self) -> Iterator[tuple[Rows, int, Tensor]]:
+    def drafts(self) -> Iterator[tuple[BatchRow, int, Tensor]]:
         """Yield each running row with its steps and its draft (C,): what it would write if its canvas ended now."""
         if self._running is not None:
             drafts = self._running.denoising.state.draft.cpu()
@@ -87,7 +128,7 @@ class Batch:
                 yield place.row, place.steps, drafts[at]
 
     @torch.no_grad()
-    def step(self) -> list[Rows]:
+    def step(self) -> list[BatchRow]:
         """Take one step of every row (two if it starts a canvas), and return the rows that finished a block."""
         finished = []
         for group in self._begin():
@@ -114,7 +155,7 @@ class Batch:
         for rows in _parts(waiting):
             yield self._start(rows, None)
 
-    def _start(self, rows: Sequence[Rows], cache: Cache | None) -> _Group:
+    def _start(self, rows: Sequence[BatchRow], cache: Cache | None) -> _Group:
         """Encode the new tokens of the rows, and start their next canvases."""
         model = self._model
         texts = [row.uncached[0] for row in rows]
@@ -131,7 +172,7 @@ class Batch:
         state = replace(state, rows=torch.tensor([row.index for row in rows]).to(first))
         return _Group([_Place(row) for row in rows], Denoising(model, state, cache, rows[0].plan.knobs))
 
-    def _advance(self, group: _Group) -> list[Rows]:
+    def _advance(self, group: _Group) -> list[BatchRow]:
         """Take one step of a group. Rows that finish their canvas leave it."""
         record = group.denoising.step()
         steps_left = group.denoising.finish_step()

@@ -1,0 +1,1 @@
+"""Many prompts through one model: a batch that is refilled, shared prefixes, and files that continue after a kill."""
