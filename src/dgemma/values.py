@@ -20,7 +20,13 @@ from torch import Tensor
 from dgemma.checks import check_types, show
 
 # Folders whose dataclasses may be in a saved file. Names are unique there, so a class is found after it has moved.
-_FOLDERS = ("dgemma.diffusion.", "dgemma.sampling.", "dgemma.run.", "dgemma.model.vision.images")
+_FOLDERS = (
+    "dgemma.diffusion.",
+    "dgemma.sampling.",
+    "dgemma.run.",
+    "dgemma.constraints.run_language",
+    "dgemma.model.vision.images",
+)
 _LONGEST = 1000  # characters or elements in an identity
 
 

@@ -3,18 +3,17 @@
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from dgemma.checks import as_int, as_lists, has_values, require, require_tensor
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.schedule import LEAST_NOISE
+from dgemma.diffusion.span import Span
 from dgemma.model.cache import Cache
 from dgemma.model.config import DenoiserConfig, ModelConfig
 from dgemma.model.denoiser import Denoiser, require_vision
@@ -25,54 +24,6 @@ from dgemma.sampling.base import Sampler
 MOST_STEPS = 1_000_000  # per canvas; a larger number is certainly a mistake
 Allowed = Tensor | np.ndarray | Iterable[Any] | None
 _INTS = (torch.int64, torch.int32)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """The caller's canvas over all N positions of a run. None is the default of each field."""
-
-    canvas: Tensor | None = None  # (B, N) int64, -1 for noise
-    frozen: Tensor | None = None  # (B, N) bool
-    awaited: Tensor | None = None  # (B, N) bool: a canvas may end once these positions are finished; None means all
-    allowed: Tensor | None = None  # (B or 1, N or 1, V) bool
-
-    def past_frozen(self, block: int, canvas_len: int, rows: Tensor) -> Tensor:
-        """The positions where a stop token ends a row: its last frozen position and those after it, (R, C) bool."""
-        if self.frozen is None:
-            return torch.ones(len(rows), canvas_len, dtype=torch.bool, device=rows.device)
-        position = block * canvas_len + torch.arange(canvas_len, device=rows.device)
-        column = torch.arange(self.frozen.shape[1], device=rows.device)
-        last = torch.where(self.frozen[rows], column, -1).amax(-1, keepdim=True)  # (R, 1)
-        return position >= last
-
-    def to(self, device: torch.device) -> "Span":
-        """The same span on `device`."""
-        return Span(**{name: None if value is None else value.to(device) for name, value in vars(self).items()})
-
-    def part(self, block: int, canvas_len: int, rows: Tensor) -> dict[str, Any]:
-        """The fields over one block, for some rows. Positions after the end of the span are free."""
-        start = block * canvas_len
-
-        def cut(table: Tensor | None, free: int) -> Tensor | None:
-            if table is None:
-                return None
-            part = table[rows, start : start + canvas_len]
-            return F.pad(part, (0, canvas_len - part.shape[1]), value=free)
-
-        has_canvas = self.canvas is not None and start < self.canvas.shape[1]  # without it, the block starts at level 1
-        canvas = cut(self.canvas, -1) if has_canvas else None
-        allowed = self.allowed
-        if allowed is not None and allowed.shape[0] > 1:
-            allowed = allowed[rows]
-        if allowed is not None and allowed.shape[1] > 1:
-            allowed = allowed[:, start : start + canvas_len]
-            allowed = F.pad(allowed, (0, 0, 0, canvas_len - allowed.shape[1]), value=True)
-        return {
-            "canvas": canvas,
-            "frozen": cut(self.frozen, False),
-            "awaited": cut(self.awaited, False),
-            "allowed": allowed,
-        }
 
 
 def read_seeds(seed: int | Sequence[int] | Tensor, prompt_tokens: Tensor) -> Tensor:

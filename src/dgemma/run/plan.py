@@ -7,13 +7,14 @@ from typing import Any, Self, Unpack
 import torch
 from torch import Tensor
 
+from dgemma.constraints.run_language import RunLanguage, read_constraint
 from dgemma.diffusion.noise import Noise
+from dgemma.diffusion.span import Span
 from dgemma.model.cache import Cache
 from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.model.vision.images import Images
 from dgemma.run import arguments
-from dgemma.run.arguments import MOST_STEPS, Span
-from dgemma.run.constrain import RunLanguage, read_constraint
+from dgemma.run.arguments import MOST_STEPS
 from dgemma.run.knobs import Knobs, learnt_noise, read_knobs, warn_of_noise
 from dgemma.run.options import RunOptions, fill_in, takes_options
 from dgemma.sampling.temperature import check_temperature

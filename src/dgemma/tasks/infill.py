@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from dgemma.checks import as_int, require, require_tensor, short_repr
+from dgemma.constraints.run_language import Constraint, HoleLanguage
 from dgemma.diffusion.noise import Noise
+from dgemma.diffusion.span import Span
 from dgemma.diffusion.state import DenoiseState
 from dgemma.many.batch import BatchRow
 from dgemma.model.cache import Cache
@@ -22,8 +24,6 @@ from dgemma.model.config import ModelConfig
 from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.printing import progress_bar
 from dgemma.run import arguments
-from dgemma.run.arguments import Span
-from dgemma.run.constrain import Constraint, HoleLanguage
 from dgemma.run.knobs import Knobs
 from dgemma.run.loop import denoise_canvas, run_events
 from dgemma.run.options import CanvasOptions, ImagesOption, WatchOptions, fill_in, select, takes_options

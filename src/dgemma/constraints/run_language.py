@@ -24,7 +24,7 @@ from dgemma.diffusion.automaton import Automaton
 from dgemma.diffusion.language import Language
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.reductions import any_by
-from dgemma.run.arguments import Span
+from dgemma.diffusion.span import Span
 
 _MOST_BYTES = 1 << 26  # of converted automata that are kept for later runs; an engine's tables take as much again
 Constraint = Regex | Sequence[Regex | None] | None
