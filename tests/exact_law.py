@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dgemma.constraints.canvas_language import Language
 from dgemma.constraints.tables import with_stops
 from dgemma.constraints.token_automaton import TokenAutomaton
-from dgemma.diffusion.language import Language
 
 VOCAB_SIZE, CANVAS_LEN, STOP = 4, 3, 3
 TEXTS = torch.tensor(list(itertools.product(range(VOCAB_SIZE), repeat=CANVAS_LEN)))  # (64, 3)

@@ -58,17 +58,18 @@ IN_FUNCTIONS = {
     },
     "dgemma_kernels.ops.grouped.kernel": {"dgemma_kernels.ops.grouped.hopper"},
 }
+ABOVE_RUN = {"many", "tasks", "study", "train", "data", "view", "cli"}
 # The folders that a folder must not import.
 FORBIDDEN = {
-    "dgemma.diffusion": {"sampling", "run", "many", "tasks", "study", "train", "data", "view", "cli", "checkpoint"},
-    "dgemma.model": {"checkpoint", "run", "many", "sampling", "tasks", "study", "train", "data", "view", "cli"},
-    "dgemma.sampling": {"model", "run", "many", "tasks", "study", "train", "data", "view", "cli", "checkpoint"},
-    "dgemma.constraints": {"sampling", "run", "many", "tasks", "study", "train", "data", "view", "cli"},
-    "dgemma.run": {"many", "tasks", "study", "train", "data", "view", "cli"},
+    "dgemma.diffusion": {"constraints", "model", "sampling", "run", "checkpoint", *ABOVE_RUN},
+    "dgemma.model": {"constraints", "checkpoint", "run", "sampling", *ABOVE_RUN},
+    "dgemma.sampling": {"constraints", "model", "run", "checkpoint", *ABOVE_RUN},
+    "dgemma.constraints": {"sampling", "run", *ABOVE_RUN},
+    "dgemma.run": ABOVE_RUN,
     "dgemma.many": {"tasks", "study", "train", "data", "view", "cli"},
     "dgemma.tasks": {"study", "train", "data", "view", "cli"},
     "dgemma.study": {"train", "data", "view", "cli"},
-    "dgemma.checkpoint": {"sampling", "run", "many", "tasks", "study", "train", "data", "view", "cli"},
+    "dgemma.checkpoint": {"sampling", "run", *ABOVE_RUN},
     "dgemma.train": {"tasks", "study", "data", "view", "cli"},
     "dgemma.data": {"view", "cli"},
     "dgemma.view": {"serve", "cli", "eval"},
@@ -185,7 +186,7 @@ def test_folders_import_only_folders_below_them():
     assert wrong == []
 
 
-PLAIN = ("diffusion", "sampling", "model", "run", "many", "tasks", "train", "checkpoint")
+PLAIN = ("diffusion", "sampling", "model", "constraints", "run", "many", "tasks", "train", "checkpoint")
 # Autograd functions in these folders, each with its reason. Those that only save time are in `dgemma_kernels.training`.
 GRADIENTS = {
     ("dgemma.model.quantized", "_DecodedProduct"),  # keeps codes: decoded weights would not fit into memory

@@ -20,12 +20,12 @@ from step import CANVAS, GPU, draw_tokens, knobs_of, last_step, time_replays
 from timing import demand_parity, describe_run, results_folder, time_graph
 
 import dgemma
+from dgemma.constraints.automaton import Automaton
+from dgemma.constraints.canvas_language import Language
+from dgemma.constraints.joint import ClassBias, condition
 from dgemma.constraints.tables import with_stops
 from dgemma.constraints.token_automaton import spell_tokens
 from dgemma.constraints.token_text import token_texts
-from dgemma.diffusion.automaton import Automaton
-from dgemma.diffusion.joint import ClassBias, condition
-from dgemma.diffusion.language import Language
 from dgemma.diffusion.prediction import Prediction, SoftCap
 from dgemma.run.step import start_state
 from dgemma_kernels import accelerate

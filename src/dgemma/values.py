@@ -24,6 +24,8 @@ _FOLDERS = (
     "dgemma.diffusion.",
     "dgemma.sampling.",
     "dgemma.run.",
+    "dgemma.constraints.automaton",
+    "dgemma.constraints.canvas_language",
     "dgemma.constraints.run_language",
     "dgemma.model.vision.images",
 )

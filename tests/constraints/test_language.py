@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from dgemma.constraints.automaton import Automaton
+from dgemma.constraints.canvas_language import Language
+from dgemma.constraints.joint import condition
 from dgemma.constraints.tables import with_gaps, with_stops
 from dgemma.constraints.token_automaton import TokenAutomaton
-from dgemma.diffusion.automaton import Automaton
-from dgemma.diffusion.joint import condition
-from dgemma.diffusion.language import Language, splice_languages
 from dgemma.diffusion.noise import UniformNoise
 from dgemma.diffusion.prediction import Prediction
 from dgemma.run import step
@@ -171,10 +171,10 @@ def test_a_spliced_language_keeps_the_gaps_between_its_holes(donor):
     probabilities = logits.softmax(-1)
     probabilities[0::2, 2:] = 0
     exact = probabilities.gather(1, TEXTS.T).prod(0)
-    host = splice_languages(whole, there, torch.tensor([1]), torch.Size([2, CANVAS_LEN]))
+    host = Language.splice(whole, there, torch.tensor([1]), torch.Size([2, CANVAS_LEN]))
     for language in (
         host.select(first),
-        splice_languages(there, whole.select(first), first, torch.Size([1, CANVAS_LEN])),
+        Language.splice(there, whole.select(first), first, torch.Size([1, CANVAS_LEN])),
     ):
         assert total_variation(law_of(sampler(logits, language)), exact / exact.sum()) < 1e-9
     if donor == "plain":
@@ -188,7 +188,7 @@ def test_rows_of_one_batch_may_have_different_stop_tokens():
         Language(with_stops(anything, (stop,), VOCAB_SIZE), torch.tensor([0]), torch.tensor([[True, True]]))
         for stop in (STOP, 0)
     )
-    both = splice_languages(first.select(torch.tensor([0, 0])), second, torch.tensor([1]), torch.Size([2, CANVAS_LEN]))
+    both = Language.splice(first.select(torch.tensor([0, 0])), second, torch.tensor([1]), torch.Size([2, CANVAS_LEN]))
     ended = both.ended(torch.tensor([[0, STOP, 1]]).expand(2, -1))
     assert ended.tolist() == [[False, False, True], [False, True, True]]
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from dgemma.diffusion.automaton import Automaton
-from dgemma.diffusion.language import Language
+from dgemma.constraints.automaton import Automaton
+from dgemma.constraints.canvas_language import Language
 from dgemma.diffusion.prediction import SoftCap
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits
 from dgemma_kernels.ops.automaton import kernel

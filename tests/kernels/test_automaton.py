@@ -9,11 +9,11 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import dgemma
+from dgemma.constraints.automaton import Automaton
+from dgemma.constraints.canvas_language import Language
+from dgemma.constraints.joint import condition
 from dgemma.constraints.tables import with_stops
 from dgemma.constraints.token_automaton import TokenAutomaton
-from dgemma.diffusion.automaton import Automaton
-from dgemma.diffusion.joint import condition
-from dgemma.diffusion.language import Language
 from dgemma.diffusion.prediction import Prediction, SoftCap
 from dgemma.run.knobs import Knobs
 from dgemma.run.step import start_state

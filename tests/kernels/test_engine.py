@@ -19,10 +19,10 @@ import torch
 import triton
 
 import dgemma
+from dgemma.constraints.canvas_language import Language
 from dgemma.constraints.tables import with_stops
 from dgemma.constraints.token_automaton import TokenAutomaton
 from dgemma.diffusion import draws as reference_draws
-from dgemma.diffusion.language import Language
 from dgemma.diffusion.prediction import SoftCap
 from dgemma.diffusion.schedule import OneMinusCosine
 from dgemma.model.causal import CausalRule, CausalState

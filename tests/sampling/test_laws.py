@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from dgemma import DenoiseState, MaskNoise, Noise, Prediction, UniformNoise
+from dgemma.constraints.canvas_language import Language
+from dgemma.constraints.joint import condition
 from dgemma.constraints.tables import with_gaps, with_stops
 from dgemma.constraints.token_automaton import TokenAutomaton
 from dgemma.diffusion.decision import Decision
-from dgemma.diffusion.joint import condition
-from dgemma.diffusion.language import Language
 from dgemma.diffusion.law import log_written
 from dgemma.run.knobs import Knobs
 from dgemma.run.step import predict, settle, start_state, step

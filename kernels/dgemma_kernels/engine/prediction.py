@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from dgemma.diffusion.joint import ClassBias, JointBias
+from dgemma.constraints.joint import ClassBias, JointBias
 from dgemma.diffusion.prediction import Allow, JointLaw, Prediction, SoftCap, Statistics, Temper, TopK, Transform
 from dgemma_kernels.engine.graphs import Turn, in_turn, use_here
 from dgemma_kernels.ops.automaton import kernel as automaton

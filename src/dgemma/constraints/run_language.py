@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from dgemma.checks import require
+from dgemma.constraints.automaton import Automaton
+from dgemma.constraints.canvas_language import Language
 from dgemma.constraints.languages import Regex
+from dgemma.constraints.reductions import any_by
 from dgemma.constraints.tables import with_gaps, with_stops
 from dgemma.constraints.token_automaton import TokenAutomaton, unite
-from dgemma.diffusion.automaton import Automaton
-from dgemma.diffusion.language import Language
 from dgemma.diffusion.noise import Noise
-from dgemma.diffusion.reductions import any_by
 from dgemma.diffusion.span import Span
 
 _MOST_BYTES = 1 << 26  # of converted automata that are kept for later runs; an engine's tables take as much again

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
+from dgemma.constraints.automaton import Automaton
 from dgemma.constraints.token_automaton import NO_STATE, TokenAutomaton, merge_columns
-from dgemma.diffusion.automaton import Automaton
 
 
 def with_stops(

@@ -1,7 +1,6 @@
 """The diffusion process: the state of a canvas, predictions, decisions, noise, schedules and counter-based draws.
 
-Read draws, schedule, noise, prediction, state, span and decision. The other files are for constraints (automaton,
-language, paths, joint) and log-probabilities of runs (law).
+Read draws, schedule, noise, prediction, state, span and decision; `law` is for log-probabilities of runs.
 
     canvas    the positions that are denoised together; a text has one after the other
     block     the number of a canvas in its text

@@ -49,7 +49,7 @@ class Transform(Protocol):
 
 @runtime_checkable
 class JointLaw(Protocol):
-    """A law over whole texts, whose marginals are a prediction; see `dgemma.diffusion.joint.Joint`."""
+    """A law over whole texts, whose marginals are a prediction; see `dgemma.constraints.joint.Joint`."""
 
     def sample(self, u: Tensor) -> Tensor: ...
     def log_mean(self, weigh: Transform) -> Tensor: ...
@@ -70,7 +70,7 @@ class Prediction:
     Example: `Prediction(torch.randn(2, 8, 50)).shaped(temperature=0.8).entropy` has shape (2, 8).
     """
 
-    automaton_ops: ClassVar[Any] = None  # an engine's kernels for the functions of `dgemma.diffusion.paths`
+    automaton_ops: ClassVar[Any] = None  # an engine's kernels for the functions of `dgemma.constraints.paths`
 
     def __init__(self, logits: Tensor, transforms: tuple["Transform", ...] = (), joint: JointLaw | None = None) -> None:
         is_logits = isinstance(logits, Tensor) and logits.dim() == 3 and logits.is_floating_point()

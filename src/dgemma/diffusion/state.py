@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dgemma.checks import require, short_repr
 from dgemma.diffusion import draws
-from dgemma.diffusion.language import Language, splice_languages
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.prediction import Prediction
 
@@ -57,8 +56,8 @@ class DenoiseState:
     awaited: Tensor | None = None  # (B, C) bool: the canvas may end once these positions are finished; None means all
     # (B or 1, C or 1, V) bool: `noise.proposable`, so never the mask token; None allows everything
     allowed: Tensor | None = field(default=None, metadata={"shared": True})
-    # the texts that the canvas may become; None means all
-    language: Language | None = field(default=None, metadata={"constant": True, "shared": True})
+    # a `Language` (see constraints): the texts that the canvas may become; None means all
+    language: Any = field(default=None, metadata={"constant": True, "shared": True})
     self_cond: Prediction | Tensor | None = None  # condition of the next forward
     memory: Any = None  # of the sampler
     stop_memory: Any = None  # of the stop rule
@@ -113,7 +112,8 @@ class DenoiseState:
             old.index_copy(0, rows, new.to(old.dtype)) if isinstance(old, Tensor) else old
             for old, new in zip(mine, theirs, strict=True)
         ]
-        language = splice_languages(self.language, donor.language, rows, self.canvas.shape)
+        known = donor.language if self.language is None else self.language
+        language = None if known is None else known.splice(self.language, donor.language, rows, self.canvas.shape)
         whole = {"rows": self.rows, "allowed": self._splice_allowed(rows, donor), "language": language}
         return replace(self, **{**tree_unflatten(spliced, form), **whole})
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from dgemma.checks import require, typed
+from dgemma.constraints.canvas_language import Language
+from dgemma.constraints.joint import condition
 from dgemma.diffusion import draws
 from dgemma.diffusion.decision import Decision
-from dgemma.diffusion.joint import condition
-from dgemma.diffusion.language import Language
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState

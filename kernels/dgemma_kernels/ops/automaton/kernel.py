@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgemma.diffusion import paths as library
-from dgemma.diffusion.automaton import Automaton
-from dgemma.diffusion.language import Language
-from dgemma.diffusion.paths import Passes
+from dgemma.constraints import paths as library
+from dgemma.constraints.automaton import Automaton
+from dgemma.constraints.canvas_language import Language
+from dgemma.constraints.paths import Passes
 from dgemma_kernels.ops.automaton.tables import Fan, IndexGroups, with_tables
 from dgemma_kernels.ops.vocabulary.kernel import LogitShaping, processed
 

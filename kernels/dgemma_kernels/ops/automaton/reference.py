@@ -1,6 +1,6 @@
 """Sums over the paths of an automaton in plain PyTorch: the library's own functions are the reference for `kernel`."""
 
-from dgemma.diffusion.paths import (
+from dgemma.constraints.paths import (
     arc_weights,
     best_pass,
     best_path,

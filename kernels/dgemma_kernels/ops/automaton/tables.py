@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import register_dataclass, tree_map
 
-from dgemma.diffusion.automaton import Automaton
+from dgemma.constraints.automaton import Automaton
 
 _WIDE = 256
 _ROW = 8  # arcs in a column or row of a `Fan`

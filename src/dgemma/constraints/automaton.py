@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import register_dataclass, tree_map
 
-from dgemma.diffusion.reductions import any_by
+from dgemma.constraints.reductions import any_by
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dgemma.diffusion import paths
-from dgemma.diffusion.language import Language
+from dgemma.constraints import paths
+from dgemma.constraints.canvas_language import Language
+from dgemma.constraints.paths import Passes
+from dgemma.constraints.reductions import log_flags
 from dgemma.diffusion.law import log_means
-from dgemma.diffusion.paths import Passes
 from dgemma.diffusion.prediction import Prediction, Transform
-from dgemma.diffusion.reductions import log_flags
 
 # The cost in nats of contradicting a decided token. It exceeds any difference between the log-probabilities of
 # texts, so a decided token stays wherever the language permits it. exp(-COST) is 0 in float64, so samples keep such a

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgemma.diffusion.automaton import Automaton
-from dgemma.diffusion.reductions import any_by
+from dgemma.constraints.automaton import Automaton
+from dgemma.constraints.reductions import any_by
 
 
 class Language(NamedTuple):
@@ -34,27 +34,27 @@ class Language(NamedTuple):
         is_stop = is_stop if self.may_end is None else is_stop & self.may_end
         return (is_stop.cumsum(1) > is_stop) | self.automaton.is_end[self.start][:, None]
 
+    @staticmethod
+    def splice(mine: "Language | None", donor: "Language | None", rows: Tensor, shape: torch.Size) -> "Language":
+        """Replace `rows` (R,) of `mine`, the language of canvases of this shape (B, C), by the R rows of `donor`.
 
-def splice_languages(mine: Language | None, donor: Language | None, rows: Tensor, shape: torch.Size) -> Language | None:
-    """Replace `rows` (R,) of `mine`, the language of canvases of this shape (B, C), by the R rows of `donor`.
-
-    None is the language of all texts. Different automata become one, without the states that no row needs.
-    """
-    known = donor if mine is None else mine
-    if known is None:
-        return None
-    left = _anything(known, *shape) if mine is None else mine
-    right = _anything(known, len(rows), shape[1]) if donor is None else donor
-    automaton, start, end = left.automaton, right.start, right.end
-    if not _equal(automaton, right.automaton):
-        automaton = _side_by_side(automaton, right.automaton)
-        start = start + left.automaton.num_states
-        end = F.pad(end, (left.automaton.num_states, 0))
-    ends = F.pad(left.end, (0, automaton.num_states - left.end.shape[1])).index_copy(0, rows, end)
-    may_end = _splice_flags(left.may_end, right.may_end, rows, shape[0], absent=True)
-    gaps = _splice_flags(left.gaps, right.gaps, rows, shape[0], absent=False)
-    spliced = Language(automaton, left.start.index_copy(0, rows, start), ends, may_end, gaps)
-    return spliced if automaton is left.automaton else _reachable(spliced)
+        None is the language of all texts, but not both may be None. Different automata become one, without the states
+        that no row needs.
+        """
+        known = donor if mine is None else mine
+        assert known is not None
+        left = _anything(known, *shape) if mine is None else mine
+        right = _anything(known, len(rows), shape[1]) if donor is None else donor
+        automaton, start, end = left.automaton, right.start, right.end
+        if not _equal(automaton, right.automaton):
+            automaton = _side_by_side(automaton, right.automaton)
+            start = start + left.automaton.num_states
+            end = F.pad(end, (left.automaton.num_states, 0))
+        ends = F.pad(left.end, (0, automaton.num_states - left.end.shape[1])).index_copy(0, rows, end)
+        may_end = _splice_flags(left.may_end, right.may_end, rows, shape[0], absent=True)
+        gaps = _splice_flags(left.gaps, right.gaps, rows, shape[0], absent=False)
+        spliced = Language(automaton, left.start.index_copy(0, rows, start), ends, may_end, gaps)
+        return spliced if automaton is left.automaton else _reachable(spliced)
 
 
 def _equal(left: Automaton, right: Automaton) -> bool:
