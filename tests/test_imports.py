@@ -62,6 +62,7 @@ ABOVE_RUN = {"many", "tasks", "study", "train", "data", "view", "cli"}
 # The folders that a folder must not import.
 FORBIDDEN = {
     "dgemma.diffusion": {"constraints", "model", "sampling", "run", "checkpoint", *ABOVE_RUN},
+    "dgemma.quantization": {"diffusion", "model", "constraints", "sampling", "run", "checkpoint", *ABOVE_RUN},
     "dgemma.model": {"constraints", "checkpoint", "run", "sampling", *ABOVE_RUN},
     "dgemma.sampling": {"constraints", "model", "run", "checkpoint", *ABOVE_RUN},
     "dgemma.constraints": {"sampling", "run", *ABOVE_RUN},
@@ -186,10 +187,10 @@ def test_folders_import_only_folders_below_them():
     assert wrong == []
 
 
-PLAIN = ("diffusion", "sampling", "model", "constraints", "run", "many", "tasks", "train", "checkpoint")
+PLAIN = ("diffusion", "sampling", "quantization", "model", "constraints", "run", "many", "tasks", "train", "checkpoint")
 # Autograd functions in these folders, each with its reason. Those that only save time are in `dgemma_kernels.training`.
 GRADIENTS = {
-    ("dgemma.model.quantized", "_DecodedProduct"),  # keeps codes: decoded weights would not fit into memory
+    ("dgemma.quantization.weights", "_DecodedProduct"),  # keeps codes: decoded weights would not fit into memory
     ("dgemma.train.recipes", "_WithSlope"),  # the gradient of a loss that is never computed
     ("dgemma.train.distributed", "_Exchange"),  # between processes
 }

@@ -24,7 +24,7 @@ from timing import describe_run, read_joules, results_folder
 from torch import Tensor, nn
 
 import dgemma
-from dgemma.model.quantized import Float8Weight, IntWeight, NvFp4Weight, Weight, set_weight
+from dgemma.quantization.weights import Float8Weight, IntWeight, NvFp4Weight, Weight, set_weight
 from dgemma.run.records import BlockCommit
 from dgemma_kernels import FusedDenoiser, accelerate
 from dgemma_kernels.engine.precision import choose_parts

@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 
 import dgemma
+from dgemma.checkpoint.quantizing import calibration, quantize_with_calibration
 from dgemma.data import sudoku
 from dgemma.data.corpus import prepare_corpus
 from dgemma.data.text import TextSource
 from dgemma.diffusion.noise import UniformNoise
 from dgemma.files import write_json
-from dgemma.model.gptq import calibration, quantize_with_calibration
-from dgemma.model.quantize import Quantization, quantize
-from dgemma.model.quantized import quantized_weights, set_weight
+from dgemma.quantization.rounding import Quantization, quantize
+from dgemma.quantization.weights import quantized_weights, set_weight
 from dgemma.train import Objective, TrainConfig, balanced_routers, evaluate, muon, soften_attention, train
 from dgemma_kernels import accelerate_training
 from dgemma_kernels.formats.float8 import quantize as to_float8

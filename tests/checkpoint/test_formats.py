@@ -20,8 +20,8 @@ from dgemma.checkpoint.plan import make_plan
 from dgemma.checkpoint.quantizing import quantize_checkpoint
 from dgemma.checkpoint.tokenizer import ByteTokenizer
 from dgemma.cli.main import main
-from dgemma.model.quantize import Quantization
-from dgemma.model.quantized import QuantizedWeight, quantized_weights
+from dgemma.quantization.rounding import Quantization
+from dgemma.quantization.weights import QuantizedWeight, quantized_weights
 from quantized_files import edit
 
 EXPERTS_ONLY = (*files.NOT_QUANTIZED, "self_attn", "mlp")  # the published NVFP4 files

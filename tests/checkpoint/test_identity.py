@@ -10,8 +10,8 @@ from dgemma import train
 from dgemma.checkpoint import identity
 from dgemma.checkpoint.identity import fingerprint
 from dgemma.checkpoint.layout import lay_out_by_column
-from dgemma.model.quantize import Quantization
-from dgemma.model.quantized import quantized_weights
+from dgemma.quantization.rounding import Quantization
+from dgemma.quantization.weights import quantized_weights
 
 CONFIG = dgemma.presets.tiny().replace(vocab_size=384, canvas_length=8)
 

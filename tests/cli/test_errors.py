@@ -15,7 +15,7 @@ import torch
 import dgemma
 from dgemma.cli import loading
 from dgemma.cli.main import build_parser
-from dgemma.model.quantize import FORMATS
+from dgemma.quantization.rounding import FORMATS
 
 COMMANDS = (
     *("generate", "chat", "infill", "edit", "sudoku"),

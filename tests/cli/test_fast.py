@@ -10,7 +10,7 @@ import torch
 
 import dgemma
 from dgemma.cli import loading
-from dgemma.model.quantize import quantize
+from dgemma.quantization.rounding import quantize
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from attention_cases import native
-from dgemma.model.quantized import IntWeight
+from dgemma.quantization.weights import IntWeight
 from dgemma_kernels import accelerate
 from dgemma_kernels.formats.fourbit import FourBit, OrderedRows, arrange, order_rows
 from dgemma_kernels.ops.experts import reference

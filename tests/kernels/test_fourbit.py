@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import dgemma
-from dgemma.model.quantize import quantize
-from dgemma.model.quantized import E2M1, IntWeight, NvFp4Weight, pack_nibbles, set_weight
+from dgemma.quantization.rounding import quantize
+from dgemma.quantization.weights import E2M1, IntWeight, NvFp4Weight, pack_nibbles, set_weight
 from dgemma_kernels import accelerate
 from dgemma_kernels.engine import forward
 from dgemma_kernels.engine.precision import FAST

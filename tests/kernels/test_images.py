@@ -9,8 +9,8 @@ import torch
 
 from attention_cases import LIMITS, draw, exact, is_hopper, pretend_hopper
 from dgemma import presets
-from dgemma.model.quantize import quantize
-from dgemma.model.quantized import set_weight
+from dgemma.quantization.rounding import quantize
+from dgemma.quantization.weights import set_weight
 from dgemma_kernels import accelerate
 from dgemma_kernels.engine import reading, vision
 from dgemma_kernels.ops.attention import kernel as module

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from dgemma import DiffusionGemma, presets
-from dgemma.model.quantize import Quantization
 from dgemma.model.vision.images import Images
+from dgemma.quantization.rounding import Quantization
 from dgemma.train.lora import LoRA, add_lora
 from image_prompts import GRIDS, padded, random_images
 from published import pair

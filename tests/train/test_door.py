@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import dgemma
-from dgemma.model.quantize import quantize
-from dgemma.model.quantized import set_weight
+from dgemma.quantization.rounding import quantize
+from dgemma.quantization.weights import set_weight
 from dgemma.train import LoRA, Objective, TrainBatch, TrainConfig, add_lora, train
 from dgemma_kernels import accelerate_training
 

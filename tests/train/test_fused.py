@@ -8,7 +8,7 @@ from triton import knobs
 
 import dgemma
 import learning_toy
-from dgemma.model.quantize import quantize
+from dgemma.quantization.rounding import quantize
 from dgemma.train import LoRA, Objective, TrainBatch, add_lora
 from dgemma_kernels import accelerate_training
 from dgemma_kernels.ops import grouped

@@ -7,8 +7,8 @@ import torch
 
 import dgemma
 import next_token
-from dgemma.model.quantize import Quantization
-from dgemma.model.quantized import QuantizedWeight, frozen_tensors, quantized_weights, set_weight
+from dgemma.quantization.rounding import Quantization
+from dgemma.quantization.weights import QuantizedWeight, frozen_tensors, quantized_weights, set_weight
 from dgemma.train import Objective, TrainConfig, train
 from dgemma.train.lora import LoRA, add_lora, is_adapted, merge_lora
 

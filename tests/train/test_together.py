@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import dgemma
-from dgemma.model.quantize import quantize
-from dgemma.model.quantized import set_weight
+from dgemma.quantization.rounding import quantize
+from dgemma.quantization.weights import set_weight
 from dgemma.train import LoRA, Objective, TrainBatch, add_lora
 from dgemma_kernels import accelerate_training
 from dgemma_kernels.training.together import TogetherPass, can_run_together

@@ -17,7 +17,7 @@ from dgemma.model.backbone import Layer
 from dgemma.model.config import LayerShape
 from dgemma.model.diffusion import DiffusionGemma, require_experts
 from dgemma.model.experts import ReleasedExperts
-from dgemma.model.quantized import Float8Weight, QuantizedLinear, QuantizedWeight, Weight
+from dgemma.quantization.weights import Float8Weight, QuantizedLinear, QuantizedWeight, Weight
 from dgemma_kernels.engine.precision import refuse
 from dgemma_kernels.formats import ENCODERS, ExpertWeights, FourBit, Quantized
 from dgemma_kernels.formats.float8 import quantize

@@ -15,8 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dgemma.model.quantize import quantize as quantize_weight
-from dgemma.model.quantized import Float8Weight, IntWeight, NvFp4Weight, QuantizedWeight, Weight
+from dgemma.quantization.rounding import quantize as quantize_weight
+from dgemma.quantization.weights import Float8Weight, IntWeight, NvFp4Weight, QuantizedWeight, Weight
 from dgemma_kernels.formats.float8 import Quantized, quantize
 from dgemma_kernels.formats.fourbit import FourBit, arrange
 from dgemma_kernels.formats.packed import Packed, pack

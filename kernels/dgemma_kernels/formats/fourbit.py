@@ -1,9 +1,9 @@
 """Experts of four bits per weight, int4 and NVFP4, in the order in which the kernels read them.
 
-`dgemma.model.quantized` defines the formats. Codes and scales are only moved, never decoded, from there to here. The
-kernels decode to bfloat16, so a product equals that of the decoded weights. A decoded int4 weight is
-(code - zero_point) * scale or code * scale + bias, with a bfloat16 scale and bias, rounded once. A decoded NVFP4 weight
-is e2m1 * scale, which bfloat16 represents exactly; the float32 scale of a row multiplies the sums.
+`dgemma.quantization.weights` defines the formats. Codes and scales are only moved, never decoded, from there to here.
+The kernels decode to bfloat16, so a product equals that of the decoded weights. A decoded int4 weight is (code -
+zero_point) * scale or code * scale + bias, with a bfloat16 scale and bias, rounded once. A decoded NVFP4 weight is e2m1
+* scale, which bfloat16 represents exactly; the float32 scale of a row multiplies the sums.
 
 The bytes that a program reads together are contiguous. A plane has 128 rows by 64 columns, as 64 lines of 16 words. A
 word of 32 bits holds eight codes: columns c, c + 1, c + 8 and c + 9 of rows r and r + 64. Their bit positions are
@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dgemma.model.quantized import E2M1, NVFP4_GROUP, IntWeight, NvFp4Weight, unpack_nibbles
+from dgemma.quantization.weights import E2M1, NVFP4_GROUP, IntWeight, NvFp4Weight, unpack_nibbles
 from dgemma_kernels.blocks import finish_products, inside
 from dgemma_kernels.formats.float8 import quantize
 from dgemma_kernels.formats.packed import Weights

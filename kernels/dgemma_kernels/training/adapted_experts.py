@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from dgemma.doors import plain
 from dgemma.model.experts import Routing
 from dgemma.model.layers import gated_gelu, wide_dtype
-from dgemma.model.quantized import Weight
+from dgemma.quantization.weights import Weight
 from dgemma.train.lora import AdaptedExperts
 from dgemma_kernels.ops import ahead, grouped
 from dgemma_kernels.ops.configs import is_hopper

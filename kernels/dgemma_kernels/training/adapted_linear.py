@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from dgemma.doors import plain
 from dgemma.model import layers as reference
 from dgemma.model.layers import replace_weights
-from dgemma.model.quantized import Weight
+from dgemma.quantization.weights import Weight
 from dgemma.train.lora import AdaptedLinear, adapted_modules
 from dgemma_kernels.ops.adapters import kernel as adapters
 from dgemma_kernels.training.fused import joined, runs_kernels

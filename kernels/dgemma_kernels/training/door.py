@@ -25,10 +25,11 @@ from triton import knobs
 
 from dgemma.diffusion import draws
 from dgemma.doors import plain, replaced
-from dgemma.model import attention, experts, layers, quantized
+from dgemma.model import attention, experts, layers
 from dgemma.model.backbone import Layer
 from dgemma.model.diffusion import DiffusionGemma, require_experts
-from dgemma.model.quantized import QuantizedWeight
+from dgemma.quantization import weights as quantized
+from dgemma.quantization.weights import QuantizedWeight
 from dgemma.train import canvases, head, one_pass, optimizer
 from dgemma.train.lora import AdaptedExperts, AdaptedLinear, is_adapted
 from dgemma.train.update import Updater

@@ -20,7 +20,7 @@ from dgemma.model.experts import (
     supports_grouped,
 )
 from dgemma.model.layers import wide_dtype
-from dgemma.model.quantized import QuantizedWeight, Weight, decoded_product
+from dgemma.quantization.weights import QuantizedWeight, Weight, decoded_product
 from dgemma_kernels.ops import grouped
 from dgemma_kernels.training.fused import fused, runs_kernels
 

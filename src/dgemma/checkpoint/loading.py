@@ -24,9 +24,9 @@ from dgemma.location import ASSETS
 from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.gemma4 import GEMMA4_TYPES
-from dgemma.model.quantize import Quantization
-from dgemma.model.quantized import QuantizedWeight, Weight, set_weight
 from dgemma.printing import progress_bar
+from dgemma.quantization.rounding import Quantization
+from dgemma.quantization.weights import QuantizedWeight, Weight, set_weight
 
 Model = TypeVar("Model", bound=DiffusionGemma)
 

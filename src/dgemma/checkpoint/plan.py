@@ -10,7 +10,7 @@ from torch import Tensor
 from dgemma.checkpoint.formats.entry import FLOATS, Contents, Entry
 from dgemma.checkpoint.names import AUDIO, VISION, our_names, published_name
 from dgemma.checks import require
-from dgemma.model.quantized import IntWeight, QuantizedWeight, Weight
+from dgemma.quantization.weights import IntWeight, QuantizedWeight, Weight
 
 _MOST_NAMED = 5  # the most tensors or files that an error names
 _EXPERT = re.compile(r"(layers\.\d+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")

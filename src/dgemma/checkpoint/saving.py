@@ -16,7 +16,7 @@ from dgemma.files import clear_temporaries, fill_json, fill_tensors, new_files, 
 from dgemma.location import INDEX_FILE, SINGLE_FILE, stored_folder
 from dgemma.model.config import OWN_DEFAULTS
 from dgemma.model.diffusion import DiffusionGemma
-from dgemma.model.quantized import quantized_weights
+from dgemma.quantization.weights import quantized_weights
 
 _TOKENIZER_SIGNS = ("tokenizer.json", "tokenizer_config.json")
 _IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")

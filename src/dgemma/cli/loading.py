@@ -19,7 +19,7 @@ from dgemma.diffusion.noise import HybridNoise, MaskNoise, Noise, UniformNoise
 from dgemma.files import read_json
 from dgemma.model.denoiser import Denoiser
 from dgemma.model.diffusion import DiffusionGemma
-from dgemma.model.quantized import quantized_weights
+from dgemma.quantization.weights import quantized_weights
 from dgemma.run.knobs import learnt_noise, warn_of_noise
 from dgemma.run.options import CanvasOptions, select
 

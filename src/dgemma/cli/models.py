@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dgemma.checkpoint.formats import report_files
-from dgemma.checkpoint.quantizing import quantize_checkpoint
+from dgemma.checkpoint.quantizing import calibration, quantize_checkpoint
 from dgemma.checkpoint.reading import read_checkpoint
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import require
@@ -25,8 +25,7 @@ from dgemma.files import read_text
 from dgemma.location import resolve
 from dgemma.model.config import GenerationDefaults, ModelConfig, read_published
 from dgemma.model.diffusion import DiffusionGemma
-from dgemma.model.gptq import calibration
-from dgemma.model.quantize import Quantization
+from dgemma.quantization.rounding import Quantization
 from dgemma.run.arguments import check_memory
 from dgemma.run.generate import generate
 from dgemma.run.knobs import learnt_noise

@@ -33,8 +33,8 @@ from dgemma.model import presets
 from dgemma.model.config import GenerationDefaults, ModelConfig
 from dgemma.model.denoiser import require_vision
 from dgemma.model.diffusion import DiffusionGemma
-from dgemma.model.quantized import quantized_weights
 from dgemma.printing import one_line
+from dgemma.quantization.weights import quantized_weights
 from dgemma.run.generate import generate
 from dgemma.sampling.ancestral import Ancestral
 from dgemma.train import TrainConfig, evaluate, recipes, train

@@ -24,14 +24,14 @@ from dgemma.model.experts import Experts, ReleasedExperts
 from dgemma.model.inputs import check_cache, check_condition, check_ids, check_prefix, check_tokens
 from dgemma.model.layers import GatedMLP, RMSNorm, rms_norm, wide_dtype
 from dgemma.model.masks import canvas_mask, causal_mask
-from dgemma.model.memory import MemoryReport, report_memory
 from dgemma.model.noise_level import NoiseLevelEmbedding
-from dgemma.model.quantize import Quantization
-from dgemma.model.quantized import QuantizedWeight, quantized_weights
 from dgemma.model.rotary import rotary_table
 from dgemma.model.vision.images import Images
 from dgemma.model.vision.places import find_blocks, insert_features, split_tokens
 from dgemma.model.vision.tower import PatchEmbedder, VisionTower
+from dgemma.quantization.memory import MemoryReport, report_memory
+from dgemma.quantization.rounding import Quantization
+from dgemma.quantization.weights import QuantizedWeight, quantized_weights
 
 _MOST_ROWS = 1 << 20  # in a cache
 _ENCODE_CHUNK = 1024  # tokens per chunk: memory grows with the length of a prompt, not with its square

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from dgemma.doors import replaceable
 from dgemma.model.config import ModelConfig
 from dgemma.model.layers import gated_gelu, rms_norm, wide_dtype
-from dgemma.model.quantized import QuantizedWeight, Weight, decoded_product
+from dgemma.quantization.weights import QuantizedWeight, Weight, decoded_product
 
 
 class Routing(NamedTuple):

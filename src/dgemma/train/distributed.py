@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from dgemma.checks import require
 from dgemma.model.experts import Experts, Routing, combine, dispatch, group_by_expert
 from dgemma.model.layers import replace_weights, wide_dtype
-from dgemma.model.quantized import quantized_weights
+from dgemma.quantization.weights import quantized_weights
 from dgemma.train.parallel import Model, Parallel, Result
 
 _TORCHRUN = "torchrun --nproc-per-node 2 train.py"

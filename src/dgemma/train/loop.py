@@ -24,8 +24,8 @@ from dgemma.checks import require, typed
 from dgemma.diffusion.noise import Noise
 from dgemma.files import flush
 from dgemma.model.diffusion import DiffusionGemma, require_experts
-from dgemma.model.quantized import frozen_tensors
 from dgemma.printing import progress_bar
+from dgemma.quantization.weights import frozen_tensors
 from dgemma.sampling.named import describe_noise
 from dgemma.train.batch import BatchSource, feed
 from dgemma.train.checkpoints import Checkpoints, describe_config, describe_optimizer, lock_folder, refuse_changes

@@ -23,8 +23,8 @@ from dgemma.doors import replaceable
 from dgemma.model.config import GenerationDefaults
 from dgemma.model.diffusion import DiffusionGemma, require_experts
 from dgemma.model.experts import Experts, Routing, product_by_group
-from dgemma.model.quantize import requantize
-from dgemma.model.quantized import (
+from dgemma.quantization.rounding import requantize
+from dgemma.quantization.weights import (
     QuantizedLinear,
     QuantizedWeight,
     Weight,

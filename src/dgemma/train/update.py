@@ -16,7 +16,7 @@ from torch import Tensor
 from dgemma.checks import require
 from dgemma.doors import replaceable
 from dgemma.model.diffusion import DiffusionGemma
-from dgemma.model.quantized import frozen_tensors, quantized_weights
+from dgemma.quantization.weights import frozen_tensors, quantized_weights
 from dgemma.train.batch import MicroBatch
 from dgemma.train.checkpoints import Checkpoints
 from dgemma.train.config import TrainConfig

@@ -8,7 +8,7 @@ from dgemma.checkpoint.formats import compressed_tensors, gptq, mlx, modelopt
 from dgemma.checkpoint.formats.entry import FLOATS, Contents, Stored
 from dgemma.checkpoint.formats.settings import Settings
 from dgemma.checkpoint.names import AUDIO, our_names
-from dgemma.model.memory import MemoryReport, summarize
+from dgemma.quantization.memory import MemoryReport, summarize
 
 _READERS = {
     "compressed-tensors": compressed_tensors.read_compressed,

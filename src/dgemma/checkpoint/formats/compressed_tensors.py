@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dgemma.checkpoint.formats.entry import FLOATS, INTEGERS, Contents, Entry, Names, Stored, is_linear, weight_name
 from dgemma.checkpoint.formats.settings import Settings
-from dgemma.model.quantized import (
+from dgemma.quantization.weights import (
     NVFP4_GROUP,
     Float8Weight,
     IntWeight,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dgemma.checkpoint.names import VISION, our_names
-from dgemma.model.quantized import QuantizedWeight
+from dgemma.quantization.weights import QuantizedWeight
 
 _CACHE_NOTE = "The checkpoint asks for a quantised prefix cache. dgemma keeps it in the model's dtype."
 _CACHE_SCALES = ("k_scale", "v_scale")

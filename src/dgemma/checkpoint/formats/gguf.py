@@ -19,8 +19,8 @@ from dgemma.checkpoint.formats.entry import Contents, Entry, Stored
 from dgemma.checkpoint.formats.gguf_file import GgufFile
 from dgemma.checks import require
 from dgemma.model.config import FULL, SLIDING
-from dgemma.model.quantized import IntWeight, Weight, pack_nibbles
 from dgemma.printing import install_command
+from dgemma.quantization.weights import IntWeight, Weight, pack_nibbles
 
 _ARCHITECTURE = "diffusion-gemma"
 _FLOATS = ("F32", "F16", "BF16")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dgemma.checkpoint.formats.entry import FLOATS, INTEGERS, Contents, Entry, Expected, Stored, aliases
 from dgemma.checkpoint.formats.settings import Settings
-from dgemma.model.quantized import IntWeight, unpack_nibbles
+from dgemma.quantization.weights import IntWeight, unpack_nibbles
 
 _REQUIRED = ("qweight", "qzeros", "scales")
 _PACKINGS = ("auto_round:auto_gptq", "auto_gptq", "auto_round:gptqmodel")

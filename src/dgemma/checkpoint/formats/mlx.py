@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dgemma.checkpoint.formats.entry import FLOATS, Contents, Entry, Stored, aliases
 from dgemma.checkpoint.formats.settings import Settings
-from dgemma.model.quantized import IntWeight
+from dgemma.quantization.weights import IntWeight
 
 _REQUIRED = ("weight", "scales", "biases")
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dgemma.checkpoint.formats.entry import Contents, Entry, Names, Stored
 from dgemma.checkpoint.formats.settings import Settings
-from dgemma.model.quantized import NVFP4_GROUP, NvFp4Weight
+from dgemma.quantization.weights import NVFP4_GROUP, NvFp4Weight
 
 _REQUIRED = ("weight", "weight_scale", "weight_scale_2")
 _UNUSED = ("input_scale",)  # scale of activations, which stay in the model's dtype here

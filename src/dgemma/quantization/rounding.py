@@ -1,4 +1,7 @@
-"""Quantisation of weights: round to nearest, with the scale of every group chosen by its squared error."""
+"""Quantisation of weights: round to nearest, with the scale of every group chosen by its squared error.
+
+int4 can also use the inputs of a layer: GPTQ (arXiv:2210.17323).
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dgemma.checks import require, require_field
-from dgemma.model.quantized import (
+from dgemma.quantization.weights import (
     E2M1,
     NVFP4_GROUP,
     Float8Weight,
@@ -24,6 +27,8 @@ LARGEST_E4M3 = 448.0
 _LARGEST_E2M1 = 6.0
 _SMALLEST = 2.0**-80  # a row whose values are all smaller becomes zeros, not NaN
 _CHUNK = 1 << 24  # values quantised at a time
+_EXPERTS_AT_ONCE = 16  # for GPTQ: one copy of the (K, K) matrices of 128 experts takes 4 GB, and several are needed
+_DAMPING = 0.01  # share of the diagonal's mean that is added to it: with few inputs, some directions have no data
 # Scales to try, as fractions of the one that represents the largest value of the group. A smaller scale clips the
 # largest value and rounds all others more finely.
 _FRACTIONS = tuple(1.0 - 0.03 * i for i in range(14))
@@ -61,8 +66,8 @@ class Quantization:
             return self.experts
         return self.dense if name.startswith("layers.") and name.endswith("_proj.weight") else None
 
-    def apply(self, name: str, weight: Tensor) -> Weight:
-        """Return the weight with this name in its format, rounded to nearest.
+    def apply(self, name: str, weight: Tensor, second_moments: Tensor | None = None) -> Weight:
+        """Return the weight with this name in its format, rounded to nearest, or with `gptq` given second moments.
 
         Example: `Quantization().apply("layers.0.experts.down_proj", weight).format` is "int4".
         """
@@ -70,6 +75,8 @@ class Quantization:
         if to is None:
             return weight
         try:
+            if second_moments is not None:
+                return gptq(weight, second_moments, group_size=self.group_size, symmetric=self.symmetric)
             group_size, symmetric = (self.group_size, self.symmetric) if to == "int4" else (None, True)
             return quantize(weight, to, group_size=group_size, symmetric=symmetric)
         except ValueError as error:
@@ -115,6 +122,66 @@ def quantize(
     coded = (_integers(chunk, bits, size, symmetric, scale_dtype) for chunk in chunks)
     codes, scale, zero = (t.view(*rows, -1) for t in _joined(coded))
     return IntWeight(codes=codes, scale=scale, zero_point=None if symmetric else zero, bits=bits)
+
+
+@torch.no_grad()
+def gptq(
+    weight: Tensor,
+    second_moments: Tensor,
+    *,
+    group_size: int = 64,
+    symmetric: bool = True,
+    scale_dtype: torch.dtype = torch.bfloat16,
+) -> IntWeight:
+    """Round a weight (..., N, K) to int4 with GPTQ: each column's rounding error is moved to later columns.
+
+    The error to minimise is that of the products. `second_moments` (..., K, K) is the sum of x xᵀ over their inputs x.
+
+    Example: `gptq(linear.weight, inputs.T @ inputs)`.
+    """
+    shape, width = weight.shape, weight.shape[-1]
+    check_weight(weight, group_size, "gptq")
+    if weight.dim() == 3 and len(weight) > _EXPERTS_AT_ONCE:
+        pairs = zip(weight.split(_EXPERTS_AT_ONCE), second_moments.split(_EXPERTS_AT_ONCE), strict=True)
+        parts = [
+            gptq(some, moments, group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype)
+            for some, moments in pairs
+        ]
+        return parts[0].with_tensors({r: torch.cat([p.tensors()[r] for p in parts]) for r in parts[0].tensors()})
+    rest = weight.detach().float().reshape(-1, *shape[-2:]).clone()  # (E, N, K)
+    factor = _inverse_factor(second_moments.float().reshape(-1, width, width))
+    codes = torch.empty(rest.shape, dtype=torch.uint8, device=weight.device)
+    scales, zeros = [], []
+    for start in range(0, width, group_size):
+        group = slice(start, start + group_size)
+        block, errors = rest[..., group], torch.empty_like(rest[..., group])
+        scale, zero = choose_scale(block, bits=4, symmetric=symmetric, scale_dtype=scale_dtype)
+        for column in range(group_size):
+            at = start + column
+            exact = block[..., column]
+            code = (exact / scale + zero).round().clamp(0, 15)
+            codes[..., at] = code.to(torch.uint8)
+            error = (exact - (code - zero) * scale) / factor[:, at, at, None]
+            block[..., column + 1 :] -= error[..., None] * factor[:, None, at, at + 1 : group.stop]
+            errors[..., column] = error
+        rest[..., group.stop :] -= errors @ factor[:, group, group.stop :]
+        scales.append(scale.to(scale_dtype))
+        zeros.append(zero.to(torch.uint8))
+    joined = (pack_nibbles(codes), torch.stack(scales, dim=-1), torch.stack(zeros, dim=-1))
+    codes, scale, zero = (tensor.view(*shape[:-1], -1) for tensor in joined)
+    return IntWeight(codes=codes, scale=scale, zero_point=None if symmetric else zero)
+
+
+def _inverse_factor(moments: Tensor) -> Tensor:
+    """Return the upper Cholesky factor of the inverse of (E, K, K), damped."""
+    diagonal = moments.diagonal(dim1=-2, dim2=-1)
+    mean = diagonal.mean(-1, keepdim=True)
+    # An expert that no token chose has no inputs. With the identity, its weights are rounded to nearest.
+    damped = diagonal + torch.where(mean > 0, _DAMPING * mean, 1.0)
+    moments = moments.clone()
+    moments.diagonal(dim1=-2, dim2=-1).copy_(damped)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments))
+    return torch.linalg.cholesky(inverse, upper=True)
 
 
 def check_weight(weight: Tensor, group_size: int, owner: str) -> None:

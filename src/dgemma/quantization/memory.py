@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from dgemma.model.quantized import quantized_weights
+from dgemma.quantization.weights import quantized_weights
 
 _PARTS = {  # parts of the model in the order of the report, and the names of their weights
     "vision": r"vision\.",

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from dgemma import DiffusionGemma, UniformNoise, presets
+from dgemma.checkpoint.quantizing import calibration, quantize_with_calibration
 from dgemma.model.experts import looped_product, product_by_group
-from dgemma.model.gptq import calibration, gptq, quantize_with_calibration
-from dgemma.model.quantize import Quantization, quantize, requantize
-from dgemma.model.quantized import (
+from dgemma.quantization.rounding import Quantization, gptq, quantize, requantize
+from dgemma.quantization.weights import (
     IntWeight,
     NvFp4Weight,
     QuantizedLinear,
