@@ -145,7 +145,7 @@ def main() -> None:
     results: dict[str, Any] = {"automaton": size}
     results["parts"] = time_parts(got, language)
     config = dgemma.presets.diffusiongemma_26b_a4b().replace(
-        num_hidden_layers=2, layer_types=dgemma.model.config.default_layer_types(2)
+        num_hidden_layers=2, layer_types=dgemma.model.published.default_layer_types(2)
     )
     model = accelerate(dgemma.DiffusionGemma(config, device=GPU, dtype=torch.bfloat16).requires_grad_(False), "bf16")
     knobs = knobs_of(model, stop=True)

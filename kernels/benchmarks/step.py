@@ -254,7 +254,7 @@ def round_experts(model: dgemma.DiffusionGemma, wide: dgemma.DiffusionGemma, wei
 def build_two_layers() -> tuple[dgemma.DiffusionGemma, dgemma.DiffusionGemma]:
     """Make two layers of the published size, in bfloat16 and with the same weights in float32."""
     config = dgemma.presets.diffusiongemma_26b_a4b().replace(
-        num_hidden_layers=2, layer_types=dgemma.model.config.default_layer_types(2)
+        num_hidden_layers=2, layer_types=dgemma.model.published.default_layer_types(2)
     )
     model = calm(dgemma.DiffusionGemma(config, device=GPU, dtype=torch.bfloat16)).requires_grad_(False)
     wide = dgemma.DiffusionGemma(config, device=GPU, dtype=torch.float32).requires_grad_(False)

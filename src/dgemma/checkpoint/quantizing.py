@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from dgemma.checks import require
 from dgemma.diffusion.noise import Noise
 from dgemma.location import resolve
-from dgemma.model.config import read_published
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import Experts
+from dgemma.model.published import read_published
 from dgemma.printing import progress_bar
 from dgemma.quantization.memory import MemoryReport
 from dgemma.quantization.rounding import Quantization

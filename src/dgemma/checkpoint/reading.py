@@ -13,7 +13,7 @@ from dgemma.checkpoint.plan import first
 from dgemma.checks import require
 from dgemma.files import open_tensors
 from dgemma.location import CHECKPOINT_FILES, INDEX_FILE, SINGLE_FILE, resolve, stored_folder
-from dgemma.model.config import OWN_DEFAULTS, read_published
+from dgemma.model.published import OWN_DEFAULTS, read_published
 
 _CONFIGS = ("config.json", "generation_config.json", "hf_quant_config.json")
 

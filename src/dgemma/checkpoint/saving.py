@@ -14,8 +14,8 @@ from dgemma.checkpoint.tokenizer import copy_tokenizer
 from dgemma.checks import as_int, require
 from dgemma.files import clear_temporaries, fill_json, fill_tensors, new_files, read_bytes, write_bytes, writing
 from dgemma.location import INDEX_FILE, SINGLE_FILE, stored_folder
-from dgemma.model.config import OWN_DEFAULTS
 from dgemma.model.diffusion import DiffusionGemma
+from dgemma.model.published import OWN_DEFAULTS
 from dgemma.quantization.weights import quantized_weights
 
 _TOKENIZER_SIGNS = ("tokenizer.json", "tokenizer_config.json")

@@ -23,7 +23,7 @@ from torch import Tensor
 from dgemma.checks import as_int, as_lists, require, typed
 from dgemma.files import new_files, parse_json, read_bytes, write_bytes, write_json, writing
 from dgemma.location import resolve, stored_folder
-from dgemma.model.config import read_published
+from dgemma.model.published import read_published
 from dgemma.model.vision.images import Images
 from dgemma.printing import one_line, printable
 

@@ -23,8 +23,9 @@ from dgemma.checks import require
 from dgemma.cli import loading, output
 from dgemma.files import read_text
 from dgemma.location import resolve
-from dgemma.model.config import GenerationDefaults, ModelConfig, read_published
+from dgemma.model.config import GenerationDefaults, ModelConfig
 from dgemma.model.diffusion import DiffusionGemma
+from dgemma.model.published import read_published
 from dgemma.quantization.rounding import Quantization
 from dgemma.run.arguments import check_memory
 from dgemma.run.generate import generate

@@ -5,52 +5,22 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from dgemma.checks import FINITE, Checked, ValueRule, above, at_least, check_types, require, require_field
-from dgemma.files import read_json
-from dgemma.model.gemma4 import GEMMA4_TYPES, config_from_gemma4
+from dgemma.model import published
+from dgemma.model.published import FULL, LARGEST_SIZE, SLIDING, is_id
 
-OWN_DEFAULTS = ("noise", "sampler")  # fields of GenerationDefaults that are stored in config.json
-SLIDING = "sliding_attention"
-FULL = "full_attention"
-
-_LARGEST_SIZE = 2**31 - 1  # larger sizes are certainly mistakes
-_INTEGER = f"be an integer from {{}} to {_LARGEST_SIZE}"
-Dimension = Annotated[int, ValueRule(_INTEGER.format(1), lambda value: 1 <= value <= _LARGEST_SIZE)]
-Number = Annotated[int, ValueRule(_INTEGER.format(0), lambda value: 0 <= value <= _LARGEST_SIZE)]
+_INTEGER = f"be an integer from {{}} to {LARGEST_SIZE}"
+Dimension = Annotated[int, ValueRule(_INTEGER.format(1), lambda value: 1 <= value <= LARGEST_SIZE)]
+Number = Annotated[int, ValueRule(_INTEGER.format(0), lambda value: 0 <= value <= LARGEST_SIZE)]
 Positive = Annotated[float, above(0), FINITE]
 NotNegative = Annotated[float, at_least(0), FINITE]
 _DEFAULT_ROPE: Mapping[str, Mapping[str, Any]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
-}
-# Published fields that dgemma implements for one value only; any other would change the result.
-_FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
-    "hidden_activation": ("gelu_pytorch_tanh",),
-    "attention_bias": (False, None),
-    "attention_dropout": (0.0, None),
-}
-_FIXED_TEXT_FIELDS = {
-    **_FIXED_FIELDS,
-    "tie_word_embeddings": (True,),
-    "use_bidirectional_attention": ("vision", None),
-}
-# transformers always builds a vision tower, by default of 167M weights. The config of a model without one describes
-# this tower, to keep it small there; `from_hf` reads it as no tower.
-_NO_TOWER: Mapping[str, Any] = {
-    "model_type": "gemma4_vision",
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "head_dim": 4,
-    "global_head_dim": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "position_embedding_size": 4,
-    "patch_size": 2,
 }
 
 
@@ -114,15 +84,9 @@ class VisionConfig:
         require_field(self.head_dim % 4 == 0, self, "head_dim", "be a multiple of 4, because rope rotates two halves")
 
     @classmethod
-    def from_hf(cls, published: Mapping[str, Any]) -> Self:
-        """Read the `vision_config` of a published config.json."""
-        heads = published.get("num_attention_heads", cls.num_attention_heads)
-        own = {"use_clipped_linears": (False, None), "num_key_value_heads": (heads,)}
-        _check_fixed("vision_config", published, {**_FIXED_FIELDS, **own})
-        rope = published.get("rope_parameters") or {}
-        require(isinstance(rope, Mapping), "vision_config.rope_parameters", "be a dictionary", rope)
-        names = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in {**rope, **published}.items() if name in names})
+    def from_hf(cls, vision_config: Mapping[str, Any]) -> Self:
+        """Read the vision part of a published config.json."""
+        return cls(**published.read_vision(vision_config, fields(cls)))
 
     @property
     def patch_dim(self) -> int:
@@ -166,7 +130,7 @@ class ModelConfig(DenoiserConfig):
             object.__setattr__(self, "layer_types", tuple(self.layer_types))
         super().__post_init__()
         for name in ("pad_token_id", "bos_token_id", "eos_token_id", *(("image_token_id",) if self.vision else ())):
-            fits = _is_id(getattr(self, name)) and getattr(self, name) < self.vocab_size
+            fits = is_id(getattr(self, name)) and getattr(self, name) < self.vocab_size
             require_field(fits, self, name, "be a token id below vocab_size")
         require_field(len(self.layer_types) == self.num_hidden_layers, self, "layer_types", "name one type per layer")
         known = all(kind in (SLIDING, FULL) for kind in self.layer_types)
@@ -216,60 +180,11 @@ class ModelConfig(DenoiserConfig):
 
         Example: `ModelConfig.from_hf({"model_type": "diffusion_gemma", "text_config": {...}, "canvas_length": 256})`.
         """
-        published = read_published(source, "config.json")
-        model_type = published.get("model_type")
-        if model_type in GEMMA4_TYPES:
-            published = config_from_gemma4(published)
-            model_type = published["model_type"]
-        is_known = model_type in ("diffusion_gemma", "diffusion_gemma_text")
-        rule = "be 'diffusion_gemma', 'diffusion_gemma_text' or a Gemma 4 text model"
-        require(is_known, "ModelConfig.model_type", rule, model_type, "Point at a DiffusionGemma checkpoint.")
-        text = published.get("text_config", published)
-        require(isinstance(text, Mapping), "ModelConfig.text_config", "be a dictionary", text)
-        _check_fixed("ModelConfig", text, _FIXED_TEXT_FIELDS)
-        values = {f.name: text[f.name] for f in fields(cls) if text.get(f.name) is not None}
-        values |= _full_layer_heads(text)
-        if "final_logit_softcapping" in text:
-            values["final_logit_softcapping"] = text["final_logit_softcapping"]  # null would mean no cap
-        if values.get("layer_types") is None and _is_id(values.get("num_hidden_layers")):
-            values["layer_types"] = default_layer_types(values["num_hidden_layers"])
-        # `eos_token_id` may be a list; the first is the end-of-text token that fills a canvas.
-        if isinstance(values.get("eos_token_id"), list | tuple) and values["eos_token_id"]:
-            values["eos_token_id"] = values["eos_token_id"][0]
-        if "text_config" in published:
-            own = {"text_config", "vision_config", "canvas_length", "noise", "sampler"}
-            own |= {"quantization_config", "quantization"}  # they describe the files, not the model
-            values["carried"] = {k: v for k, v in published.items() if k not in own}
-            vision = published.get("vision_config")
-            is_none = isinstance(vision, Mapping) and _NO_TOWER.items() <= vision.items()
-            values["vision_config"] = None if is_none else vision
-            if published.get("canvas_length") is not None:
-                values["canvas_length"] = published["canvas_length"]
-        required = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
-        missing = sorted(required - values.keys())
-        if missing:
-            raise ValueError(f"ModelConfig.from_hf needs {', '.join(missing)}, absent from the config. Add the fields.")
-        return cls(**values)
+        return cls(**published.read_model(source, fields(cls)))
 
     def to_hf(self) -> dict[str, Any]:
         """Return a config.json in the published form, which transformers' DiffusionGemmaConfig accepts."""
-        text = {k: v for k, v in asdict(self).items() if k not in ("vision_config", "carried", "canvas_length")}
-        text["layer_types"] = list(self.layer_types)
-        if not self.noise_conditioning:
-            del text["noise_conditioning"]  # not a published field
-        text["rope_parameters"] = {kind: dict(p) for kind, p in self.rope_parameters.items()}
-        text |= {name: accepted[0] for name, accepted in _FIXED_TEXT_FIELDS.items()}
-        text["model_type"] = "diffusion_gemma_text"
-        return {
-            "architectures": ["DiffusionGemmaForBlockDiffusion"],
-            "initializer_range": self.initializer_range,
-            **self.carried,
-            "model_type": "diffusion_gemma",
-            "canvas_length": self.canvas_length,
-            "tie_word_embeddings": True,
-            "text_config": text,
-            "vision_config": dict(_NO_TOWER if self.vision_config is None else self.vision_config),
-        }
+        return published.publish_model(asdict(self))
 
     def replace(self, **changes: Any) -> Self:
         """Return a validated copy with some fields changed.
@@ -321,7 +236,7 @@ class GenerationDefaults:
             object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
         check_types(self)
         require_field(self.t_min <= self.t_max, self, "t_min", "be at most t_max")
-        require_field(all(map(_is_id, self.eos_token_id)), self, "eos_token_id", "be a tuple of token ids")
+        require_field(all(map(is_id, self.eos_token_id)), self, "eos_token_id", "be a tuple of token ids")
         for name, key, example in (("noise", "kind", "uniform"), ("sampler", "name", "ancestral")):
             entry = getattr(self, name)
             named = entry is None or isinstance(entry.get(key), str)
@@ -345,68 +260,11 @@ class GenerationDefaults:
 
         Example: `GenerationDefaults.from_hf({"t_max": 0.9}).t_min` is 0.4.
         """
-        published = read_published(source, "generation_config.json")
-        values = {f.name: published[f.name] for f in fields(cls) if published.get(f.name) is not None}
-        sampler = published.get("sampler_config") or {}
-        require(isinstance(sampler, Mapping), "GenerationDefaults.sampler_config", "be a dictionary", sampler)
-        if sampler.get("entropy_bound") is not None:
-            values["entropy_bound"] = sampler["entropy_bound"]
-        if "eos_token_id" in values:
-            eos = values["eos_token_id"]
-            values["eos_token_id"] = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
-        return cls(**values)
+        return cls(**published.read_generation(source, fields(cls)))
 
     def to_hf(self) -> dict[str, Any]:
         """Return a generation_config.json in the published form."""
-        values = asdict(self)
-        bound = float(values.pop("entropy_bound"))
-        values["eos_token_id"] = list(self.eos_token_id)
-        del values["noise"], values["sampler"]
-        return {**values, "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": bound}}
-
-
-def default_layer_types(num_hidden_layers: int) -> tuple[str, ...]:
-    """Return the published pattern: five sliding layers, then a full one; the last is always full."""
-    pattern = [FULL if (layer + 1) % 6 == 0 else SLIDING for layer in range(num_hidden_layers)]
-    return (*pattern[:-1], FULL)
-
-
-def read_published(source: Mapping[str, Any] | str | Path, file_name: str) -> dict[str, Any]:
-    """Return a dictionary unchanged, or read the JSON object in a file (or in `file_name` inside a folder)."""
-    if isinstance(source, Mapping):
-        return dict(source)
-    require(isinstance(source, str | Path), file_name, "be a dictionary or a path", source)
-    path = Path(source)
-    path = path / file_name if path.is_dir() else path
-    try:
-        return read_json(path)
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"{path} does not exist or is not a file. Point at a checkpoint folder or its {file_name}."
-        ) from None
-
-
-def _full_layer_heads(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the heads of full layers, from published fields or the per_layer_config of newer transformers."""
-    name, per_layer, types = "ModelConfig.per_layer_config", text.get("per_layer_config"), text.get("layer_types")
-    require(isinstance(per_layer, Mapping | None), name, "be a dictionary", per_layer)
-    full: Mapping[str, Any] = {}
-    if per_layer:
-        full = next(iter(per_layer.values()))
-        types = types if isinstance(types, list | tuple) else ()
-        full_layers = {layer for layer, kind in enumerate(types) if kind == FULL}
-        overridden = {int(layer) if str(layer).isdecimal() else layer for layer in per_layer}  # "5", and also "05"
-        alike = isinstance(full, Mapping) and all(other == full for other in per_layer.values())
-        rule = "override exactly the full-attention layers, with equal values"
-        fits, fix = alike and overridden == full_layers, "dgemma has one head shape per layer type."
-        require(fits, name, rule, sorted(map(str, per_layer)), fix)
-    elif per_layer is None:
-        head_dim = text.get("global_head_dim")
-        full = {"head_dim": 512 if head_dim is None else head_dim}  # the default of transformers' class
-        full["num_key_value_heads"] = text.get("num_global_key_value_heads")
-    # transformers omits an override that equals the value of the sliding layers.
-    heads = {"global_head_dim": "head_dim", "num_global_key_value_heads": "num_key_value_heads"}
-    return {name: text.get(key) if full.get(key) is None else full[key] for name, key in heads.items()}
+        return published.publish_generation(asdict(self))
 
 
 def _check_rope(rope_parameters: Mapping[str, Mapping[str, Any]], kind: str) -> None:
@@ -420,17 +278,6 @@ def _check_rope(rope_parameters: Mapping[str, Mapping[str, Any]], kind: str) -> 
     require(fits, f"{name}.partial_rotary_factor", "be 1, or in (0, 1) with rope_type 'proportional'", share)
     unknown = sorted(set(rope) - {"rope_type", "rope_theta", "partial_rotary_factor"})
     require(not unknown, name, "have no fields that dgemma does not implement", unknown)
-
-
-def _check_fixed(owner: str, published: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]]) -> None:
-    for name, accepted in fixed.items():
-        value = published.get(name, accepted[0])
-        fix = "dgemma implements only that value."
-        require(value in accepted, f"{owner}.{name}", f"be {accepted[0]!r}", value, fix)
-
-
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST_SIZE
 
 
 def _is_positive(value: object) -> bool:

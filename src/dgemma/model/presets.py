@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from dgemma.model.config import FULL, SLIDING, ModelConfig, default_layer_types
+from dgemma.model.config import FULL, SLIDING, ModelConfig
+from dgemma.model.published import default_layer_types
 
 _TINY_VISION: dict[str, Any] = {
     "model_type": "gemma4_vision",

@@ -1,0 +1,189 @@
+"""The published form of a model's configuration: the fields of config.json and generation_config.json.
+
+Readers return the fields of the classes in config.py, which check them. Here is only what the files have otherwise.
+"""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, Field
+from pathlib import Path
+from typing import Any
+
+from dgemma.checks import require
+from dgemma.files import read_json
+from dgemma.model.gemma4 import GEMMA4_TYPES, config_from_gemma4
+
+Fields = tuple["Field[Any]", ...]
+OWN_DEFAULTS = ("noise", "sampler")  # fields of GenerationDefaults that are stored in config.json
+SLIDING = "sliding_attention"
+FULL = "full_attention"
+LARGEST_SIZE = 2**31 - 1  # larger sizes are certainly mistakes
+# Published fields that dgemma implements for one value only; any other would change the result.
+_FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "attention_bias": (False, None),
+    "attention_dropout": (0.0, None),
+}
+_FIXED_TEXT_FIELDS = {
+    **_FIXED_FIELDS,
+    "tie_word_embeddings": (True,),
+    "use_bidirectional_attention": ("vision", None),
+}
+# transformers always builds a vision tower, by default of 167M weights. The config of a model without one describes
+# this tower, to keep it small there; `from_hf` reads it as no tower.
+_NO_TOWER: Mapping[str, Any] = {
+    "model_type": "gemma4_vision",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "head_dim": 4,
+    "global_head_dim": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "position_embedding_size": 4,
+    "patch_size": 2,
+}
+
+
+def read_published(source: Mapping[str, Any] | str | Path, file_name: str) -> dict[str, Any]:
+    """Return a dictionary unchanged, or read the JSON object in a file (or in `file_name` inside a folder)."""
+    if isinstance(source, Mapping):
+        return dict(source)
+    require(isinstance(source, str | Path), file_name, "be a dictionary or a path", source)
+    path = Path(source)
+    path = path / file_name if path.is_dir() else path
+    try:
+        return read_json(path)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"{path} does not exist or is not a file. Point at a checkpoint folder or its {file_name}."
+        ) from None
+
+
+def read_model(source: Mapping[str, Any] | str | Path, fields: Fields) -> dict[str, Any]:
+    """Return the `fields` of a `ModelConfig` from a published config."""
+    published = read_published(source, "config.json")
+    model_type = published.get("model_type")
+    if model_type in GEMMA4_TYPES:
+        published = config_from_gemma4(published)
+        model_type = published["model_type"]
+    is_known = model_type in ("diffusion_gemma", "diffusion_gemma_text")
+    rule = "be 'diffusion_gemma', 'diffusion_gemma_text' or a Gemma 4 text model"
+    require(is_known, "ModelConfig.model_type", rule, model_type, "Point at a DiffusionGemma checkpoint.")
+    text = published.get("text_config", published)
+    require(isinstance(text, Mapping), "ModelConfig.text_config", "be a dictionary", text)
+    _check_fixed("ModelConfig", text, _FIXED_TEXT_FIELDS)
+    values = {f.name: text[f.name] for f in fields if text.get(f.name) is not None}
+    values |= _full_layer_heads(text)
+    if "final_logit_softcapping" in text:
+        values["final_logit_softcapping"] = text["final_logit_softcapping"]  # null would mean no cap
+    if values.get("layer_types") is None and is_id(values.get("num_hidden_layers")):
+        values["layer_types"] = default_layer_types(values["num_hidden_layers"])
+    # `eos_token_id` may be a list; the first is the end-of-text token that fills a canvas.
+    if isinstance(values.get("eos_token_id"), list | tuple) and values["eos_token_id"]:
+        values["eos_token_id"] = values["eos_token_id"][0]
+    if "text_config" in published:
+        own = {"text_config", "vision_config", "canvas_length", "noise", "sampler"}
+        own |= {"quantization_config", "quantization"}  # they describe the files, not the model
+        values["carried"] = {k: v for k, v in published.items() if k not in own}
+        vision = published.get("vision_config")
+        is_none = isinstance(vision, Mapping) and _NO_TOWER.items() <= vision.items()
+        values["vision_config"] = None if is_none else vision
+        if published.get("canvas_length") is not None:
+            values["canvas_length"] = published["canvas_length"]
+    required = {f.name for f in fields if f.default is MISSING and f.default_factory is MISSING}
+    missing = sorted(required - values.keys())
+    if missing:
+        raise ValueError(f"ModelConfig.from_hf needs {', '.join(missing)}, absent from the config. Add the fields.")
+    return values
+
+
+def publish_model(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json with the fields of a `ModelConfig`."""
+    text = {k: v for k, v in values.items() if k not in ("vision_config", "carried", "canvas_length")}
+    text["layer_types"] = list(values["layer_types"])
+    if not values["noise_conditioning"]:
+        del text["noise_conditioning"]  # not a published field
+    text |= {name: accepted[0] for name, accepted in _FIXED_TEXT_FIELDS.items()}
+    text["model_type"] = "diffusion_gemma_text"
+    return {
+        "architectures": ["DiffusionGemmaForBlockDiffusion"],
+        "initializer_range": values["initializer_range"],
+        **values["carried"],
+        "model_type": "diffusion_gemma",
+        "canvas_length": values["canvas_length"],
+        "tie_word_embeddings": True,
+        "text_config": text,
+        "vision_config": dict(_NO_TOWER if values["vision_config"] is None else values["vision_config"]),
+    }
+
+
+def read_vision(published: Mapping[str, Any], fields: Fields) -> dict[str, Any]:
+    """Return the `fields` of a `VisionConfig` from the `vision_config` of a config.json."""
+    defaults = {field.name: field.default for field in fields}
+    heads = published.get("num_attention_heads", defaults["num_attention_heads"])
+    own = {"use_clipped_linears": (False, None), "num_key_value_heads": (heads,)}
+    _check_fixed("vision_config", published, {**_FIXED_FIELDS, **own})
+    rope = published.get("rope_parameters") or {}
+    require(isinstance(rope, Mapping), "vision_config.rope_parameters", "be a dictionary", rope)
+    return {name: value for name, value in {**rope, **published}.items() if name in defaults}
+
+
+def read_generation(source: Mapping[str, Any] | str | Path, fields: Fields) -> dict[str, Any]:
+    """Return the `fields` of `GenerationDefaults` from a published generation_config.json."""
+    published = read_published(source, "generation_config.json")
+    values = {f.name: published[f.name] for f in fields if published.get(f.name) is not None}
+    sampler = published.get("sampler_config") or {}
+    require(isinstance(sampler, Mapping), "GenerationDefaults.sampler_config", "be a dictionary", sampler)
+    if sampler.get("entropy_bound") is not None:
+        values["entropy_bound"] = sampler["entropy_bound"]
+    if "eos_token_id" in values:
+        eos = values["eos_token_id"]
+        values["eos_token_id"] = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+    return values
+
+
+def publish_generation(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a generation_config.json with the fields of `GenerationDefaults`."""
+    sampler = {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": float(values["entropy_bound"])}
+    kept = {name: value for name, value in values.items() if name not in ("entropy_bound", *OWN_DEFAULTS)}
+    return {**kept, "eos_token_id": list(values["eos_token_id"]), "sampler_config": sampler}
+
+
+def default_layer_types(num_hidden_layers: int) -> tuple[str, ...]:
+    """Return the published pattern: five sliding layers, then a full one; the last is always full."""
+    pattern = [FULL if (layer + 1) % 6 == 0 else SLIDING for layer in range(num_hidden_layers)]
+    return (*pattern[:-1], FULL)
+
+
+def is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_SIZE
+
+
+def _full_layer_heads(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the heads of full layers, from published fields or the per_layer_config of newer transformers."""
+    name, per_layer, types = "ModelConfig.per_layer_config", text.get("per_layer_config"), text.get("layer_types")
+    require(isinstance(per_layer, Mapping | None), name, "be a dictionary", per_layer)
+    full: Mapping[str, Any] = {}
+    if per_layer:
+        full = next(iter(per_layer.values()))
+        types = types if isinstance(types, list | tuple) else ()
+        full_layers = {layer for layer, kind in enumerate(types) if kind == FULL}
+        overridden = {int(layer) if str(layer).isdecimal() else layer for layer in per_layer}  # "5", and also "05"
+        alike = isinstance(full, Mapping) and all(other == full for other in per_layer.values())
+        rule = "override exactly the full-attention layers, with equal values"
+        fits, fix = alike and overridden == full_layers, "dgemma has one head shape per layer type."
+        require(fits, name, rule, sorted(map(str, per_layer)), fix)
+    elif per_layer is None:
+        head_dim = text.get("global_head_dim")
+        full = {"head_dim": 512 if head_dim is None else head_dim}  # the default of transformers' class
+        full["num_key_value_heads"] = text.get("num_global_key_value_heads")
+    # transformers omits an override that equals the value of the sliding layers.
+    heads = {"global_head_dim": "head_dim", "num_global_key_value_heads": "num_key_value_heads"}
+    return {name: text.get(key) if full.get(key) is None else full[key] for name, key in heads.items()}
+
+
+def _check_fixed(owner: str, published: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]]) -> None:
+    for name, accepted in fixed.items():
+        value = published.get(name, accepted[0])
+        fix = "dgemma implements only that value."
+        require(value in accepted, f"{owner}.{name}", f"be {accepted[0]!r}", value, fix)
