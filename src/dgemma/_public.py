@@ -22,9 +22,9 @@ from dgemma.run.changes import apply_changes
 from dgemma.run.generate import generate, stream
 from dgemma.run.knobs import Knobs, default_sampler, learnt_noise
 from dgemma.run.plan import read_plan
+from dgemma.run.recorded.trajectory import Generation, Trajectory
 from dgemma.run.records import StepRecord
 from dgemma.run.step import settle, start_state, step
-from dgemma.run.trajectory import Generation, Trajectory
 from dgemma.sampling import (
     Ancestral,
     Confidence,

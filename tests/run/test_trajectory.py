@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 import dgemma
 from dgemma import values
+from dgemma.run.recorded.trajectory import Trajectory
 from dgemma.run.step import step
-from dgemma.run.trajectory import Trajectory
 from dgemma.sampling import Ancestral, Confidence, EntropyBound, StepCap
 from dgemma.sampling.stopping import StopRule
 

@@ -15,7 +15,7 @@ from dgemma.printing import printable, to_json
 
 if TYPE_CHECKING:
     from dgemma.checkpoint.tokenizer import Tokenizer
-    from dgemma.run.trajectory import Trajectory
+    from dgemma.run.recorded.trajectory import Trajectory
     from dgemma.view.board import Board
 
 

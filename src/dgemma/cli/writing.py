@@ -21,7 +21,7 @@ from dgemma.many.prompts import PromptFile, generate_many
 from dgemma.model.vision.images import Images
 from dgemma.run.generate import generate
 from dgemma.run.knobs import warn_of_noise
-from dgemma.run.trajectory import Generation
+from dgemma.run.recorded.trajectory import Generation
 from dgemma.sampling import EntropyBound, StableAndConfident
 from dgemma.tasks.infill import Infilling, edit, infill
 from dgemma.view.board import Board

@@ -40,10 +40,10 @@ def list_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> dict[st
     require(not unknown, "Changes between two steps", f"be among state, {', '.join(sorted(known))}", unknown)
     require(type(new_state) is type(state), "A changed state", f"stay a {type(state).__name__}", new_state)
     for name in constant:
-        same, owner = _same(getattr(new_state, name), getattr(state, name)), f"{type(state).__name__}.{name}"
+        same, owner = is_same(getattr(new_state, name), getattr(state, name)), f"{type(state).__name__}.{name}"
         require(same, owner, "stay the same within a run", getattr(new_state, name), "Begin a new run to change it.")
     for name in sorted(set(of_state) - listed.keys()):
-        if not _same(getattr(new_state, name), getattr(state, name)):
+        if not is_same(getattr(new_state, name), getattr(state, name)):
             listed[name] = getattr(new_state, name)
     if "temperature" in listed:
         listed["temperature"] = read_temperature(listed["temperature"])
@@ -91,34 +91,6 @@ def apply_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> tuple[
     return state, knobs
 
 
-def merge_changes(earlier: dict[str, Any], later: dict[str, Any], knobs: Knobs) -> dict[str, Any]:
-    """Combine two sets of changes; later changes replace earlier ones."""
-    if "state" in later:  # the new state already includes the earlier changes of the state
-        earlier = knob_changes(earlier, knobs)
-    if later.keys() & {"canvas", "frozen"}:  # canvas and frozen determine `open`
-        earlier = {name: value for name, value in earlier.items() if name != "open"}
-    return {**earlier, **later}
-
-
-def snapshot(state: DenoiseState) -> DenoiseState:
-    """Copy a state, to detect later changes of its tensors. Predictions are shared, not copied."""
-    names, _ = split_fields(state, "constant")
-    own = {name: getattr(state, name) for name in names}
-    return replace(state, **tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, own))
-
-
-def list_in_place(before: DenoiseState, after: DenoiseState) -> dict[str, Any]:
-    """Return the fields that were changed in place, in the form of `list_changes`.
-
-    If `canvas` or `frozen` was changed, `open` is listed too, even if it is unchanged. Otherwise `list_changes` would
-    compute a new `open` from them.
-    """
-    changeable, _ = split_fields(after, "constant")
-    names = {name for name in changeable if not _same(getattr(before, name), getattr(after, name))}
-    names |= {"open"} if names & {"canvas", "frozen"} else set()
-    return {name: getattr(after, name) for name in sorted(names)}
-
-
 def knob_changes(listed: Mapping[str, Any], knobs: Knobs) -> dict[str, Any]:
     """Return the listed changes that set a knob. A temperature sets a knob, unless it is a tensor."""
     names = {f.name for f in fields(knobs)}
@@ -142,7 +114,7 @@ def _check(name: str, value: Any, state: DenoiseState, *, is_knob: bool) -> None
         require(False, owner, f"hold ids in [0, {vocab_size})", f"{int(value.min())}..{int(value.max())}")
 
 
-def _same(left: Any, right: Any) -> bool:
+def is_same(left: Any, right: Any) -> bool:
     """Compare two values of a field. Predictions are compared by their logits, memories part by part."""
     if left is right:
         return True

@@ -13,7 +13,7 @@
 A block is the number of a canvas in its run, and also the tokens of that canvas once it is finished. `generate` turns
 its arguments into a plan (plan.py) and runs the loop over blocks (`run_plan`, loop.py). rows.py keeps what the rows
 have written. Each iteration of the inner loop (`denoise_canvas`, loop.py) is one step (denoising.py, step.py).
-`record=True` keeps every step (recording.py) in a trajectory, which can be replayed and forked (trajectory.py).
+`record=True` keeps every step in a trajectory, which can be replayed and forked (recorded/trajectory.py).
 """
 
 from collections.abc import Generator
@@ -27,8 +27,8 @@ from dgemma.run.changes import Changes
 from dgemma.run.loop import drain, run_plan
 from dgemma.run.options import GenerateOptions, RunOptions, WatchOptions, fill_in, select, takes_options
 from dgemma.run.plan import read_plan
+from dgemma.run.recorded.trajectory import Generation, Trajectory
 from dgemma.run.records import BlockCommit, Events, StepRecord
-from dgemma.run.trajectory import Generation, Trajectory
 
 
 @takes_options(GenerateOptions)
@@ -72,10 +72,11 @@ def generate(
     """
     watch = fill_in(options, WatchOptions)
     plan = read_plan(model, prompt_tokens, cache=cache, **select(options, RunOptions))
-    trajectory = Trajectory(plan, top=watch["record_top"]) if watch["record"] else None
-    output = drain(
-        run_plan(model, plan, cache), on_step=watch["on_step"], recording=trajectory, progress=watch["progress"]
-    )
+    events, trajectory = run_plan(model, plan, cache), None
+    if watch["record"]:
+        trajectory = Trajectory(plan, top=watch["record_top"])
+        events = trajectory.record(events, may_change=watch["on_step"] is not None)
+    output = drain(events, on_step=watch["on_step"], progress=watch["progress"])
     return Generation(**vars(output), recorded=trajectory)
 
 

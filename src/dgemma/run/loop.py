@@ -1,26 +1,23 @@
 """The loop over canvases: start a canvas from noise, step it until its rows are done, commit it.
 
-`run_plan` is the loop as a generator of events. `drain` runs it to its end, with a callback and a recording.
+`run_plan` is the loop as a generator of events. `drain` runs it to its end, with a callback.
 """
 
 import itertools
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from dgemma.diffusion.state import DenoiseState
 from dgemma.model.cache import Cache
 from dgemma.model.denoiser import Denoiser
 from dgemma.printing import progress_bar
-from dgemma.run.changes import Changes, apply_changes, snapshot
+from dgemma.run.changes import Changes, apply_changes
 from dgemma.run.denoising import Denoising
 from dgemma.run.knobs import Knobs
 from dgemma.run.plan import Plan
-from dgemma.run.recording import Recording
 from dgemma.run.records import BlockCommit, Denoised, Events, Moment, OnStep, Output, StepRecord, shows_progress
 from dgemma.run.rows import Rows
 
@@ -92,10 +89,10 @@ def denoise_canvas(
     return Denoised(torch.stack(drafts), counts[0], counts[1], denoising.knobs)
 
 
-def drain(events: Events, *, on_step: OnStep | None, recording: Recording | None, progress: bool = False) -> Output:
-    """Run a stream to its end, pass the changes of `on_step` back into it, and record its events."""
+def drain(events: Events, *, on_step: OnStep | None = None, progress: bool = False) -> Output:
+    """Run a stream to its end, and pass the changes of `on_step` back into it."""
     with progress_bar(desc="denoising", unit="step", show=progress and not shows_progress(on_step)) as bar:
-        return run_events(events, bar, on_step=on_step, recording=recording)
+        return run_events(events, bar, on_step=on_step)
 
 
 def run_events(
@@ -103,14 +100,8 @@ def run_events(
     bar: tqdm,
     *,
     on_step: OnStep | None,
-    recording: Recording | None,
-    rows: Tensor | None = None,
 ) -> Result:
-    """Do what `drain` does, for a stream with a result of any type, and with a given progress bar.
-
-    rows: pass it if the events belong to some rows of a larger batch. It holds their row numbers in that batch,
-    ascending. In the recording they are numbered 0, 1, ….
-    """
+    """Do what `drain` does, for a stream with a result of any type, and with a given progress bar."""
     changes: Changes = None
     while True:
         try:
@@ -120,11 +111,4 @@ def run_events(
         changes = None
         if isinstance(event, StepRecord):
             bar.update()
-            untouched = snapshot(event.state) if recording is not None and on_step is not None else None
             changes = on_step(event) if on_step is not None else None
-            if recording is not None:
-                if rows is not None:
-                    event = replace(event, before=replace(event.before, rows=torch.searchsorted(rows, event.rows)))
-                recording.add_step(event, changes, untouched=untouched)
-        elif recording is not None:
-            recording.add_commit(event)

@@ -6,7 +6,7 @@ from typing import Self
 
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.model.denoiser import Denoiser
-from dgemma.run.trajectory import Trajectory
+from dgemma.run.recorded.trajectory import Trajectory
 from dgemma.serve.app import create_app
 from dgemma.serve.gate import QuickServer
 from dgemma.view.html import to_html

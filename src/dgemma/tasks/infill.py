@@ -28,8 +28,8 @@ from dgemma.run.knobs import Knobs
 from dgemma.run.loop import denoise_canvas, run_events
 from dgemma.run.options import CanvasOptions, ImagesOption, WatchOptions, fill_in, select, takes_options
 from dgemma.run.plan import Plan, read_plan
+from dgemma.run.recorded.trajectory import Trajectory
 from dgemma.run.records import BlockCommit, OnStep, shows_progress
-from dgemma.run.trajectory import Trajectory
 
 Holes = Tensor | int | Sequence[tuple[int, int]]
 
@@ -224,9 +224,9 @@ class _Infiller:
                 cache = rows.encode(self.model, cache if self.record_top is None else None)
                 state = rows.start(self.model, knobs)
                 events = denoise_canvas(self.model, state, cache, knobs)
-                drafts, num_steps, num_forwards, knobs = run_events(
-                    events, bar, on_step=self.on_step, recording=trajectory, rows=state.rows
-                )
+                if trajectory is not None:
+                    events = trajectory.record(events, may_change=self.on_step is not None, rows=state.rows)
+                drafts, num_steps, num_forwards, knobs = run_events(events, bar, on_step=self.on_step)
                 for row, score in zip(rows.open, self._score(state, cache, drafts), strict=True):
                     row.keep(scored[row.index], score)
                 commit = rows.commit(drafts, num_steps, num_forwards)

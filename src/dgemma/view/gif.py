@@ -14,7 +14,7 @@ from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import at_least, at_most, typed
 from dgemma.files import new_file
 from dgemma.printing import install_command
-from dgemma.run.trajectory import Trajectory
+from dgemma.run.recorded.trajectory import Trajectory
 from dgemma.view import board
 from dgemma.view.board import Board
 from dgemma.view.frames import Frames, check_canvas, read_frames, read_prompt

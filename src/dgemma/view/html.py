@@ -25,7 +25,7 @@ import numpy as np
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import as_lists, require, typed
 from dgemma.files import write_text
-from dgemma.run.trajectory import Trajectory
+from dgemma.run.recorded.trajectory import Trajectory
 from dgemma.values import label
 from dgemma.view.board import Board
 from dgemma.view.frames import Array, Frames, check_canvas, read_frames, read_prompt, read_prompt_tokens, settled

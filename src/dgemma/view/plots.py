@@ -11,7 +11,7 @@ import numpy as np
 
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.printing import install_command
-from dgemma.run.trajectory import Trajectory
+from dgemma.run.recorded.trajectory import Trajectory
 from dgemma.study.sweep import Sweep
 from dgemma.view.frames import Array, read_frames, settled
 from dgemma.view.heat import LIGHT

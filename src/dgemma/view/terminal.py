@@ -18,8 +18,8 @@ from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import typed
 from dgemma.printing import printable
 from dgemma.run.arguments import read_token_ids
+from dgemma.run.recorded.trajectory import Generation
 from dgemma.run.records import BlockCommit, Events, StepRecord
-from dgemma.run.trajectory import Generation
 from dgemma.view import board
 from dgemma.view.heat import TERMINAL
 from dgemma.view.pieces import MASK, Pieces, width

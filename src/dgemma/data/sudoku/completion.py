@@ -26,7 +26,7 @@ from dgemma.diffusion.noise import MaskNoise, Noise, UniformNoise
 from dgemma.model.denoiser import Denoiser
 from dgemma.run.generate import generate
 from dgemma.run.knobs import learnt_noise
-from dgemma.run.trajectory import Generation
+from dgemma.run.recorded.trajectory import Generation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from dgemma.diffusion import draws
 from dgemma.many.prefixes import pad_left
 from dgemma.model.denoiser import Denoiser
 from dgemma.run.generate import generate
-from dgemma.run.trajectory import Trajectory
+from dgemma.run.recorded.trajectory import Trajectory
 from dgemma.train.learning.rewards import Reward
 
 

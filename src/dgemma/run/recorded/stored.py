@@ -15,7 +15,8 @@ from dgemma.checks import as_int, check_types, require, require_tensor
 from dgemma.files import open_tensors, parse_json, write_tensors
 from dgemma.run.arguments import MOST_STEPS
 from dgemma.run.plan import Plan
-from dgemma.run.records import COLUMNS, INTS, BlockCommit, Change
+from dgemma.run.recorded.records import COLUMNS, INTS, Change
+from dgemma.run.records import BlockCommit
 from dgemma.values import describe_value, find_unknown, rebuild_value
 
 _KIND, _HEADER = "trajectory", "dgemma"  # the metadata entry _HEADER holds everything but the tensors
