@@ -19,16 +19,9 @@ from torch import Tensor
 
 from dgemma.checks import check_types, show
 
-# Folders whose dataclasses may be in a saved file. Names are unique there, so a class is found after it has moved.
-_FOLDERS = (
-    "dgemma.diffusion.",
-    "dgemma.sampling.",
-    "dgemma.run.",
-    "dgemma.constraints.automaton",
-    "dgemma.constraints.canvas_language",
-    "dgemma.constraints.run_language",
-    "dgemma.model.vision.images",
-)
+# Modules whose dataclasses may be in a saved file. Names are unique there, so a class is found after it has moved.
+_MODULES = "diffusion. sampling. run. constraints.automaton constraints.canvas_language constraints.run_language"
+_PREFIXES = tuple(f"dgemma.{name}" for name in (*_MODULES.split(), "model.vision.images"))
 _LONGEST = 1000  # characters or elements in an identity
 
 
@@ -235,7 +228,7 @@ def _full_name(named: Any) -> str:
 
 def _finder(extra: tuple[type, ...]) -> Callable[[str], type | None]:
     """Return a function that finds a class by its module and name: of dgemma, a user's subclass of it, or extra."""
-    modules = {name: module for name, module in sorted(sys.modules.items()) if name.startswith(_FOLDERS)}
+    modules = {name: module for name, module in sorted(sys.modules.items()) if name.startswith(_PREFIXES)}
     members = [(member, name) for name, module in modules.items() for member in vars(module).values()]
     own = [member for member, name in members if isinstance(member, type) and member.__module__ == name]
     library = {cls.__qualname__: cls for cls in own if _has_fields(cls)}

@@ -9,7 +9,7 @@ import dgemma
 from dgemma import train
 from dgemma.checkpoint import identity
 from dgemma.checkpoint.identity import fingerprint
-from dgemma.checkpoint.layout import lay_out_by_column
+from dgemma.checkpoint.loading import lay_out_by_column
 from dgemma.quantization.rounding import Quantization
 from dgemma.quantization.weights import quantized_weights
 

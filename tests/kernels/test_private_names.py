@@ -11,7 +11,6 @@ FOREIGN = {
         *("_parameters", "_version"),  # of torch
         *("_foreach_add_", "_foreach_div_", "_foreach_lerp", "_foreach_lerp_", "_foreach_mul_"),
         "_foreach_norm",
-        "_add_change",  # of a base class
         *("_asdict", "_fields", "_replace"),  # of a NamedTuple
     },
     "kernels/dgemma_kernels": {

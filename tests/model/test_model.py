@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import dgemma
 from dgemma import DiffusionGemma
-from dgemma.checkpoint.layout import lay_out_by_column
+from dgemma.checkpoint.loading import lay_out_by_column
 from dgemma.model.config import Conventions
 from dgemma.model.experts import looped_product, product_by_group
 from published import pair

@@ -279,7 +279,7 @@ def test_an_edit_counts_only_its_own_steps():
 
 def test_the_view_replaces_the_progress_bar(monkeypatch):
     asked = []
-    spine = sys.modules["dgemma.run.loop"]
+    spine = sys.modules["dgemma.run.generate"]
 
     def bar(*, show, **options):
         asked.append(show)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dgemma.checkpoint.formats.entry import FLOATS, Contents
 from dgemma.checkpoint.formats.gguf import open_gguf
@@ -23,7 +23,8 @@ from dgemma.files import open_tensors
 from dgemma.location import ASSETS
 from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig
 from dgemma.model.diffusion import DiffusionGemma
-from dgemma.model.gemma4 import GEMMA4_TYPES
+from dgemma.model.experts import Experts
+from dgemma.model.published import GEMMA4_TYPES
 from dgemma.printing import progress_bar
 from dgemma.quantization.rounding import Quantization
 from dgemma.quantization.weights import QuantizedWeight, Weight, set_weight
@@ -200,3 +201,16 @@ def _give_notices(plan: LoadPlan, contents: Contents, state: Mapping[str, Tensor
             "The scalars of these layers differ between encoder and decoder, unlike in the published model: %s.",
             ", ".join(first(unequal)),
         )
+
+
+@torch.no_grad()
+def lay_out_by_column(model: nn.Module) -> None:
+    """Make the columns of every matrix contiguous, in place. Values and shapes do not change. For inference only.
+
+    A layer multiplies by Wᵀ, and OpenBLAS copies W into that order at every call. On an ARM core this copy takes a
+    fifth of a small model's step. The embedding is not changed, because tokens are looked up by row.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear | Experts):
+            for weight in module.parameters(recurse=False):
+                weight.data = weight.mT.contiguous().mT

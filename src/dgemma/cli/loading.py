@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dgemma.checkpoint.layout import lay_out_by_column
+from dgemma.checkpoint.loading import lay_out_by_column
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import read_device
 from dgemma.cli import output

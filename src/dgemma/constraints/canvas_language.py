@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgemma.constraints.automaton import Automaton
-from dgemma.constraints.reductions import any_by
+from dgemma.constraints.automaton import Automaton, any_by
 
 
 class Language(NamedTuple):

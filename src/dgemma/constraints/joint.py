@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from dgemma.constraints import paths
+from dgemma.constraints.automaton import log_flags
 from dgemma.constraints.canvas_language import Language
 from dgemma.constraints.paths import Passes
-from dgemma.constraints.reductions import log_flags
 from dgemma.diffusion.law import log_means
 from dgemma.diffusion.prediction import Prediction, Transform
 

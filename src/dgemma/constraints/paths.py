@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgemma.constraints.automaton import Automaton
+from dgemma.constraints.automaton import Automaton, first_of_each, log_flags, log_sum_by, max_by
 from dgemma.constraints.canvas_language import Language
-from dgemma.constraints.reductions import first_of_each, log_flags, log_sum_by, max_by
+from dgemma.diffusion.law import finite, safe_log
 from dgemma.diffusion.prediction import Prediction
-from dgemma.diffusion.reductions import finite, safe_log
 
 _SLICE_ELEMENTS = 1 << 24  # float64 temporaries stay under 128 MiB
 

@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from dgemma.checks import require
-from dgemma.constraints.automaton import Automaton
+from dgemma.constraints.automaton import Automaton, any_by
 from dgemma.constraints.canvas_language import Language
 from dgemma.constraints.languages import Regex
-from dgemma.constraints.reductions import any_by
 from dgemma.constraints.tables import with_gaps, with_stops
 from dgemma.constraints.token_automaton import TokenAutomaton, unite
 from dgemma.diffusion.noise import Noise
@@ -78,14 +77,13 @@ def read_constraint(
     """
     if constraint is None:
         return None
-    num_blocks = math.ceil(max_new_tokens / canvas_len)
+    num_positions = math.ceil(max_new_tokens / canvas_len) * canvas_len
     tokens, start, free = _unite("generate", constraint, batch_size, noise.vocab_size)
-    automaton, num_positions = _with_stops(tokens, stop_tokens, noise.vocab_size, free), num_blocks * canvas_len
+    automaton = _with_stops(tokens, stop_tokens, noise.vocab_size, free)
     span, rows = span.to(torch.device("cpu")), torch.arange(batch_size)
     may_end = None
     if free is not None or (span.frozen is not None and bool(span.frozen.any())):
-        may_end = torch.cat([span.past_frozen(block, canvas_len, rows) for block in range(num_blocks)], dim=1)
-        may_end &= (start != (-1 if free is None else free))[:, None]
+        may_end = span.past_frozen(0, num_positions, rows) & (start != (-1 if free is None else free))[:, None]
     factors = _Factors(automaton, span, noise, may_end, batch_size)
     accepts = torch.from_numpy(np.append(tokens.is_final, True)).expand(batch_size, -1)
     reach = factors.reach(accepts, num_positions)

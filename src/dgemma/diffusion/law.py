@@ -10,7 +10,6 @@ from torch import Tensor
 
 from dgemma.diffusion.decision import Decision, routes
 from dgemma.diffusion.prediction import Prediction, Transform
-from dgemma.diffusion.reductions import log_sum, safe_log
 from dgemma.diffusion.state import DenoiseState
 
 
@@ -115,3 +114,20 @@ def log_transition(prediction: Prediction, state: DenoiseState, decision: Decisi
     own, other = event(tokens), other.masked_fill(decision.write, -torch.inf)
     weights = TokenWeights(tokens, *(part.masked_fill(state.frozen, 0.0) for part in (own, other)))
     return log_mean_of_tokens(prediction, weights)
+
+
+def log_sum(values: Tensor) -> Tensor:
+    """Log-sum over the last dimension, (..., n) → (...). Unlike torch's, it has a gradient if all values are -inf."""
+    base = finite(values.amax(-1)).detach()
+    return base + safe_log((values - base[..., None]).exp().sum(-1))
+
+
+def safe_log(values: Tensor) -> Tensor:
+    """The logarithm. At 0 it is -inf, with gradient 0 instead of infinity, so that no NaN flows back."""
+    positive = values > 0
+    return torch.where(positive, torch.where(positive, values, 1.0).log(), -torch.inf)
+
+
+def finite(values: Tensor) -> Tensor:
+    """Replace -inf, the maximum of an empty set, by 0, so that it can be subtracted."""
+    return values.masked_fill(values == -torch.inf, 0.0)

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from dgemma.checkpoint.identity import fingerprint
-from dgemma.checkpoint.layout import lay_out_by_column
+from dgemma.checkpoint.loading import lay_out_by_column
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import as_int, require, typed
 from dgemma.data.sudoku.encoding import load_tokenizer

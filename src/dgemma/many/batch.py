@@ -52,8 +52,6 @@ class BatchRow(Rows):
     """A row of a `Batch`: a plan of batch size 1, and what the batch does with it.
 
     index: the number of the row in records. num_top: score this many alternatives of each token; None: score nothing.
-
-    Example: `BatchRow(read_plan(model, prompt, seed=[7]), index=7)`.
     """
 
     def __init__(self, plan: Plan, *, index: int = 0, num_top: int | None = None) -> None:

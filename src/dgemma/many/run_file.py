@@ -94,10 +94,7 @@ class RunFile:
                 if not line.endswith(b"\n"):
                     break
                 index = _index_of(line)
-                rule, fix = (
-                    "hold one result per line, each with its own index",
-                    "Remove the line; its prompt is done again.",
-                )
+                rule, fix = "hold one result per line, each with its own index", "Remove it; its prompt is done again."
                 fits = index is not None and index not in self
                 require(fits, str(self.path), rule, f"something else in line {number}", fix)
                 self._places[cast(int, index)] = self._end

@@ -1,7 +1,4 @@
-"""The published form of a model's configuration: the fields of config.json and generation_config.json.
-
-Readers return the fields of the classes in config.py, which check them. Here is only what the files have otherwise.
-"""
+"""The published form of a model's configuration: config.json, of DiffusionGemma or of an autoregressive Gemma 4."""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, Field
@@ -10,21 +7,19 @@ from typing import Any
 
 from dgemma.checks import require
 from dgemma.files import read_json
-from dgemma.model.gemma4 import GEMMA4_TYPES, config_from_gemma4
 
-Fields = tuple["Field[Any]", ...]
 OWN_DEFAULTS = ("noise", "sampler")  # fields of GenerationDefaults that are stored in config.json
 SLIDING = "sliding_attention"
 FULL = "full_attention"
 LARGEST_SIZE = 2**31 - 1  # larger sizes are certainly mistakes
 # Published fields that dgemma implements for one value only; any other would change the result.
-_FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
+FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "hidden_activation": ("gelu_pytorch_tanh",),
     "attention_bias": (False, None),
     "attention_dropout": (0.0, None),
 }
 _FIXED_TEXT_FIELDS = {
-    **_FIXED_FIELDS,
+    **FIXED_FIELDS,
     "tie_word_embeddings": (True,),
     "use_bidirectional_attention": ("vision", None),
 }
@@ -41,6 +36,29 @@ _NO_TOWER: Mapping[str, Any] = {
     "num_key_value_heads": 2,
     "position_embedding_size": 4,
     "patch_size": 2,
+}
+GEMMA4_TYPES = ("gemma4", "gemma4_text")
+
+_KEPT_FROM_GEMMA4 = ("vision_config", "boi_token_id", "eoi_token_id", "image_token_id", "eos_token_id", "dtype")
+# field: (transformers' default, the only value dgemma runs)
+_GEMMA4_SWITCHES: Mapping[str, tuple[Any, Any]] = {
+    "enable_moe_block": (False, True),
+    "attention_k_eq_v": (False, True),
+    "hidden_size_per_layer_input": (256, 0),
+    "num_kv_shared_layers": (0, 0),
+    "use_double_wide_mlp": (False, False),
+}
+_GEMMA4_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "sliding_window": 512,
+    "max_position_embeddings": 131_072,
+    "final_logit_softcapping": None,
 }
 
 
@@ -59,7 +77,7 @@ def read_published(source: Mapping[str, Any] | str | Path, file_name: str) -> di
         ) from None
 
 
-def read_model(source: Mapping[str, Any] | str | Path, fields: Fields) -> dict[str, Any]:
+def read_model(source: Mapping[str, Any] | str | Path, fields: tuple["Field[Any]", ...]) -> dict[str, Any]:
     """Return the `fields` of a `ModelConfig` from a published config."""
     published = read_published(source, "config.json")
     model_type = published.get("model_type")
@@ -71,7 +89,7 @@ def read_model(source: Mapping[str, Any] | str | Path, fields: Fields) -> dict[s
     require(is_known, "ModelConfig.model_type", rule, model_type, "Point at a DiffusionGemma checkpoint.")
     text = published.get("text_config", published)
     require(isinstance(text, Mapping), "ModelConfig.text_config", "be a dictionary", text)
-    _check_fixed("ModelConfig", text, _FIXED_TEXT_FIELDS)
+    check_fixed("ModelConfig", text, _FIXED_TEXT_FIELDS)
     values = {f.name: text[f.name] for f in fields if text.get(f.name) is not None}
     values |= _full_layer_heads(text)
     if "final_logit_softcapping" in text:
@@ -117,38 +135,6 @@ def publish_model(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_vision(published: Mapping[str, Any], fields: Fields) -> dict[str, Any]:
-    """Return the `fields` of a `VisionConfig` from the `vision_config` of a config.json."""
-    defaults = {field.name: field.default for field in fields}
-    heads = published.get("num_attention_heads", defaults["num_attention_heads"])
-    own = {"use_clipped_linears": (False, None), "num_key_value_heads": (heads,)}
-    _check_fixed("vision_config", published, {**_FIXED_FIELDS, **own})
-    rope = published.get("rope_parameters") or {}
-    require(isinstance(rope, Mapping), "vision_config.rope_parameters", "be a dictionary", rope)
-    return {name: value for name, value in {**rope, **published}.items() if name in defaults}
-
-
-def read_generation(source: Mapping[str, Any] | str | Path, fields: Fields) -> dict[str, Any]:
-    """Return the `fields` of `GenerationDefaults` from a published generation_config.json."""
-    published = read_published(source, "generation_config.json")
-    values = {f.name: published[f.name] for f in fields if published.get(f.name) is not None}
-    sampler = published.get("sampler_config") or {}
-    require(isinstance(sampler, Mapping), "GenerationDefaults.sampler_config", "be a dictionary", sampler)
-    if sampler.get("entropy_bound") is not None:
-        values["entropy_bound"] = sampler["entropy_bound"]
-    if "eos_token_id" in values:
-        eos = values["eos_token_id"]
-        values["eos_token_id"] = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
-    return values
-
-
-def publish_generation(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a generation_config.json with the fields of `GenerationDefaults`."""
-    sampler = {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": float(values["entropy_bound"])}
-    kept = {name: value for name, value in values.items() if name not in ("entropy_bound", *OWN_DEFAULTS)}
-    return {**kept, "eos_token_id": list(values["eos_token_id"]), "sampler_config": sampler}
-
-
 def default_layer_types(num_hidden_layers: int) -> tuple[str, ...]:
     """Return the published pattern: five sliding layers, then a full one; the last is always full."""
     pattern = [FULL if (layer + 1) % 6 == 0 else SLIDING for layer in range(num_hidden_layers)]
@@ -157,6 +143,26 @@ def default_layer_types(num_hidden_layers: int) -> tuple[str, ...]:
 
 def is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_SIZE
+
+
+def config_from_gemma4(published: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a plain Gemma 4 config in DiffusionGemma's form; raise for features that dgemma does not have.
+
+    Absent fields have the defaults of transformers' Gemma4TextConfig, which saves only fields that differ.
+
+    Example: `config_from_gemma4({"model_type": "gemma4_text", "enable_moe_block": True, ...})["model_type"]`.
+    """
+    text = published.get("text_config", published)
+    require(isinstance(text, Mapping), "ModelConfig.text_config", "be a dictionary", text)
+    text, fix = dict(text), "Choose a Gemma 4 with experts, such as the 26B-A4B."
+    for name, (default, needed) in _GEMMA4_SWITCHES.items():
+        value = text.pop(name, default)
+        rule = f"be {needed!r} to start from a Gemma 4 checkpoint"
+        require((value or None) == (needed or None), f"ModelConfig.{name}", rule, value, fix)
+    text = {**_GEMMA4_DEFAULTS, **{name: value for name, value in text.items() if value is not None}}
+    text["model_type"] = "diffusion_gemma_text"
+    other = {name: published[name] for name in _KEPT_FROM_GEMMA4 if name in published and "text_config" in published}
+    return {**other, "model_type": "diffusion_gemma", "text_config": text}
 
 
 def _full_layer_heads(text: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,7 +188,7 @@ def _full_layer_heads(text: Mapping[str, Any]) -> dict[str, Any]:
     return {name: text.get(key) if full.get(key) is None else full[key] for name, key in heads.items()}
 
 
-def _check_fixed(owner: str, published: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]]) -> None:
+def check_fixed(owner: str, published: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]]) -> None:
     for name, accepted in fixed.items():
         value = published.get(name, accepted[0])
         fix = "dgemma implements only that value."

@@ -120,8 +120,7 @@ def quantize(
         return NvFp4Weight(codes=codes, scale=scale, row_scale=row_scale.view(rows))
     bits = int(to.removeprefix("int"))
     coded = (_integers(chunk, bits, size, symmetric, scale_dtype) for chunk in chunks)
-    codes, scale, zero = (t.view(*rows, -1) for t in _joined(coded))
-    return IntWeight(codes=codes, scale=scale, zero_point=None if symmetric else zero, bits=bits)
+    return _int_weight(coded, weight.shape, bits=bits, symmetric=symmetric)
 
 
 @torch.no_grad()
@@ -141,18 +140,20 @@ def gptq(
     """
     shape, width = weight.shape, weight.shape[-1]
     check_weight(weight, group_size, "gptq")
-    if weight.dim() == 3 and len(weight) > _EXPERTS_AT_ONCE:
-        pairs = zip(weight.split(_EXPERTS_AT_ONCE), second_moments.split(_EXPERTS_AT_ONCE), strict=True)
-        parts = [
-            gptq(some, moments, group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype)
-            for some, moments in pairs
-        ]
-        return parts[0].with_tensors({r: torch.cat([p.tensors()[r] for p in parts]) for r in parts[0].tensors()})
-    rest = weight.detach().float().reshape(-1, *shape[-2:]).clone()  # (E, N, K)
-    factor = _inverse_factor(second_moments.float().reshape(-1, width, width))
+    tensors = weight.detach().reshape(-1, *shape[-2:]), second_moments.reshape(-1, width, width)
+    parts = zip(*(tensor.split(_EXPERTS_AT_ONCE) for tensor in tensors), strict=True)
+    coded = (_calibrated(part, moments, group_size, symmetric, scale_dtype) for part, moments in parts)
+    return _int_weight(coded, shape, bits=4, symmetric=symmetric)
+
+
+def _calibrated(
+    weight: Tensor, moments: Tensor, group_size: int, symmetric: bool, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes (E, N, K / 2), scales and zero points (E, N, G) of weights (E, N, K)."""
+    rest, factor = weight.float().clone(), _inverse_factor(moments.float())
     codes = torch.empty(rest.shape, dtype=torch.uint8, device=weight.device)
     scales, zeros = [], []
-    for start in range(0, width, group_size):
+    for start in range(0, rest.shape[-1], group_size):
         group = slice(start, start + group_size)
         block, errors = rest[..., group], torch.empty_like(rest[..., group])
         scale, zero = choose_scale(block, bits=4, symmetric=symmetric, scale_dtype=scale_dtype)
@@ -167,9 +168,7 @@ def gptq(
         rest[..., group.stop :] -= errors @ factor[:, group, group.stop :]
         scales.append(scale.to(scale_dtype))
         zeros.append(zero.to(torch.uint8))
-    joined = (pack_nibbles(codes), torch.stack(scales, dim=-1), torch.stack(zeros, dim=-1))
-    codes, scale, zero = (tensor.view(*shape[:-1], -1) for tensor in joined)
-    return IntWeight(codes=codes, scale=scale, zero_point=None if symmetric else zero)
+    return pack_nibbles(codes), torch.stack(scales, dim=-1), torch.stack(zeros, dim=-1)
 
 
 def _inverse_factor(moments: Tensor) -> Tensor:
@@ -207,6 +206,11 @@ def requantize(values: Tensor, like: QuantizedWeight) -> QuantizedWeight:
 
 def _joined(pieces: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
     return [torch.cat(parts) for parts in zip(*pieces, strict=True)]
+
+
+def _int_weight(coded: Iterable[tuple[Tensor, ...]], shape: torch.Size, *, bits: int, symmetric: bool) -> IntWeight:
+    codes, scale, zero = (tensor.view(*shape[:-1], -1) for tensor in _joined(coded))
+    return IntWeight(codes=codes, scale=scale, zero_point=None if symmetric else zero, bits=bits)
 
 
 def _float8(rows: Tensor) -> tuple[Tensor, Tensor]:

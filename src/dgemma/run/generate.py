@@ -23,12 +23,13 @@ from torch import Tensor
 
 from dgemma.model.cache import Cache
 from dgemma.model.denoiser import Denoiser
+from dgemma.printing import progress_bar
 from dgemma.run.changes import Changes
 from dgemma.run.loop import drain, run_plan
 from dgemma.run.options import GenerateOptions, RunOptions, WatchOptions, fill_in, select, takes_options
 from dgemma.run.plan import read_plan
 from dgemma.run.recorded.trajectory import Generation, Trajectory
-from dgemma.run.records import BlockCommit, Events, StepRecord
+from dgemma.run.records import BlockCommit, Events, StepRecord, shows_progress
 
 
 @takes_options(GenerateOptions)
@@ -76,7 +77,9 @@ def generate(
     if watch["record"]:
         trajectory = Trajectory(plan, top=watch["record_top"])
         events = trajectory.record(events, may_change=watch["on_step"] is not None)
-    output = drain(events, on_step=watch["on_step"], progress=watch["progress"])
+    show = watch["progress"] and not shows_progress(watch["on_step"])
+    with progress_bar(desc="denoising", unit="step", show=show) as bar:
+        output = drain(events, on_step=watch["on_step"], bar=bar)
     return Generation(**vars(output), recorded=trajectory)
 
 

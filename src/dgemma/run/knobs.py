@@ -1,7 +1,7 @@
-"""The knobs of a step (sampler, temperature, stop rule, top-k and top-p), and a checkpoint's noise and defaults."""
+"""The knobs of a step (sampler, temperature, stop rule, top-k and top-p), and a checkpoint's sampler and noise."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from typing import Any, TypeVar
@@ -15,8 +15,8 @@ from dgemma.model.denoiser import Denoiser
 from dgemma.sampling.base import Sampler
 from dgemma.sampling.entropy_bound import EntropyBound
 from dgemma.sampling.named import describe_noise, rebuild_noise, rebuild_sampler
-from dgemma.sampling.stopping import StableAndConfident, StopRule
-from dgemma.sampling.temperature import LinearTemperature, Temperature, read_temperature
+from dgemma.sampling.stopping import StopRule
+from dgemma.sampling.temperature import Temperature, read_temperature
 
 _Built = TypeVar("_Built")
 logger = logging.getLogger("dgemma")
@@ -57,20 +57,6 @@ def _is_frozen(value: Any) -> bool:
     own = {n: v for n, v in vars(value).items() if not isinstance(getattr(type(value), n, None), cached_property)}
     parts = (part for part in tree_leaves(list(own.values())) if isinstance(part, Sampler | StopRule))
     return own.keys() <= {f.name for f in fields(value)} and all(_is_frozen(part) for part in parts)
-
-
-def read_knobs(model: Denoiser, settings: Mapping[str, Any]) -> Knobs:
-    """Return the knobs of a run. A sampler or temperature of None, and the stop "checkpoint", are the checkpoint's."""
-    defaults, knobs = model.generation, {field.name: settings[field.name] for field in fields(Knobs)}
-    if knobs["sampler"] is None:
-        knobs["sampler"] = default_sampler(model)
-    if knobs["temperature"] is None:
-        knobs["temperature"] = LinearTemperature(start=defaults.t_max, end=defaults.t_min)
-    if knobs["stop"] == "checkpoint":
-        stability, confidence = defaults.stability_threshold, defaults.confidence_threshold
-        runs_on = confidence == 0 or not knobs["sampler"].stops_when_certain
-        knobs["stop"] = None if runs_on else StableAndConfident(stability=stability, confidence=confidence)
-    return Knobs(**knobs)
 
 
 def default_sampler(model: Denoiser) -> Sampler:

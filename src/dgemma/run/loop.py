@@ -5,7 +5,6 @@
 
 import itertools
 from collections.abc import Callable, Generator, Sequence
-from typing import TypeVar
 
 import torch
 from tqdm import tqdm
@@ -13,15 +12,12 @@ from tqdm import tqdm
 from dgemma.diffusion.state import DenoiseState
 from dgemma.model.cache import Cache
 from dgemma.model.denoiser import Denoiser
-from dgemma.printing import progress_bar
 from dgemma.run.changes import Changes, apply_changes
 from dgemma.run.denoising import Denoising
 from dgemma.run.knobs import Knobs
 from dgemma.run.plan import Plan
-from dgemma.run.records import BlockCommit, Denoised, Events, Moment, OnStep, Output, StepRecord, shows_progress
+from dgemma.run.records import BlockCommit, Denoised, Events, Moment, OnStep, Result, RunEvent, StepRecord
 from dgemma.run.rows import Rows
-
-Result = TypeVar("Result")
 
 
 @torch.no_grad()
@@ -89,19 +85,10 @@ def denoise_canvas(
     return Denoised(torch.stack(drafts), counts[0], counts[1], denoising.knobs)
 
 
-def drain(events: Events, *, on_step: OnStep | None = None, progress: bool = False) -> Output:
-    """Run a stream to its end, and pass the changes of `on_step` back into it."""
-    with progress_bar(desc="denoising", unit="step", show=progress and not shows_progress(on_step)) as bar:
-        return run_events(events, bar, on_step=on_step)
-
-
-def run_events(
-    events: Generator[StepRecord | BlockCommit, Changes, Result] | Generator[StepRecord, Changes, Result],
-    bar: tqdm,
-    *,
-    on_step: OnStep | None,
+def drain(
+    events: Generator[RunEvent, Changes, Result], *, on_step: OnStep | None = None, bar: tqdm | None = None
 ) -> Result:
-    """Do what `drain` does, for a stream with a result of any type, and with a given progress bar."""
+    """Run a stream to its end, pass the changes of `on_step` back into it, and return its result."""
     changes: Changes = None
     while True:
         try:
@@ -110,5 +97,6 @@ def run_events(
             return finished.value
         changes = None
         if isinstance(event, StepRecord):
-            bar.update()
+            if bar is not None:
+                bar.update()
             changes = on_step(event) if on_step is not None else None

@@ -30,13 +30,13 @@ class Default(NamedTuple):
 class CanvasOptions(TypedDict, total=False):
     """Options of every canvas; `generate` describes them.
 
-    None stands for the checkpoint's own: `model.generation`, a `GenerationDefaults`.
+    None stands for the checkpoint's own, `model.generation`, which `read_plan` fills in.
     """
 
-    steps: int | None  # None: generation.max_denoising_steps
-    noise: Noise | None  # None: what the model was trained with
-    sampler: Sampler | None  # None: generation.sampler, or `EntropyBound` with generation.entropy_bound
-    temperature: Temperature | float | None  # None: from generation.t_max to t_min
+    steps: int | None  # None: generation.max_denoising_steps; published 48
+    noise: Noise | None  # None: what the model was trained with; published `UniformNoise`
+    sampler: Sampler | None  # None: generation.sampler, or `EntropyBound` with generation.entropy_bound; published 0.1
+    temperature: Temperature | float | None  # None: from generation.t_max to t_min; published 0.8 → 0.4
     stop: Annotated[StopRule | Literal["checkpoint"] | None, Default("checkpoint")]
     top_k: int | None
     top_p: float | None
@@ -48,8 +48,8 @@ class CanvasOptions(TypedDict, total=False):
 class TextOptions(CanvasOptions, total=False):
     """Options of a text of one or several canvases; `generate` describes them."""
 
-    max_new_tokens: int | None  # None: generation.max_new_tokens
-    eos_token_ids: int | Iterable[int] | None  # None: generation.eos_token_id
+    max_new_tokens: int | None  # None: generation.max_new_tokens; published 256
+    eos_token_ids: int | Iterable[int] | None  # None: generation.eos_token_id; published 1, 106, 50
 
 
 class RunOptions(TextOptions, total=False):

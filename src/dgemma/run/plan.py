@@ -1,7 +1,8 @@
 """The plan of a run: the arguments of `generate`, checked and with every default filled in."""
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self, Unpack
 
 import torch
@@ -15,9 +16,10 @@ from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.model.vision.images import Images
 from dgemma.run import arguments
 from dgemma.run.arguments import MOST_STEPS
-from dgemma.run.knobs import Knobs, learnt_noise, read_knobs, warn_of_noise
+from dgemma.run.knobs import Knobs, default_sampler, learnt_noise, warn_of_noise
 from dgemma.run.options import RunOptions, fill_in, takes_options
-from dgemma.sampling.temperature import check_temperature
+from dgemma.sampling.stopping import StableAndConfident
+from dgemma.sampling.temperature import LinearTemperature, check_temperature
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +113,7 @@ def read_plan(
     noise = learnt_noise(model) if settings["noise"] is None else settings["noise"]
     arguments.check_vocabulary(noise, config)
     warn_of_noise(model, noise)
-    knobs = read_knobs(model, settings)
+    knobs = _read_knobs(model, settings)
     arguments.check_valid(knobs.sampler, noise)
     num_steps = arguments.read_count("steps", settings["steps"], defaults.max_denoising_steps, MOST_STEPS)
     check_temperature(knobs.temperature, num_steps, model.device)
@@ -159,3 +161,17 @@ def read_plan(
         language=language,
         images=images,
     )
+
+
+def _read_knobs(model: Denoiser, settings: Mapping[str, Any]) -> Knobs:
+    """Return the knobs of a run. A sampler or temperature of None, and the stop "checkpoint", are the checkpoint's."""
+    defaults, knobs = model.generation, {field.name: settings[field.name] for field in fields(Knobs)}
+    if knobs["sampler"] is None:
+        knobs["sampler"] = default_sampler(model)
+    if knobs["temperature"] is None:
+        knobs["temperature"] = LinearTemperature(start=defaults.t_max, end=defaults.t_min)
+    if knobs["stop"] == "checkpoint":
+        stability, confidence = defaults.stability_threshold, defaults.confidence_threshold
+        runs_on = confidence == 0 or not knobs["sampler"].stops_when_certain
+        knobs["stop"] = None if runs_on else StableAndConfident(stability=stability, confidence=confidence)
+    return Knobs(**knobs)

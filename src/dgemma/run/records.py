@@ -3,7 +3,7 @@
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -110,6 +110,8 @@ class Denoised(NamedTuple):
 
 OnStep = Callable[[StepRecord], Changes]
 Events = Generator[StepRecord | BlockCommit, Changes, Output]
+RunEvent = TypeVar("RunEvent", StepRecord, StepRecord | BlockCommit)  # of a canvas, or of a run
+Result = TypeVar("Result")
 
 
 def shows_progress(on_step: OnStep | None) -> bool:

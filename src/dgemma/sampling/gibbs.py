@@ -9,8 +9,7 @@ from torch import Tensor
 from dgemma.checks import Checked, Count, at_least
 from dgemma.diffusion import draws
 from dgemma.diffusion.decision import transition
-from dgemma.diffusion.law import log_transition
-from dgemma.diffusion.reductions import safe_log
+from dgemma.diffusion.law import log_transition, safe_log
 from dgemma.sampling.base import Decision, DenoiseState, Law, Prediction, Sampler
 from dgemma.sampling.ranking import is_choice, log_gumbel_choice, log_random_choice
 

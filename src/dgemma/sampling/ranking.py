@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from dgemma.diffusion.law import finite, log_sum
 from dgemma.diffusion.prediction import Prediction
-from dgemma.diffusion.reductions import finite, log_sum
 from dgemma.diffusion.state import DenoiseState
 
 _SPACING = 1 / 16  # of the points of `log_gumbel_choice`; its error is below 1e-12

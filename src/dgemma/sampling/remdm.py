@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from dgemma.checks import Probability, check_types, require, require_field
-from dgemma.diffusion.law import log_written
-from dgemma.diffusion.reductions import safe_log
+from dgemma.diffusion.law import log_written, safe_log
 from dgemma.diffusion.schedule import Loop
 from dgemma.sampling.base import Decision, DenoiseState, Law, Prediction, Sampler
 

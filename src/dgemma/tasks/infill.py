@@ -25,7 +25,7 @@ from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.printing import progress_bar
 from dgemma.run import arguments
 from dgemma.run.knobs import Knobs
-from dgemma.run.loop import denoise_canvas, run_events
+from dgemma.run.loop import denoise_canvas, drain
 from dgemma.run.options import CanvasOptions, ImagesOption, WatchOptions, fill_in, select, takes_options
 from dgemma.run.plan import Plan, read_plan
 from dgemma.run.recorded.trajectory import Trajectory
@@ -226,7 +226,7 @@ class _Infiller:
                 events = denoise_canvas(self.model, state, cache, knobs)
                 if trajectory is not None:
                     events = trajectory.record(events, may_change=self.on_step is not None, rows=state.rows)
-                drafts, num_steps, num_forwards, knobs = run_events(events, bar, on_step=self.on_step)
+                drafts, num_steps, num_forwards, knobs = drain(events, on_step=self.on_step, bar=bar)
                 for row, score in zip(rows.open, self._score(state, cache, drafts), strict=True):
                     row.keep(scored[row.index], score)
                 commit = rows.commit(drafts, num_steps, num_forwards)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from dgemma.checkpoint.tokenizer import IMAGE_MARKER, Tokenizer
 from dgemma.checks import as_int, require
 from dgemma.printing import printable
-from dgemma.run.recorded.records import RecordedStep
+from dgemma.run.recorded.steps import RecordedStep
 from dgemma.run.recorded.trajectory import Trajectory
 from dgemma.view.board import NUM_CELLS, Board
 from dgemma.view.pieces import Pieces

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -27,16 +27,13 @@ from dgemma.run.changes import Changes, apply_changes, is_same, knob_changes, li
 from dgemma.run.knobs import Knobs
 from dgemma.run.loop import drain, run_plan
 from dgemma.run.plan import Plan
-from dgemma.run.recorded import stored
-from dgemma.run.recorded.records import COLUMNS, Change, RecordedStep
-from dgemma.run.records import BlockCommit, Moment, OnStep, Output, StepRecord
+from dgemma.run.recorded.steps import COLUMNS, Change, RecordedStep, read_file, write_file
+from dgemma.run.records import BlockCommit, Moment, OnStep, Output, Result, RunEvent, StepRecord
 from dgemma.run.rows import Rows
 from dgemma.run.step import predict, settle
 from dgemma.values import find_unknown
 
 StepPlace = tuple[int, int]  # a block, and a step's place in it
-RunEvent = TypeVar("RunEvent", StepRecord, StepRecord | BlockCommit)
-Result = TypeVar("Result")
 Script = Callable[[StepPlace, Moment, StepRecord | None], Changes]
 
 
@@ -64,9 +61,8 @@ class Trajectory:
     ) -> Generator[RunEvent, Changes, Result]:
         """Yield the events of a run, and record them with the changes that are sent back.
 
-        may_change: True if the receiver of an event may change its state, in place or by changes. rows: pass it if the
-        events belong to some rows of a larger batch. It holds their row numbers in that batch, ascending. Here they are
-        numbered 0, 1, ….
+        may_change: True if the receiver may change states, in place or by changes. rows: for events of some rows of a
+        larger batch, their row numbers there, ascending. Here they are numbered 0, 1, ….
         """
         changes: Changes = None
         while True:
@@ -77,26 +73,22 @@ class Trajectory:
             if isinstance(event, StepRecord):
                 untouched = snapshot(event.state) if may_change else None
                 changes = yield event
-                if rows is not None:
-                    before = replace(event.before, rows=torch.searchsorted(rows, event.rows))
-                    self.add_step(replace(event, before=before), changes, untouched=untouched)
-                else:
-                    self.add_step(event, changes, untouched=untouched)
+                self._add_step(event, changes, untouched, rows)
             else:
                 self.add_commit(event)
                 changes = yield event
 
-    def add_step(self, record: StepRecord, changes: Changes = None, *, untouched: DenoiseState | None = None) -> None:
-        """Record a step, and the changes after it.
-
-        untouched: a `snapshot` of the state as the step left it. Pass it if a callback may have changed the state.
-        """
+    def _add_step(
+        self, record: StepRecord, changes: Changes, untouched: DenoiseState | None, rows: Tensor | None
+    ) -> None:
         in_place = {} if untouched is None else list_in_place(untouched, record.state)
         after = record.state if untouched is None else untouched
         none = record.entropy.new_empty(*record.canvas.shape, 0)
         top = record.prediction.top(self.top) if self.top else Top(none, none)
         values = {"next_canvas": after.canvas, "done": after.done, "draft": after.draft, "open": after.open}
         values |= {"top_tokens": top.tokens, "top_probabilities": top.probabilities}
+        if rows is not None:
+            values["rows"] = torch.searchsorted(rows, record.rows)
         columns = {}
         for name, column in COLUMNS.items():
             is_small = column.most == "V" and self.plan.noise.vocab_size <= 2**15
@@ -185,7 +177,7 @@ class Trajectory:
         steps = {name: torch.cat([getattr(step, name) for step in self.steps]) for name in COLUMNS if self.steps}
         sizes = [(step.block, step.index, len(step.rows)) for step in self.steps]
         content = {"plan": self.plan, "top": self.top, "steps": steps, "sizes": sizes}
-        stored.save(path, {**content, "commits": self.commits, "changes": self.changes})
+        write_file(path, {**content, "commits": self.commits, "changes": self.changes})
 
     @classmethod
     @typed
@@ -194,7 +186,7 @@ class Trajectory:
 
         Example: `Trajectory.load("run.safetensors", classes=[MySampler]).replay(model)`.
         """
-        content = stored.load(path, classes)
+        content = read_file(path, classes)
         trajectory = cls(content["plan"], top=content["top"])
         trajectory.commits, trajectory.changes = list(content["commits"]), list(content["changes"])
         columns = {name: tensor.split([s[2] for s in content["sizes"]]) for name, tensor in content["steps"].items()}

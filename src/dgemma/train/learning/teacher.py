@@ -12,7 +12,7 @@ from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.law import Law, log_written
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
-from dgemma.run.recorded.records import RecordedStep
+from dgemma.run.recorded.steps import RecordedStep
 from dgemma.run.recorded.trajectory import Trajectory
 from dgemma.sampling.base import Sampler
 

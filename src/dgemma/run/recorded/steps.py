@@ -1,23 +1,82 @@
-"""The file of a trajectory: its values and tensors in one safetensors file, without pickle.
+"""The steps of a trajectory as it keeps them, and its file: one safetensors file, without pickle.
 
 Classes are stored as names and fields, booleans as bits. Everything that is read is checked before it is used.
 """
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
 
-from dgemma.checks import as_int, check_types, require, require_tensor
+from dgemma.checks import as_int, check_types, require, require_tensor, short_repr
 from dgemma.files import open_tensors, parse_json, write_tensors
 from dgemma.run.arguments import MOST_STEPS
 from dgemma.run.plan import Plan
-from dgemma.run.recorded.records import COLUMNS, INTS, Change
 from dgemma.run.records import BlockCommit
 from dgemma.values import describe_value, find_unknown, rebuild_value
+
+
+class Column(NamedTuple):
+    """The form of a column: a letter per dimension, its dtypes, and its least and greatest value."""
+
+    dims: str
+    dtypes: tuple[torch.dtype, ...]  # a file may have any of them; the last one is written
+    least: float | None = None
+    most: float | str | None = None
+
+
+INTS = (torch.int64, torch.int16, torch.int32)
+_TokenColumn = Annotated[Tensor, Column("RC", INTS, 0, "V")]  # written in int16 if the vocabulary is small
+_FlagColumn = Annotated[Tensor, Column("RC", (torch.bool,))]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RecordedStep:
+    """One step of R unfinished rows, C positions and k candidates, on the CPU in small types."""
+
+    block: int
+    index: int  # the step's place in its block, from 0: the `step` of `at`, `moment` and `fork`
+    rows: Annotated[Tensor, Column("R", INTS, 0, "B")]  # row numbers in the batch
+    # the step number used in random draws; above `index` if the run began at a lower level
+    step: Annotated[Tensor, Column("R", (torch.int64,))]
+    seeds: Annotated[Tensor, Column("R", (torch.int64,))]
+    temperature: Annotated[Tensor, Column("R", (torch.float32,), 0, 1e9)]
+    noise_level: Annotated[Tensor, Column("R", (torch.float64,), 0, 1)]
+    done: Annotated[Tensor, Column("R", (torch.bool,))]  # after the step
+    canvas: _TokenColumn  # before the step
+    next_canvas: _TokenColumn  # after it
+    draft: _TokenColumn  # the commit if the canvas ended after this step
+    argmax: _TokenColumn
+    accepted: _FlagColumn
+    renoised: _FlagColumn
+    open: _FlagColumn  # after the step
+    entropy: Annotated[Tensor, Column("RC", (torch.float32,), 0, 1e9)]  # nats
+    confidence: Annotated[Tensor, Column("RC", (torch.float32,), 0, 1)]
+    top_tokens: Annotated[Tensor, Column("RCK", INTS, 0, "V")]  # best first
+    top_probabilities: Annotated[Tensor, Column("RCK", (torch.float16,), 0, 1)]
+
+    __repr__ = short_repr
+
+
+COLUMNS: dict[str, Column] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(RecordedStep, include_extras=True).items()
+    if hasattr(hint, "__metadata__")
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Change:
+    """Changes by a callback or a fork before step `index` of a block: fields of the state and knobs, by name."""
+
+    block: int
+    index: int
+    values: dict[str, Any]
+
 
 _KIND, _HEADER = "trajectory", "dgemma"  # the metadata entry _HEADER holds everything but the tensors
 _LONG, _BOOL, _ROUNDING = (torch.int64,), (torch.bool,), 1e-3
@@ -49,15 +108,15 @@ _COMMIT = {
 }
 
 
-def save(path: str | Path, content: Mapping[str, Any]) -> None:
+def write_file(path: str | Path, content: Mapping[str, Any]) -> None:
     """Write `content` to `path` atomically: an interrupted save leaves the old file. `Trajectory.save` calls it."""
     tensors: dict[str, Tensor] = {}
     header = {"kind": _KIND, "content": describe_value(dict(content), tensors)}
     write_tensors(path, tensors, metadata={_HEADER: json.dumps(header)})
 
 
-def load(path: str | Path, classes: Iterable[type] = ()) -> dict[str, Any]:
-    """Return what `save` wrote. Other classes than those of dgemma are built if they are in `classes`."""
+def read_file(path: str | Path, classes: Iterable[type] = ()) -> dict[str, Any]:
+    """Return what `write_file` wrote. Other classes than those of dgemma are built if they are in `classes`."""
     with open_tensors(path) as file:
         header = parse_json((file.metadata() or {}).get(_HEADER, "{}"), f"the header of {path}")
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
