@@ -22,7 +22,7 @@ from everyday import Scene
 from stories import write_story
 
 phrases: dict[str, Any] = {"records": []}
-for _name in ("records", "talks", "phrases"):
+for _name in ("records", "talks", "questions", "phrases"):
     _found = tomllib.loads(Path(__file__).with_name(f"dialogue_{_name}.toml").read_text("utf-8"))
     phrases |= _found | {"records": phrases["records"] + _found.get("records", [])}
 Message = dict[str, Any]
@@ -264,6 +264,12 @@ def talk(scene: Scene, dialogue: Dialogue) -> None:
     """Ask one of many other questions and requests, each with its own answers."""
     for _ in range(scene.rng.choice((1, 1, 2))):
         _exchange(scene, scene.pick(phrases["talks"]), dialogue)
+
+
+def question(scene: Scene, dialogue: Dialogue) -> None:
+    """Ask about facts and reasons of everyday life."""
+    for _ in range(scene.rng.choice((1, 1, 2, 3))):
+        _exchange(scene, scene.pick(phrases["questions"]), dialogue)
 
 
 def unknown(scene: Scene, dialogue: Dialogue) -> None:
@@ -509,6 +515,7 @@ KINDS: dict[str, tuple[Callable[[Scene, Dialogue], None], int]] = {  # with how 
     "going on": (going_on, 5),
     "advice": (advice, 11),
     "talk": (talk, 30),
+    "question": (question, 34),
     "unknown": (unknown, 4),
     "remember": (remember, 8),
     "reading": (reading, 26),
