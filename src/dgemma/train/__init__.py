@@ -5,6 +5,7 @@
 | `batch.py` | batches of text, their sources, and the thread that prepares them |
 | `canvases.py` | cuts answers into canvases and adds noise |
 | `one_pass.py` | predicts all canvases of a row in one pass |
+| `own_tokens.py` | canvases that show tokens of the model in place of noise |
 | `predictors.py` | predicts canvases for `evaluate`, of any denoiser |
 | `head.py` | the tied head and its losses, one slice of tokens at a time |
 | `losses.py` | the losses of a canvas: `CrossEntropy`, `LeaveOneOut`, `Bound`, and the base class of your own |

@@ -20,9 +20,9 @@ from dgemma.doors import replaceable
 from dgemma.model.vision.images import Images
 from dgemma.train.batch import TrainBatch
 
-_CANVAS, _TIME, _EVENT, _TOKEN, _SELF_COND, _MASKED, _HOLES = (
+_CANVAS, _TIME, _EVENT, _TOKEN, _SELF_COND, _MASKED, _HOLES, _OWN, _OWN_TOKEN = (
     draws.purpose_word(f"training {name}")
-    for name in ("canvas", "time", "event", "token", "self_cond", "masked", "holes")
+    for name in ("canvas", "time", "event", "token", "self_cond", "masked", "holes", "own", "own token")
 )
 
 _MOST_CANVASES = 1 << 20  # of a row
@@ -210,6 +210,14 @@ def _score_successors(
     return scored
 
 
+class OwnDraws(NamedTuple):
+    """Which canvases show the model's own tokens, at which share of the positions with noise, and draws of tokens."""
+
+    is_shown: Tensor  # (B, K, 1) bool
+    share: Tensor  # (B, K, 1)
+    u_token: Tensor  # (B, K, C)
+
+
 class NoisyCanvases(NamedTuple):
     """Canvases with noise on them, and the noise."""
 
@@ -222,6 +230,12 @@ class NoisyCanvases(NamedTuple):
     noise: Noise
     allowed: Tensor | None  # (V,) bool: the tokens that uniform noise draws from; None for all
     seeds: Tensor  # (B,)
+    own: OwnDraws | None  # None: no canvas shows own tokens
+
+    @property
+    def needs_first_pass(self) -> bool:
+        """Whether anything that canvases see comes from a first prediction."""
+        return self.self_cond is not None or self.own is not None
 
     @property
     def position_level(self) -> Tensor:
@@ -265,16 +279,18 @@ def noise_canvases(
     masks_prob: float = 0.5,
     allowed: Tensor | None = None,
     scored: Literal["all", "noised"] = "all",
+    own_prob: float = 0.0,
 ) -> NoisyCanvases:
     """Put noise on canvases, each at its own time, uniform on `t_range`; frozen tokens stay.
 
     seeds: (B,). masks: replaces `noise` on a canvas, with probability `masks_prob`. allowed: (V,) bool, the
     tokens that uniform noise draws from; None for all. scored: "noised" scores only positions that noise replaced. With
-    "all", canvases of `masks` are still scored only there.
+    "all", canvases of `masks` are still scored only there. own_prob: the probability of showing own tokens.
     """
     canvas_len, (low, high) = canvases.x.shape[-1], t_range
     sizes = {_TIME: 1, _EVENT: canvas_len, _TOKEN: canvas_len, _SELF_COND: 1, _MASKED: 1}
-    u_time, u_event, u_token, u_self_cond, u_masked = _draw(seeds, canvases.index, sizes)
+    sizes |= {_OWN: 2, _OWN_TOKEN: canvas_len} if own_prob else {}
+    u_time, u_event, u_token, u_self_cond, u_masked, *u_own = _draw(seeds, canvases.index, sizes)
     time = low + (high - low) * u_time  # (B, K, 1) float64
 
     def put(noise: Noise) -> tuple[Tensor, Tensor, Tensor]:
@@ -303,6 +319,7 @@ def noise_canvases(
         noise=noise,
         allowed=allowed,
         seeds=seeds,
+        own=OwnDraws(u_own[0][..., :1] < own_prob, u_own[0][..., 1:], u_own[1]) if u_own else None,
     )
 
 

@@ -20,6 +20,7 @@ from dgemma.model.masks import same_image
 from dgemma.model.vision.images import Images
 from dgemma.train import head
 from dgemma.train.canvases import Canvases, NoisyCanvases
+from dgemma.train.own_tokens import show_own_tokens
 
 
 class CleanText(NamedTuple):
@@ -186,10 +187,10 @@ def run_text_and_canvases(
     seen = None if clean is None else clean.first(canvases.prefix_len)
     masks, level = masks_of(model, canvases), position_levels(model, canvases, noisy)
 
-    def predict(signal: Tensor | None) -> Tensor:
-        return predict_canvases(model, noisy.z, canvases.starts, seen, masks, signal=signal, noise_level=level)
+    def predict(z: Tensor, signal: Tensor | None) -> Tensor:
+        return predict_canvases(model, z, canvases.starts, seen, masks, signal=signal, noise_level=level)
 
-    return LastHidden(text, predict(self_cond_signal(model, noisy, self_cond_off, predict)))
+    return LastHidden(text, predict(*after_first_pass(model, noisy, self_cond_off, predict)))
 
 
 def text_read(canvases: Canvases, noisy: NoisyCanvases | None) -> tuple[Tensor, Tensor | None]:
@@ -209,18 +210,27 @@ def position_levels(model: DiffusionGemma, canvases: Canvases, noisy: NoisyCanva
     return torch.where(canvases.frozen, 0.0, noisy.level[..., None]) if model.takes_noise_level else None
 
 
-def self_cond_signal(
-    model: DiffusionGemma, noisy: NoisyCanvases, self_cond_off: str, predict: Callable[[Tensor | None], Tensor]
-) -> Tensor | None:
-    """Return the self-conditioning signal (B, K, C, D) from a first pass, whose hidden states `predict` returns."""
+def after_first_pass(
+    model: DiffusionGemma,
+    noisy: NoisyCanvases,
+    self_cond_off: str,
+    predict: Callable[[Tensor, Tensor | None], Tensor],
+) -> tuple[Tensor, Tensor | None]:
+    """Return what the canvases show, (B, K, C), and the self-conditioning signal, (B, K, C, D).
+
+    Both come from a first pass, if there is one: `predict` returns the hidden states of canvases and their signal.
+    """
     off = None
     if self_cond_off == "zero_logits":
         mean = model.soft_embedding(model.embed_tokens.weight.new_zeros(1, 1, model.config.vocab_size))
         off = mean.expand(*noisy.z.shape, -1)
-    if noisy.self_cond is None:
-        return off
+    if not noisy.needs_first_pass:
+        return noisy.z, off
     with torch.no_grad():
-        first = predict(off)
-    proposable = noisy.noise.proposable(noisy.allowed, first.device)  # as in `generate`
+        first = predict(noisy.z, off)
+        proposable = noisy.noise.proposable(noisy.allowed, first.device)  # as in `generate`
+        z = noisy.z if noisy.own is None else show_own_tokens(model, noisy, first, proposable)
+    if noisy.self_cond is None:
+        return z, off
     signal = head.soft_embedding(model, first, allowed=proposable)
-    return torch.where(noisy.self_cond[..., None, None], signal, 0.0 if off is None else off)
+    return z, torch.where(noisy.self_cond[..., None, None], signal, 0.0 if off is None else off)
