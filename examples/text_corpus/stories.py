@@ -79,6 +79,11 @@ class Character:
         return self.name if rng.random() < 0.75 else f"the {self.kind}"
 
 
+def _key(choice: Any) -> Any:
+    """Return what tells a choice from others: a table of phrases, which may be long, by its identity."""
+    return id(choice) if isinstance(choice, dict | list) else choice
+
+
 @dataclass
 class Story:
     """A story in progress: its characters and things, and the paragraphs so far."""
@@ -86,14 +91,13 @@ class Story:
     rng: random.Random
     slots: dict[str, Any] = field(default_factory=dict)
     text: list[str] = field(default_factory=list)
-    used: set[str] = field(default_factory=set)
+    used: dict[Any, Any] = field(default_factory=dict)  # choices by key; a choice that is kept keeps its identity
 
     def pick(self, choices: Any) -> Any:
         """Return one of the choices that this story has not used."""
         choices = list(choices)
-        fresh = [choice for choice in choices if str(choice) not in self.used] or choices
-        chosen = self.rng.choice(fresh)
-        self.used.add(str(chosen))
+        chosen = self.rng.choice([choice for choice in choices if _key(choice) not in self.used] or choices)
+        self.used[_key(chosen)] = chosen
         return chosen
 
     def cast(self, slot: str, kinds: str) -> Character:
