@@ -1,12 +1,15 @@
-"""Functions that a faster package may replace. The function here is plain PyTorch: the meaning, and the reference.
+"""Functions that a faster package may replace, and weights that training replaces for a while.
 
+A replaceable function is plain PyTorch: the meaning, and the reference.
 `dgemma_kernels.accelerate_training` installs its functions with `replaced`; nothing here knows that package.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
+
+from torch import Tensor, nn
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -47,3 +50,21 @@ def replaced(table: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iterator
     finally:
         for function, earlier in before.items():
             function.current = earlier  # type: ignore[attr-defined]
+
+
+@contextmanager
+def replace_weights(places: Sequence[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
+    """Replace parameters, each given by its module and name, by computed tensors within the context.
+
+    Example: `with replace_weights([(norm, "weight", norm.weight.bfloat16())]): y = norm.forward(x)`.
+    """
+    # `setattr` refuses a tensor that is not a Parameter, and a Parameter would have no gradient function. With
+    # `torch.func.functional_call`, the replacement would last for only one call of one module.
+    parameters = [getattr(module, name) for module, name, _ in places]
+    for module, name, weight in places:
+        module._parameters[name] = weight  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for (module, name, _), parameter in zip(places, parameters, strict=True):
+            module._parameters[name] = parameter

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from dgemma.model.backbone import Layer
 from dgemma.model.config import LayerShape
-from dgemma.model.diffusion import DiffusionGemma, require_experts
-from dgemma.model.experts import ReleasedExperts
+from dgemma.model.diffusion import DiffusionGemma
+from dgemma.model.released import ReleasedExperts, require_experts
 from dgemma.quantization.weights import Float8Weight, QuantizedLinear, QuantizedWeight, Weight
 from dgemma_kernels.engine.precision import refuse
 from dgemma_kernels.formats import ENCODERS, ExpertWeights, FourBit, Quantized

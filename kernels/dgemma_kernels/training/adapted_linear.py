@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dgemma.doors import plain
+from dgemma.doors import plain, replace_weights
 from dgemma.model import layers as reference
-from dgemma.model.layers import replace_weights
 from dgemma.quantization.weights import Weight
 from dgemma.train.lora import AdaptedLinear, adapted_modules
 from dgemma_kernels.ops.adapters import kernel as adapters

@@ -27,7 +27,8 @@ from dgemma.diffusion import draws
 from dgemma.doors import plain, replaced
 from dgemma.model import attention, experts, layers
 from dgemma.model.backbone import Layer
-from dgemma.model.diffusion import DiffusionGemma, require_experts
+from dgemma.model.diffusion import DiffusionGemma
+from dgemma.model.released import require_experts
 from dgemma.quantization import weights as quantized
 from dgemma.quantization.weights import QuantizedWeight
 from dgemma.train import canvases, head, one_pass, optimizer

@@ -51,14 +51,14 @@ class Transform(Protocol):
 class JointLaw(Protocol):
     """A law over whole texts, whose marginals are a prediction; see `dgemma.constraints.joint.Joint`."""
 
-    def sample(self, u: Tensor) -> Tensor: ...
-    def log_mean(self, weigh: Transform) -> Tensor: ...
+    def sample(self, u: Tensor) -> Tensor: ...  # a text (B, C)
+    def log_mean(self, weigh: Transform) -> Tensor: ...  # log E[product of the weights of a text's tokens], (B,)
     @property
-    def best(self) -> Tensor: ...
-    def project(self, draft: Tensor, decided: Tensor) -> Tensor: ...
+    def best(self) -> Tensor: ...  # the most probable text (B, C)
+    def project(self, draft: Tensor, decided: Tensor) -> Tensor: ...  # the text nearest to a draft (B, C)
     @property
-    def prediction(self) -> "Prediction": ...
-    def condition_again(self, prediction: "Prediction") -> "Prediction": ...
+    def prediction(self) -> "Prediction": ...  # before conditioning, with independent positions
+    def condition_again(self, prediction: "Prediction") -> "Prediction": ...  # the same condition on another one
 
 
 class Prediction:

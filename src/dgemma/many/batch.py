@@ -172,7 +172,7 @@ class Batch:
 
     def _advance(self, group: _Group) -> list[BatchRow]:
         """Take one step of a group. Rows that finish their canvas leave it."""
-        record = group.denoising.step()
+        record = group.denoising.take_step()
         steps_left = group.denoising.finish_step()
         for place in group.present.values():
             place.steps, place.forwards = place.steps + 1, place.forwards + record.num_forwards

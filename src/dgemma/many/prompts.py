@@ -42,7 +42,7 @@ class Completion:
     index: int  # the prompt's place in `prompts`
     seed: int
     new_tokens: Tensor  # (N,) on the host, padded after the stop token, like a row of `generate`
-    steps: Tensor  # (blocks,) forwards per block
+    steps: Tensor  # (blocks,) steps per block
     tokens_per_forward: float
     text: str | None  # None without a tokenizer
     id: Any = None  # copied from a prompt that is a dictionary

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from dgemma.doors import replaceable
 from dgemma.model.config import LayerShape, ModelConfig
-from dgemma.model.layers import RMSNorm, project, rms_norm
+from dgemma.model.layers import RMSNorm, rms_norm
+from dgemma.model.layers import project as project_each
 from dgemma.model.rotary import rotate
 
 Mask = Tensor | Literal["causal"]
@@ -63,7 +64,7 @@ class Attention(nn.Module):
 
     def raw_heads(self, x: Tensor) -> list[Tensor]:
         """Return the projections of x (..., D): queries and keys, and values if the layer has `v_proj`."""
-        return project(x, self.q_proj, self.k_proj, *(() if self.v_proj is None else (self.v_proj,)))
+        return project_each(x, self.q_proj, self.k_proj, *(() if self.v_proj is None else (self.v_proj,)))
 
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], past: tuple[Tensor, Tensor] | None, mask: Mask | None

@@ -32,6 +32,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(*norm)
         self.pre_feedforward_layernorm = RMSNorm(*norm)
         self.post_feedforward_layernorm = RMSNorm(*norm)
+        # Published names: _1 belongs to the dense MLP, _2 to the experts, and the one without a number to their sum.
         self.post_feedforward_layernorm_1 = RMSNorm(*norm)
         self.post_feedforward_layernorm_2 = RMSNorm(*norm)
         self.pre_feedforward_layernorm_2 = RMSNorm(*norm)

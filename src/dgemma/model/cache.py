@@ -84,8 +84,7 @@ class CacheMark:
 class LayerCache:
     """Keys and values of one layer, (B, K, capacity, H) each.
 
-    `window` is the number of tokens that a causal query sees, including itself. `keep` is the number of tokens kept for
-    later queries. Both are None in a full layer.
+    `window` is the number of tokens that a causal query sees, including itself.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, window: int | None, keep: int | None) -> None:
@@ -125,8 +124,6 @@ class LayerCache:
 
 class PrefixCache:
     """Keys and values of the prefix. `model.encode` makes it; `encode` and `causal_logits` extend it in place.
-
-    `lengths` (B,) counts each row's tokens on the device; `num_slots` is the longest, known to the host.
 
     Example: `cache = model.encode(prompt); mark = cache.mark(); model.encode(reply, cache); cache.rollback(mark)`.
     """

@@ -1,6 +1,6 @@
 """The model's configuration: the published field names, frozen, validated in one place.
 
-`ModelConfig.from_hf` reads a published config.json, `to_hf` writes one that transformers accepts.
+`from_hf` reads a published file, and `to_hf` writes one that transformers accepts, with functions of `published.py`.
 """
 
 import math
@@ -86,13 +86,7 @@ class VisionConfig:
     @classmethod
     def from_hf(cls, vision_config: Mapping[str, Any]) -> Self:
         """Read the vision part of a published config.json."""
-        heads = vision_config.get("num_attention_heads", cls.num_attention_heads)
-        own = {"use_clipped_linears": (False, None), "num_key_value_heads": (heads,)}
-        published.check_fixed("vision_config", vision_config, {**published.FIXED_FIELDS, **own})
-        rope = vision_config.get("rope_parameters") or {}
-        require(isinstance(rope, Mapping), "vision_config.rope_parameters", "be a dictionary", rope)
-        found = {**rope, **vision_config}
-        return cls(**{field.name: found[field.name] for field in fields(cls) if field.name in found})
+        return cls(**published.read_vision(vision_config, fields(cls)))
 
     @property
     def patch_dim(self) -> int:
@@ -266,24 +260,11 @@ class GenerationDefaults:
 
         Example: `GenerationDefaults.from_hf({"t_max": 0.9}).t_min` is 0.4.
         """
-        found = published.read_published(source, "generation_config.json")
-        values = {f.name: found[f.name] for f in fields(cls) if found.get(f.name) is not None}
-        sampler = found.get("sampler_config") or {}
-        require(isinstance(sampler, Mapping), "GenerationDefaults.sampler_config", "be a dictionary", sampler)
-        if sampler.get("entropy_bound") is not None:
-            values["entropy_bound"] = sampler["entropy_bound"]
-        if "eos_token_id" in values:
-            eos = values["eos_token_id"]
-            values["eos_token_id"] = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
-        return cls(**values)
+        return cls(**published.read_generation(source, fields(cls)))
 
     def to_hf(self) -> dict[str, Any]:
         """Return a generation_config.json in the published form."""
-        values = asdict(self)
-        bound = float(values.pop("entropy_bound"))
-        values["eos_token_id"] = list(self.eos_token_id)
-        del values["noise"], values["sampler"]
-        return {**values, "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": bound}}
+        return published.publish_generation(asdict(self))
 
 
 def _check_rope(rope_parameters: Mapping[str, Mapping[str, Any]], kind: str) -> None:

@@ -20,7 +20,7 @@ from dgemma.model.backbone import KeysValues, Layer
 from dgemma.model.cache import PrefixCache
 from dgemma.model.config import Conventions, GenerationDefaults, ModelConfig
 from dgemma.model.denoiser import Denoiser, require_vision
-from dgemma.model.experts import Experts, ReleasedExperts
+from dgemma.model.experts import Experts
 from dgemma.model.inputs import check_cache, check_condition, check_ids, check_prefix, check_tokens
 from dgemma.model.layers import GatedMLP, RMSNorm, rms_norm, wide_dtype
 from dgemma.model.masks import canvas_mask, causal_mask
@@ -130,53 +130,6 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
             if isinstance(module, VisionTower) and module.std_bias is not None:
                 module.std_bias.zero_()
 
-    @classmethod
-    @typed
-    def from_pretrained(
-        cls,
-        path_or_repo: str | Path,
-        *,
-        dtype: torch.dtype | str | None = None,
-        device: torch.device | str = "cpu",
-        conventions: Conventions | None = None,
-        quantization: Quantization | None = None,
-        vision: bool = True,
-    ) -> Self:
-        """Load a checkpoint folder or hub id, without pickle or remote code.
-
-        dtype None keeps the stored dtype, but gives float32 for checkpoints that ship with dgemma.
-
-        Quantised checkpoints keep their format. `quantization` quantises other checkpoints as they are read. Without
-        `vision`, the model reads no images and leaves out the tower (1.15 GB of the published checkpoint).
-
-        Example: `DiffusionGemma.from_pretrained("google/diffusiongemma-26B-A4B-it", device="cuda")`.
-        """
-        how = {"conventions": conventions, "quantization": quantization, "vision": vision}
-        return cls.files.load(cls, path_or_repo, dtype=dtype, device=device, **how)
-
-    @typed
-    def save_pretrained(self, path: str | Path, *, max_shard_size: int | str = "5GB") -> None:
-        """Write a checkpoint folder that transformers loads as DiffusionGemmaForBlockDiffusion, with its tokenizer."""
-        self.files.save(self, path, max_shard_size=max_shard_size)
-
-    @typed
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        private: bool | None = None,
-        token: str | None = None,
-        commit_message: str = "Upload with dgemma",
-    ) -> str:
-        """Upload what `save_pretrained` writes to the Hugging Face hub, and return the address.
-
-        The repository is made if needed, and gets a model card unless it has one. Without `token`, that of `hf auth
-        login` is used.
-
-        Example: `model.push_to_hub("me/my-model", private=True)`.
-        """
-        return self.files.push(self, repo_id, private=private, token=token, message=commit_message)
-
     def forward(self, *args: object, **options: object) -> NoReturn:
         """Raise, because `encode` and `denoise` have no common forward."""
         raise TypeError(
@@ -196,23 +149,6 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
     @property
     def dtype(self) -> torch.dtype:
         return self.embed_tokens.weight.dtype
-
-    def num_parameters(self, *, active: bool = False) -> int:
-        """Return the number of weights; with `active`, only those that one token uses (its chosen experts).
-
-        Example: `model.num_parameters(active=True)` is 3.8e9 of 25.8e9 for the published model.
-        """
-        total, experts = _num_weights(self), sum(_num_weights(m) for m in self.modules() if isinstance(m, Experts))
-        idle = experts * (self.config.num_experts - self.config.top_k_experts) // self.config.num_experts
-        idle += 0 if self.vision is None else _num_weights(self.vision)  # text does not run it
-        return total - idle if active else total
-
-    def memory_report(self) -> MemoryReport:
-        """Return the format and the bytes of each part of the weights. Printed, the report is a table.
-
-        Example: `print(model.memory_report())`.
-        """
-        return report_memory(self, self.dequantized)
 
     @typed
     def new_cache(self, batch_size: int) -> PrefixCache:
@@ -384,19 +320,69 @@ class DiffusionGemma(nn.Module, Denoiser[PrefixCache]):
         check_ids(tokens, "tokens")
         return self.new_cache(tokens.shape[0]) if cache is None else check_cache(self.config, cache)
 
+    @classmethod
+    @typed
+    def from_pretrained(
+        cls,
+        path_or_repo: str | Path,
+        *,
+        dtype: torch.dtype | str | None = None,
+        device: torch.device | str = "cpu",
+        conventions: Conventions | None = None,
+        quantization: Quantization | None = None,
+        vision: bool = True,
+    ) -> Self:
+        """Load a checkpoint folder or hub id, without pickle or remote code.
 
-def require_experts(model: nn.Module, owner: str) -> None:
-    """Refuse a model that is not a DiffusionGemma, or whose experts were moved out.
+        dtype None keeps the stored dtype, but gives float32 for checkpoints that ship with dgemma.
 
-    Example: `require_experts(model, "add_lora")`.
-    """
-    if not isinstance(model, DiffusionGemma):
-        raise TypeError(f"{owner} model must be a DiffusionGemma, got {type(model).__name__}. Load one.")
-    if any(isinstance(module, ReleasedExperts) for module in model.modules()):
-        raise ValueError(
-            f"{owner} model must have its experts, which accelerate(release=True) has taken out. Load the model again, "
-            "or accelerate it without release."
-        )
+        Quantised checkpoints keep their format. `quantization` quantises other checkpoints as they are read. Without
+        `vision`, the model reads no images and leaves out the tower (1.15 GB of the published checkpoint).
+
+        Example: `DiffusionGemma.from_pretrained("google/diffusiongemma-26B-A4B-it", device="cuda")`.
+        """
+        how = {"conventions": conventions, "quantization": quantization, "vision": vision}
+        return cls.files.load(cls, path_or_repo, dtype=dtype, device=device, **how)
+
+    @typed
+    def save_pretrained(self, path: str | Path, *, max_shard_size: int | str = "5GB") -> None:
+        """Write a checkpoint folder that transformers loads as DiffusionGemmaForBlockDiffusion, with its tokenizer."""
+        self.files.save(self, path, max_shard_size=max_shard_size)
+
+    @typed
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | None = None,
+        commit_message: str = "Upload with dgemma",
+    ) -> str:
+        """Upload what `save_pretrained` writes to the Hugging Face hub, and return the address.
+
+        The repository is made if needed, and gets a model card unless it has one. Without `token`, that of `hf auth
+        login` is used.
+
+        Example: `model.push_to_hub("me/my-model", private=True)`.
+        """
+        return self.files.push(self, repo_id, private=private, token=token, message=commit_message)
+
+    def num_parameters(self, *, active: bool = False) -> int:
+        """Return the number of weights; with `active`, only those that one token uses (its chosen experts).
+
+        Example: `model.num_parameters(active=True)` is 3.8e9 of 25.8e9 for the published model.
+        """
+        total, experts = _num_weights(self), sum(_num_weights(m) for m in self.modules() if isinstance(m, Experts))
+        idle = experts * (self.config.num_experts - self.config.top_k_experts) // self.config.num_experts
+        idle += 0 if self.vision is None else _num_weights(self.vision)  # text does not run it
+        return total - idle if active else total
+
+    def memory_report(self) -> MemoryReport:
+        """Return the format and the bytes of each part of the weights. Printed, the report is a table.
+
+        Example: `print(model.memory_report())`.
+        """
+        return report_memory(self, self.dequantized)
 
 
 def _num_weights(module: nn.Module) -> int:

@@ -1,6 +1,6 @@
 """The mixture of experts: a router that reads the raw residual, and the experts it chooses."""
 
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -91,22 +91,6 @@ class Experts(nn.Module):
     def down(self, rows: Tensor, ends: Tensor) -> Tensor:
         """Return the outputs (R, D) of rows (R, F) grouped by expert."""
         return product_by_group(rows, self.down_proj, ends)
-
-
-class ReleasedExperts(nn.Module):
-    """Placeholder for experts that `dgemma_kernels.accelerate(release=True)` has moved out."""
-
-    def forward(self, *_: Any) -> NoReturn:
-        raise RuntimeError(
-            "accelerate(release=True) has taken the experts out of this model. Use the model it returned, or load this "
-            "one again."
-        )
-
-    def _save_to_state_dict(self, *_: Any) -> NoReturn:
-        self.forward()  # a state dict would lack the experts
-
-    def _load_from_state_dict(self, *_: Any) -> NoReturn:
-        self.forward()
 
 
 @replaceable

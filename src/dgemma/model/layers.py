@@ -1,8 +1,5 @@
 """The small parts of a layer: normalisation and the gated MLP."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,24 +10,6 @@ from dgemma.doors import replaceable
 def wide_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype for sums and exponentials of x: float32, or float64 for a float64 model."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-@contextmanager
-def replace_weights(places: Sequence[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
-    """Replace parameters, each given by its module and name, by computed tensors within the context.
-
-    Example: `with replace_weights([(norm, "weight", norm.weight.bfloat16())]): y = norm.forward(x)`.
-    """
-    # `setattr` refuses a tensor that is not a Parameter, and a Parameter would have no gradient function. With
-    # `torch.func.functional_call`, the replacement would last for only one call of one module.
-    parameters = [getattr(module, name) for module, name, _ in places]
-    for module, name, weight in places:
-        module._parameters[name] = weight  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for (module, name, _), parameter in zip(places, parameters, strict=True):
-            module._parameters[name] = parameter
 
 
 @replaceable

@@ -13,13 +13,13 @@ SLIDING = "sliding_attention"
 FULL = "full_attention"
 LARGEST_SIZE = 2**31 - 1  # larger sizes are certainly mistakes
 # Published fields that dgemma implements for one value only; any other would change the result.
-FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
+_FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "hidden_activation": ("gelu_pytorch_tanh",),
     "attention_bias": (False, None),
     "attention_dropout": (0.0, None),
 }
 _FIXED_TEXT_FIELDS = {
-    **FIXED_FIELDS,
+    **_FIXED_FIELDS,
     "tie_word_embeddings": (True,),
     "use_bidirectional_attention": ("vision", None),
 }
@@ -133,6 +133,40 @@ def publish_model(values: dict[str, Any]) -> dict[str, Any]:
         "text_config": text,
         "vision_config": dict(_NO_TOWER if values["vision_config"] is None else values["vision_config"]),
     }
+
+
+def read_vision(vision_config: Mapping[str, Any], fields: tuple["Field[Any]", ...]) -> dict[str, Any]:
+    """Return the `fields` of a `VisionConfig` from the vision part of a published config."""
+    defaults = {f.name: f.default for f in fields}
+    heads = vision_config.get("num_attention_heads", defaults["num_attention_heads"])
+    own = {"use_clipped_linears": (False, None), "num_key_value_heads": (heads,)}
+    check_fixed("vision_config", vision_config, {**_FIXED_FIELDS, **own})
+    rope = vision_config.get("rope_parameters") or {}
+    require(isinstance(rope, Mapping), "vision_config.rope_parameters", "be a dictionary", rope)
+    found = {**rope, **vision_config}
+    return {name: found[name] for name in defaults if name in found}
+
+
+def read_generation(source: Mapping[str, Any] | str | Path, fields: tuple["Field[Any]", ...]) -> dict[str, Any]:
+    """Return the `fields` of `GenerationDefaults` from a published generation_config.json."""
+    found = read_published(source, "generation_config.json")
+    values = {f.name: found[f.name] for f in fields if found.get(f.name) is not None}
+    sampler = found.get("sampler_config") or {}
+    require(isinstance(sampler, Mapping), "GenerationDefaults.sampler_config", "be a dictionary", sampler)
+    if sampler.get("entropy_bound") is not None:
+        values["entropy_bound"] = sampler["entropy_bound"]
+    if "eos_token_id" in values:
+        eos = values["eos_token_id"]
+        values["eos_token_id"] = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+    return values
+
+
+def publish_generation(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a generation_config.json with the values of `GenerationDefaults`."""
+    kept = {name: value for name, value in values.items() if name not in (*OWN_DEFAULTS, "entropy_bound")}
+    kept["eos_token_id"] = list(values["eos_token_id"])
+    bound = float(values["entropy_bound"])
+    return {**kept, "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": bound}}
 
 
 def default_layer_types(num_hidden_layers: int) -> tuple[str, ...]:

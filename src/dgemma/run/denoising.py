@@ -30,10 +30,11 @@ class Denoising:
     cache: Cache
     knobs: Knobs
     _record: StepRecord = field(init=False, repr=False)  # of the last step
-    _is_edited: Callable[[], bool] = field(init=False, repr=False)  # since the last step
+    # Whether the caller has written into tensors of the state since the last step: the step's verdict is then stale.
+    _is_edited: Callable[[], bool] = field(init=False, repr=False)
 
-    def step(self) -> StepRecord:
-        """Take a step without waiting for the device. An engine may replace `step`."""
+    def take_step(self) -> StepRecord:
+        """Take a step without waiting for the device: `step`, or the engine's own."""
         take = self.model.step or partial(step, self.model)
         self.state, self._record = take(self.state, cache=self.cache, knobs=self.knobs)
         state = self.state
@@ -46,10 +47,9 @@ class Denoising:
         expects_more: True if another step is likely, see `Denoiser.read_ahead`.
         """
         record = self._record
-        verdict = record.verdict if changes is None and not self._is_edited() else None
+        is_stale = changes is not None or self._is_edited()
         self.state, self.knobs = apply_changes(changes, self.state, self.knobs)
-        if verdict is None:
-            verdict = judge(record.prediction, self.state)
+        verdict = judge(record.prediction, self.state) if is_stale else record.verdict
         # The host waits for the device here.
         steps_left, broken, stray = self.model.read_ahead(verdict) if expects_more else verdict.tolist()
         if any(broken) or any(stray):
@@ -79,7 +79,7 @@ def _refuse_step(record: StepRecord, broken: list[int], stray: list[int]) -> NoR
     if any(broken):
         refuse_nan(where)
     canvas, vocab_size = record.state.canvas[row], record.state.noise.vocab_size
-    by_callback = record.verdict is not None and not record.verdict[2, row]
+    by_callback = not record.verdict[2, row]  # the step itself wrote only tokens of the vocabulary
     writer = "A change between two steps" if by_callback else type(record.knobs.sampler).__name__
     got = f"got {int(canvas.min())}..{int(canvas.max())} {where}"
     raise ValueError(f"{writer} must write tokens in [0, {vocab_size}), {got}. Take them from the prediction.")

@@ -38,16 +38,13 @@ def generate(
 ) -> Generation:
     """Generate up to `max_new_tokens` tokens after prompt_tokens (B, P), canvas by canvas.
 
-    Arguments you omit come from the checkpoint. The published model has max_new_tokens 256, 48 steps, UniformNoise,
-    EntropyBound(bound=0.1), temperature 0.8 → 0.4 and StableAndConfident. LeaveOneOutGibbs runs without that stop rule,
-    because it still corrects tokens when all predictions are confident.
-
-    Types and defaults: options.py.
+    Arguments you omit come from the checkpoint; options.py has the types, and the defaults of the published model.
 
     - `max_new_tokens` is rounded up to whole canvases; `steps` is the maximum number of steps per canvas.
     - `noise` is the corruption process, and `sampler` decides which tokens are written.
     - `temperature` (a schedule or a number), `top_k` and `top_p` shape every prediction.
-    - `stop` is the rule that ends a canvas early; None disables it.
+    - `stop` is the rule that ends a canvas early; None disables it. By default, LeaveOneOutGibbs runs without it,
+      because it still corrects tokens when all predictions are confident.
     - `seed`: an int s gives row i the seed s + i.
     - `cache`: a prefix that is already encoded; prompt_tokens are then only the new tokens. The cache is extended in
       place until a row stops; from then on the run extends a copy. So continue with the `cache` of the result.

@@ -26,7 +26,7 @@ class StepRecord:
     renoised: Tensor  # (B, C) bool: returned to noise
     active: Tensor  # (B,) bool: rows that were not done before the step
     num_forwards: int = 1  # calls of the network in this step; a guided step takes two
-    verdict: Tensor | None = None  # (3, B) int64, see `judge`; None: the loop calls `judge`
+    verdict: Tensor  # (3, B) int64, see `judge`
     before: DenoiseState  # the state before the step, without its self-conditioning
     state: DenoiseState
     cache: Cache  # the cache that the step used

@@ -56,7 +56,7 @@ class Rows:
         return self._start(model, len(self.blocks), knobs)
 
     def _start(self, model: Denoiser, block: int, knobs: Knobs) -> DenoiseState:
-        """Start a block of the plan."""
+        """Start a block of the plan. A subclass whose plan is for one canvas starts block 0 of it each time."""
         plan = self.plan
         return start_state(
             knobs,

@@ -118,8 +118,8 @@ def settle(state: DenoiseState, prediction: Prediction, decision: Decision, knob
     refill = state.noise.refill(state.uniform("noise"), state.next_noise_level, allowed=state.allowed)
     canvas = torch.where(write, decision.tokens, torch.where(renoise, refill, state.canvas))
     if state.noise.kind in knobs.sampler.redecides:
-        still_open = ~state.frozen
-    else:
+        still_open = ~state.frozen  # every step decides all of them again
+    else:  # open stays what is not written; what returns to noise, or was drawn as a mask, opens again
         still_open = ((state.open & ~write) | renoise | state.noise.masked(canvas)) & ~state.frozen
     still_open = torch.where(state.done[:, None], state.open, still_open)
     after = replace(

@@ -32,9 +32,8 @@ class Sampler:
     position is open again at each step, as in `EntropyBound` under uniform noise. If the sampler `revises`, it may
     change closed positions itself. `valid_for` names the noises it may run under: "mask", "uniform", "hybrid".
 
-    Draw random numbers with `state.uniform("any name")`. To keep memory, return it in `Decision.memory`. The next step
-    reads it from `state.memory`; `start(state)` returns the memory of the first step. Tensors
-    in a memory must be batch-first.
+    Draw random numbers with `state.uniform("any name")`. A step reads its memory from `state.memory`, and returns the
+    next in `Decision.memory`. Tensors in a memory must be batch-first.
 
     Write pure tensor code (no `.item()`, no `if` on a tensor, no boolean indexing): then a CUDA graph can capture it.
 
@@ -47,11 +46,8 @@ class Sampler:
     """
 
     valid_for: ClassVar[frozenset[str]] = frozenset({"mask", "uniform", "hybrid"})
-    # Noises under which every unfrozen position is decided again at each step. Under others, commits persist.
     redecides: ClassVar[frozenset[str]] = frozenset()
-    # The checkpoint's stop rule ends a canvas when predictions are confident. False for a sampler that corrects such
-    # predictions: it then runs without that rule by default.
-    stops_when_certain: ClassVar[bool] = True
+    stops_when_certain: ClassVar[bool] = True  # if False, a run has no stop rule by default
 
     @property
     def revises(self) -> bool:

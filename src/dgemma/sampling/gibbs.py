@@ -11,17 +11,16 @@ from dgemma.diffusion import draws
 from dgemma.diffusion.decision import transition
 from dgemma.diffusion.law import log_transition, safe_log
 from dgemma.sampling.base import Decision, DenoiseState, Law, Prediction, Sampler
-from dgemma.sampling.ranking import is_choice, log_gumbel_choice, log_random_choice
+from dgemma.sampling.ranking import best, is_choice, log_gumbel_choice, log_random_choice
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeaveOneOutGibbs(Sampler, Checked):
     """Take ancestral steps. Between two of them, `corrections` steps correct the canvas at its noise level.
 
-    A correction picks `num_positions` positions. It redraws the token of each from
+    A correction picks `num_positions` positions, and redraws the token of each from
     α·p(x | the other positions) + (1 - α)·uniform. If one position is picked at random, the distribution of the canvas
-    at its noise level does not change. If several positions are picked, or if the choice
-    depends on the tokens, the distribution changes.
+    at its noise level stays. If several positions are picked, or if the choice depends on the tokens, it changes.
 
     choice_temperature: None picks at random. With a number, the positions with the smallest margin are picked. The
     margin is the log-probability of the token on the canvas minus that of the best other token. Gumbel noise,
@@ -120,6 +119,4 @@ class LeaveOneOutGibbs(Sampler, Checked):
         score = state.uniform("position")
         if self.choice_temperature is not None:
             score = self.choice_temperature * draws.gumbel(score) - self._margin(loo, state)
-        score = score.masked_fill(state.frozen, -torch.inf)
-        best = score.topk(min(self.num_positions, state.canvas_len), dim=-1).indices
-        return torch.zeros_like(state.frozen).scatter(-1, best, True) & ~state.frozen
+        return best(score, ~state.frozen, self.num_positions)

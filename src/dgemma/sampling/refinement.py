@@ -17,8 +17,8 @@ class BlockRefinement(Sampler, Checked):
 
     At step n of N, counted from 0, the quota is ⌈(n+1) L / N⌉ of the L unfrozen positions. The rest returns to noise.
     Uniform noise is not visible in the canvas, so `state.open` records which positions are committed. With `tau_edit`,
-    the argmax replaces a committed token if its confidence exceeds `tau_edit`. While more positions
-    are committed than the quota, nothing below `tau` is committed, as published.
+    the argmax replaces a committed token if its confidence exceeds `tau_edit`. While more positions are committed than
+    the quota, nothing below `tau` is committed, as published.
 
     Example: `BlockRefinement(tau=0.95, greedy=True)`.
     """

@@ -14,8 +14,8 @@ from dgemma.sampling.ranking import best, choose_sub_block, propose
 class Threshold(FixedOrder, Checked):
     """Commit every open position whose confidence is at least `tau`, and always the most confident one.
 
-    The comparison is ≥, as in Fast-dLLM; LLaDA2.0 published the same rule with > and tau = 0.95. With
-    block_len, sub-blocks are decided from left to right; the paper uses 32. greedy writes the argmax, as in the paper.
+    The comparison is ≥, as in Fast-dLLM; LLaDA2.0 published the same rule with > and tau = 0.95. With block_len,
+    sub-blocks are decided from left to right; the paper uses 32. greedy writes the argmax, as in the paper.
 
     Example: `Threshold(tau=0.9, block_len=32, greedy=True)`.
     """

@@ -21,8 +21,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from dgemma.checks import require
+from dgemma.doors import replace_weights
 from dgemma.model.experts import Experts, Routing, combine, dispatch, group_by_expert
-from dgemma.model.layers import replace_weights, wide_dtype
+from dgemma.model.layers import wide_dtype
 from dgemma.quantization.weights import quantized_weights
 from dgemma.train.parallel import Model, Parallel, Result
 

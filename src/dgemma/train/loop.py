@@ -23,7 +23,8 @@ from dgemma.checkpoint.identity import fingerprint
 from dgemma.checks import require, typed
 from dgemma.diffusion.noise import Noise
 from dgemma.files import flush
-from dgemma.model.diffusion import DiffusionGemma, require_experts
+from dgemma.model.diffusion import DiffusionGemma
+from dgemma.model.released import require_experts
 from dgemma.printing import progress_bar
 from dgemma.quantization.weights import frozen_tensors
 from dgemma.sampling.named import describe_noise

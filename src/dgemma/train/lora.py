@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from dgemma.checks import FINITE, Count, above, check_types, require, require_field, typed
 from dgemma.doors import replaceable
 from dgemma.model.config import GenerationDefaults
-from dgemma.model.diffusion import DiffusionGemma, require_experts
+from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import Experts, Routing, product_by_group
+from dgemma.model.released import require_experts
 from dgemma.quantization.rounding import requantize
 from dgemma.quantization.weights import (
     QuantizedLinear,
