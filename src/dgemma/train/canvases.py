@@ -211,7 +211,7 @@ def _score_successors(
 
 
 class OwnDraws(NamedTuple):
-    """Which canvases show the model's own tokens, at which share of the positions with noise, and draws of tokens."""
+    """Draws for own tokens: the canvases that show them, their share of the positions with noise, and the tokens."""
 
     is_shown: Tensor  # (B, K, 1) bool
     share: Tensor  # (B, K, 1)
@@ -234,7 +234,7 @@ class NoisyCanvases(NamedTuple):
 
     @property
     def needs_first_pass(self) -> bool:
-        """Whether anything that canvases see comes from a first prediction."""
+        """True if anything that canvases see comes from a first prediction."""
         return self.self_cond is not None or self.own is not None
 
     @property
