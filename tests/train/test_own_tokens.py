@@ -15,7 +15,8 @@ BATCH = TrainBatch(
     tokens=torch.arange(5, 5 + 2 * 15).reshape(2, 15), prompt_len=torch.tensor([3, 0]), length=torch.tensor([15, 12])
 )
 SEEDS = torch.tensor([3, 8])
-NOISES = {"uniform": {}, "masks": {"masks": MaskNoise(VOCAB, mask_token_id=MASK), "masks_prob": 1.0}}
+MASKS = MaskNoise(VOCAB, mask_token_id=MASK)
+NOISES = {"uniform": UniformNoise(VOCAB), "masks": MASKS}
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +31,8 @@ def model():
     return model
 
 
-def objective_of(**fields):
-    return Objective(noise=UniformNoise(VOCAB), canvas_len=CANVAS_LEN, canvases="all", own_prob=1.0, **fields)
+def objective_of(noise=NOISES["uniform"], **fields):
+    return Objective(noise=noise, canvas_len=CANVAS_LEN, canvases="all", own_prob=1.0, **fields)
 
 
 def predict(model, batch, canvases, z):
@@ -78,7 +79,7 @@ def test_the_most_probable_tokens_are_shown_at_a_share_of_the_positions_with_noi
         assert z[0, k].tolist() == expected
 
 
-@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)
 @pytest.mark.parametrize("self_cond_prob", [0.0, 1.0])
 def test_the_loss_is_the_cross_entropy_after_canvases_with_own_tokens(model, monkeypatch, noise, self_cond_prob):
     seen, predict_canvases = [], one_pass.predict_canvases
@@ -88,7 +89,7 @@ def test_the_loss_is_the_cross_entropy_after_canvases_with_own_tokens(model, mon
         return predict_canvases(model, z, *args, **options)
 
     monkeypatch.setattr(one_pass, "predict_canvases", spy)
-    objective = objective_of(self_cond_prob=self_cond_prob, **NOISES[noise])
+    objective = objective_of(noise, self_cond_prob=self_cond_prob)
     terms = objective(model, BATCH, seeds=SEEDS)
     monkeypatch.undo()
     canvases, noisy = objective.draw(BATCH, SEEDS)
@@ -101,9 +102,12 @@ def test_the_loss_is_the_cross_entropy_after_canvases_with_own_tokens(model, mon
         for k, start in enumerate(canvases.starts[row].tolist()):
             prefix = BATCH.tokens[row, None, :start]
             before = model.denoise(first[row, k][None], model.encode(prefix)).logits if self_cond_prob else None
+            if noise is MASKS and self_cond_prob:
+                before[..., MASK] = -torch.inf  # a mask is noise, never a proposal
             logits = model.denoise(z[row, k][None], model.encode(prefix), self_cond=before).logits[0]
-            losses = F.cross_entropy(logits, canvases.x[row, k], reduction="none")
-            total += losses[noisy.replaced[row, k] if noise == "masks" else slice(None)].sum()
+            if noise is MASKS:
+                logits[:, MASK] = -torch.inf
+            total += F.cross_entropy(logits, canvases.x[row, k], reduction="sum")
         torch.testing.assert_close(terms.sums["decoder"][row], total, rtol=1e-9, atol=0)
         alone = objective(model, BATCH.select(slice(row, row + 1)), seeds=SEEDS[row : row + 1])
         torch.testing.assert_close(alone.sums["decoder"][0], terms.sums["decoder"][row], rtol=1e-9, atol=0)
@@ -116,3 +120,11 @@ def test_a_share_of_the_canvases_shows_own_tokens():
     own = objective.draw(rows, torch.arange(300)).noisy.own
     assert abs(own.is_shown.double().mean() - 0.25) < 4 * (0.25 * 0.75 / 600) ** 0.5
     assert abs(own.share.mean() - 0.5) < 4 * (1 / 12 / 600) ** 0.5
+
+
+@torch.no_grad()
+def test_canvases_of_masks_show_none():
+    rows = BATCH.select(torch.zeros(20, dtype=torch.int64))
+    noisy = objective_of(masks=MASKS, masks_prob=0.5).draw(rows, torch.arange(20)).noisy
+    assert 0 < noisy.masked.sum() < noisy.masked.numel()
+    assert torch.equal(noisy.own.is_shown[..., 0], ~noisy.masked)

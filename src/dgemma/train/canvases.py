@@ -285,7 +285,8 @@ def noise_canvases(
 
     seeds: (B,). masks: replaces `noise` on a canvas, with probability `masks_prob`. allowed: (V,) bool, the
     tokens that uniform noise draws from; None for all. scored: "noised" scores only positions that noise replaced. With
-    "all", canvases of `masks` are still scored only there. own_prob: the probability of showing own tokens.
+    "all", canvases of `masks` are still scored only there. own_prob: the probability of showing own tokens, on canvases
+    with `noise`.
     """
     canvas_len, (low, high) = canvases.x.shape[-1], t_range
     sizes = {_TIME: 1, _EVENT: canvas_len, _TOKEN: canvas_len, _SELF_COND: 1, _MASKED: 1}
@@ -309,6 +310,11 @@ def noise_canvases(
         counted = canvases.scored & replaced
     else:
         counted = canvases.scored if masked is None else canvases.scored & (replaced | ~masked)
+    own = None
+    if u_own:
+        (u_shown, share), u_token = u_own[0].split(1, -1), u_own[1]
+        is_shown = u_shown < own_prob
+        own = OwnDraws(is_shown if masked is None else is_shown & ~masked, share, u_token)
     return NoisyCanvases(
         z=torch.where(canvases.frozen, canvases.x, z),
         replaced=replaced,
@@ -319,7 +325,7 @@ def noise_canvases(
         noise=noise,
         allowed=allowed,
         seeds=seeds,
-        own=OwnDraws(u_own[0][..., :1] < own_prob, u_own[0][..., 1:], u_own[1]) if u_own else None,
+        own=own,
     )
 
 

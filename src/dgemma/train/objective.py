@@ -113,7 +113,9 @@ class Objective:
     masks: MaskNoise | None = None
     masks_prob: Probability = 0.5
     holes_prob: Probability = 0.0  # probability that a canvas is frozen except for holes, to train infilling
-    # Probability that a canvas shows the model's own tokens at some positions with noise. Only for `CrossEntropy`.
+    # Probability that a canvas with `noise` shows the model's own tokens at some positions with noise. Canvases of
+    # `masks` show none: under masks, texts of few steps are better if the model trusts what it sees. Only for
+    # `CrossEntropy`.
     own_prob: Probability = 0.0
     allowed: tuple[int, ...] | None = None  # the ids that uniform noise and self-conditioning are restricted to
 
