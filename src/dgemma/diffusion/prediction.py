@@ -76,7 +76,7 @@ class Prediction:
         is_logits = isinstance(logits, Tensor) and logits.dim() == 3 and logits.is_floating_point()
         if type(self) is Prediction and not is_logits:  # a subclass may compute its logits later
             require(False, "Prediction logits", "be floats of shape (B, C, V)", logits)
-        self._unshaped = logits
+        self._unshaped = logits  # read through `_raw`, which a subclass may override
         self.transforms = transforms
         self.joint = joint  # None: positions are independent
         # Plain attributes: torch.compile cannot trace the lock of a cached property.

@@ -14,7 +14,8 @@ class Span:
 
     canvas: Tensor | None = None  # (B, N) int64, -1 for noise
     frozen: Tensor | None = None  # (B, N) bool
-    awaited: Tensor | None = None  # (B, N) bool: a canvas may end once these positions are finished; None means all
+    # (B, N) bool: a canvas may end once these positions are finished; None means all. Only infilling sets it.
+    awaited: Tensor | None = None
     allowed: Tensor | None = None  # (B or 1, N or 1, V) bool
 
     def past_frozen(self, block: int, canvas_len: int, rows: Tensor) -> Tensor:

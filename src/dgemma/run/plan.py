@@ -41,7 +41,8 @@ class Plan:
     noise_level: float  # noise level of the blocks that `span.canvas` covers
     language: RunLanguage | None = None  # None without a constraint
     first_block: int = 0  # the block number that the first block uses in random draws
-    # (B,) in a plan of one canvas: the length of each text that ends inside it; the rest of the canvas is dropped.
+    # (B,) in a plan of one canvas: the length of each text that ends inside it; the rest of the canvas is dropped. Only
+    # infilling sets it.
     text_len: Tensor | None = None
     images: tuple[Images | None, ...] | None = None  # of the prompt, for each row
 

@@ -43,7 +43,7 @@ class Rows:
         """Encode the uncached tokens, and return the cache of the rows that go on. Rows that ended keep their cache."""
         cache = model.encode_with(join_images(self.uncached_images), self.uncached, cache, self.uncached_mask)
         if any(self._leaving):
-            leaving = torch.tensor(self._leaving)
+            leaving = torch.tensor(self._leaving)  # of the last commit; their last block is now in the cache, too
             ends, goes_on = (flags.nonzero()[:, 0].to(self.present.device) for flags in (leaving, ~leaving))
             self._retired.append((self.present[ends], cache.select(ends)))
             self.present, cache = self.present[goes_on], cache.select(goes_on)
