@@ -239,7 +239,7 @@ class Prediction:
         require(fits, "Prediction.sample u", f"be floats of shape {tuple(self.shape[:2])}", u)
         if self.joint is not None:
             return self.joint.sample(u)
-        return torch.cat([inverse_cdf(self._logits_at(part), u[:, part]) for part in self._slices()], dim=1)
+        return torch.cat([_inverse_cdf(self._logits_at(part), u[:, part]) for part in self._slices()], dim=1)
 
     @property
     def statistics(self) -> Statistics:
@@ -362,13 +362,12 @@ def _describe(logits: Tensor) -> Statistics:
     return Statistics(log_total - mean_below, argmax, 1 / total, (1 - others.amax(-1)) / total, best + log_total)
 
 
-def inverse_cdf(logits: Tensor, u: Tensor) -> Tensor:
-    """Return the token (...) at which the cumulative probability passes u (...), of logits (..., V)."""
+def _inverse_cdf(logits: Tensor, u: Tensor) -> Tensor:
     vocab_size = logits.shape[-1]
     chunk_len = min(_SAMPLE_CHUNK, vocab_size)
     weights = (logits - logits.amax(-1, keepdim=True)).exp()
     weights = torch.nn.functional.pad(weights, (0, -vocab_size % chunk_len))
-    weights = weights.unflatten(-1, (-1, chunk_len))  # (..., chunks, 1024)
+    weights = weights.unflatten(-1, (-1, chunk_len))  # (B, c, chunks, 1024)
     chunk_ends = weights.double().sum(-1).cumsum(-1)
     target = u.double()[..., None] * chunk_ends[..., -1:]
     chunk = _first_above(chunk_ends, target)

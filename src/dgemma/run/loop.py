@@ -65,7 +65,7 @@ def denoise_canvas(
     here = list(range(state.batch_size))  # the rows that are still in the batch
     drafts, steps, forwards = list(state.draft), [0] * len(here), [0] * len(here)
     num_forwards = 0
-    expects_more = knobs.stop is None  # only then is another step certain enough to be prepared before the verdict
+    expects_more = knobs.stop is None  # without a stop rule, another step is likely; see `Denoiser.read_ahead`
     for num_taken in itertools.count(1):
         record = denoising.take_step()
         num_forwards += record.num_forwards

@@ -7,8 +7,9 @@ has seen only such noise trusts them. The proposals come from the first pass, wh
 import torch
 from torch import Tensor
 
-from dgemma.diffusion.prediction import inverse_cdf
+from dgemma.diffusion.prediction import Prediction
 from dgemma.model.diffusion import DiffusionGemma
+from dgemma.sampling.ranking import best
 from dgemma.train import head
 from dgemma.train.canvases import NoisyCanvases
 
@@ -24,17 +25,15 @@ def show_own_tokens(model: DiffusionGemma, noisy: NoisyCanvases, hidden: Tensor,
     is_shown, share, u_token = noisy.own
 
     def draw(logits: Tensor, u: Tensor) -> Tensor:
-        scores = logits / _TEMPERATURE
-        if proposable is not None:
-            scores = scores.masked_fill(~proposable.flatten(), -torch.inf)
-        token = inverse_cdf(scores, u)
-        log_prob = scores.gather(1, token[:, None])[:, 0] - scores.logsumexp(1)
-        return torch.stack((token.to(scores.dtype), log_prob), 1)  # ids below 2²⁴ are exact in float32
+        prediction = Prediction(logits[None]).shaped(temperature=_TEMPERATURE, allowed=proposable)
+        token = prediction.sample(u[None])
+        log_prob = prediction.logits.log_softmax(-1).gather(-1, token[..., None])[0, :, 0]
+        return torch.stack((token[0].to(log_prob.dtype), log_prob), 1)  # ids below 2²⁴ are exact in float32
 
     cap = model.config.final_logit_softcapping
     drawn = head.map_logits(draw, hidden.flatten(0, 2), model.embed_tokens.weight, u_token.flatten(), cap=cap)
     token, log_prob = drawn.view(*noisy.z.shape, 2).unbind(-1)
-    ranked = torch.where(noisy.replaced, log_prob, -torch.inf).argsort(-1, descending=True)
-    rank = ranked.argsort(-1)
-    written = is_shown & noisy.replaced & (rank < share * noisy.replaced.sum(-1, keepdim=True))
+    candidates = (noisy.replaced & is_shown).flatten(0, 1)
+    count = (share * noisy.replaced.sum(-1, keepdim=True)).flatten()
+    written = best(log_prob.flatten(0, 1), candidates, count).view_as(noisy.z)
     return torch.where(written, token.long(), noisy.z)
