@@ -45,7 +45,6 @@ IN_FUNCTIONS = {
     "dgemma.many.on_ray": {"ray", "ray.util"},
     "dgemma.view.gif": {"PIL", "matplotlib"},
     "dgemma_kernels.training.fused": {"torch._inductor.async_compile", "torch._inductor.compile_fx"},
-    "dgemma_kernels.ops.ahead": {"torch._inductor.async_compile", "torch._inductor.runtime.cache_dir_utils"},
     # Kernels for Hopper, which need a Triton with Gluon.
     "dgemma_kernels.ops.attention.float8": {"dgemma_kernels.ops.attention.hopper_float8"},
     "dgemma_kernels.ops.attention.kernel": {

@@ -8,12 +8,11 @@ import json
 import torch
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
+from absent_gpu import AbsentGPU
 from triton.runtime.jit import JITFunction
 
 from dgemma_kernels.engine.graphs import compile_together
 from dgemma_kernels.ops import configs
-from dgemma_kernels.ops.ahead import AbsentGPU
 from dgemma_kernels.ops.norms import kernel as norms
 
 
@@ -27,7 +26,7 @@ def cached_kernels(kernel: JITFunction) -> list[str]:
 
 
 def main() -> None:
-    gpu, launchers = AbsentGPU(GPUTarget("cuda", 90, 32)), []
+    gpu, launchers = AbsentGPU(), []
     gpu.launcher_cls = lambda source, metadata: launchers.append(metadata.name)
     triton.runtime.driver.set_active(gpu)
     configs.gpu_name = lambda device: "NVIDIA H200"

@@ -1,21 +1,18 @@
 """A whole step with the kernels of training, against the same step in plain PyTorch."""
 
 from contextlib import nullcontext
-from importlib import import_module
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 
 import dgemma
 from dgemma.train import LoRA, Objective, TrainBatch, add_lora
 from dgemma_kernels import accelerate_training
-from dgemma_kernels.ops import ahead, grouped
+from dgemma_kernels.ops import grouped
 from dgemma_kernels.ops.adapters import kernel as adapters
-from dgemma_kernels.ops.grouped import groups, reference
 from dgemma_kernels.ops.heads import kernel as heads
 from dgemma_kernels.ops.residual import kernel as residual
-from dgemma_kernels.training import adapted_experts, compiling, door, fused, head
+from dgemma_kernels.training import adapted_experts, door, fused, head
 
 CONFIG = {
     "num_hidden_layers": 2,
@@ -25,7 +22,7 @@ CONFIG = {
     "moe_intermediate_size": 64,
     "canvas_length": 8,
 }
-COMPILED = {  # ahead of the first step
+KERNELS = {
     adapters: ("expand",),
     grouped: ("contract_and_outer", "group_choices"),
     heads: ("norm_heads", "norm_heads_gradient"),
@@ -56,7 +53,7 @@ def kernels_on_cpu(monkeypatch):
         monkeypatch.setattr(adapted_experts, "is_hopper", lambda device: True)
     ran = set()
     others = [(grouped, "multiply"), (residual, "rms_norm")]
-    for module, name in [*((module, name) for module, names in COMPILED.items() for name in names), *others]:
+    for module, name in [*((module, name) for module, names in KERNELS.items() for name in names), *others]:
         function = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, f=function, n=name, **k: ran.add(n) or f(*a, **k))
     return ran
@@ -121,59 +118,3 @@ def test_a_compiled_step_in_float64_uses_no_kernel_that_computes_in_float32(kern
     assert kernels_on_cpu == {"group_choices"}  # integers
     torch.testing.assert_close(kernel_loss, loss, rtol=1e-12, atol=0)
     assert relative_error(kernel_gradients, gradients) <= 1e-12
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [8, 32], ids=["few-outputs", "many-outputs"])  # kernels of thin products: up to 16
-def test_the_first_step_starts_to_compile_its_kernels_ahead(rank, kernels_on_cpu, monkeypatch):
-    compiling._start.cache_clear()
-    compiled, launched = [], []
-
-    def describe(name, *args, **options):
-        """Return what decides which kernel runs: the tensors that are there, and their sizes except the first."""
-        if name == "expand":  # serves all widths; only the number of columns of `narrow` matters
-            return name, args[0].shape[1]
-        tensors = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, torch.Tensor)]
-        return name, *((*each.shape[1:], each.dtype) for each in tensors)
-
-    def multiply(x, weights, narrow, b, of_tiles, order=None, *, gated=False):
-        num_rows, tile_rows = narrow.shape[0], groups.rows_per_tile(narrow.shape[0], weights.shape[0])
-        shapes = x.shape[1], weights.shape, weights.is_contiguous(), b.shape, b.is_contiguous(), num_rows // x.shape[0]
-        (compiled if x.is_meta else launched).append((*shapes, tile_rows, order is None, gated, x.dtype))
-        if x.is_meta:
-            return None
-        return reference.multiply(x, weights, narrow, b, of_tiles, order, gated=gated)
-
-    def start(calls):
-        for call in calls:
-            if call.func is grouped.multiply:
-                call()
-            else:
-                compiled.append(describe(call.func.__name__, *call.args, **call.keywords))
-
-    def record(package, name):
-        # Sizes matter here, and values do not. References are faster than interpreted kernels. References of
-        # `grouped` return other types, so its own functions run.
-        references = (
-            package if package is grouped else import_module(package.__name__.removesuffix("kernel") + "reference")
-        )
-        faster = getattr(references, name, getattr(package, name))
-
-        def run(*args, **options):
-            launched.append(describe(name, *args, **options))
-            with monkeypatch.context() as patch:
-                patch.setattr(fused, "COMPILED_ON", ())  # a reference must not call kernels
-                return faster(*args, **options)
-
-        run.__name__ = name
-        return run
-
-    for package, functions in COMPILED.items():
-        for name in functions:
-            monkeypatch.setattr(package, name, record(package, name))
-    monkeypatch.setattr(grouped, "multiply", multiply)
-    monkeypatch.setattr(ahead, "start", start)
-    monkeypatch.setattr(grouped, "fits_product", lambda *_: True)
-    make_step(torch.float16, rank=rank)(fast=True)
-    assert len(launched) > len(set(launched)) == len(set(compiled))
-    assert set(launched) == set(compiled)

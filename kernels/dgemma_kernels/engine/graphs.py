@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from triton import AsyncCompileMode
 from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
-from dgemma_kernels.ops.ahead import only_compiling
+_compiling = threading.RLock()  # `only_compiling` replaces a function that all threads share
 
 
 class CaptureError(RuntimeError):
@@ -239,6 +240,28 @@ def _compile_together(launches: Callable[[], Any]) -> None:
             launches()
         started = {id(kernel): kernel for kernel in kernels if hasattr(kernel, "result")}  # not compiled before
         list(threads.map(_build_launcher, started.values()))
+
+
+@contextmanager
+def only_compiling() -> Iterator[list[Any]]:
+    """Compile the kernels that this thread launches, and do not launch them. The list gets these kernels.
+
+    Example: `with only_compiling() as kernels: rms_norm(x, None, 1e-6)`.
+    """
+    with _compiling:
+        run, here, kernels = JITFunction.run, threading.get_ident(), []
+
+        def compile_only(kernel: Any, *args: Any, warmup: bool, **options: Any) -> Any:
+            if threading.get_ident() != here:
+                return run(kernel, *args, warmup=warmup, **options)
+            kernels.append(run(kernel, *args, warmup=True, **options))
+            return kernels[-1]
+
+        JITFunction.run = compile_only
+        try:
+            yield kernels
+        finally:
+            JITFunction.run = run
 
 
 def _build_launcher(compiled: Any) -> None:

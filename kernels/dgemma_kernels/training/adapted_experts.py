@@ -15,7 +15,7 @@ from dgemma.model.experts import Routing
 from dgemma.model.layers import gated_gelu, wide_dtype
 from dgemma.quantization.weights import Weight
 from dgemma.train.lora import AdaptedExperts
-from dgemma_kernels.ops import ahead, grouped
+from dgemma_kernels.ops import grouped
 from dgemma_kernels.ops.configs import is_hopper
 from dgemma_kernels.training.adapted_linear import product_dtype, scaled_product
 from dgemma_kernels.training.experts import (
@@ -275,7 +275,6 @@ def _product(
         return None
     if not grouped.fits_product(x, weights, narrow, b, x.device):
         return None
-    ahead.finish()
     return grouped.multiply(x, weights, narrow, b, groups.tiles, order, gated=gated)
 
 

@@ -34,7 +34,6 @@ from dgemma_kernels.ops.residual import kernel as residual
 from dgemma_kernels.training.adapted_experts import Kept, keeps_output, trained_weights
 from dgemma_kernels.training.adapted_linear import multiply, product_dtype
 from dgemma_kernels.training.attention import in_words, words
-from dgemma_kernels.training.compiling import start_kernels
 from dgemma_kernels.training.fused import joined, runs_kernels
 from dgemma_kernels.training.layer import feed_forward
 
@@ -131,7 +130,6 @@ class TogetherPass:
         Example: `run.read_and_denoise(model.embed(tokens), model.embed_canvas(noisy))`.
         """
         x = torch.cat((canvases, text), 1).flatten(0, 1)
-        start_kernels(self.layers, x, self.batch_size, self.num_noisy, self.num_seen)
         for number in range(len(self.layers)):
             kept = Kept()
             x, keys, values = self.run_layer(number, x, kept)
