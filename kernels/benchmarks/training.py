@@ -53,10 +53,7 @@ OPERATIONS = {  # by a part of a kernel's name; the first that matches
     "GroupProblemShape": "products by expert",
     "grouped": "products by expert",
     "multiply_tokens": "products by expert",
-    "_contract_and_outer": "products by expert",
-    "_add_tiles": "products by expert",
     "nvjet": "matrix products",
-    "_expand_": "matrix products",  # of adapters
     "gemm": "matrix products",
     "cutlass": "matrix products",
     "splitK": "matrix products",

@@ -42,12 +42,6 @@ def run_training(num_tokens: int) -> None:
     grouped.multiply(empty(num_tokens * A, 2 * F), gate_up.mT, narrow, empty(E, 8, D).mT, tiles)
 
 
-def run_gradients(num_rows: int = 2048) -> None:
-    narrow, ends, by_row = empty(num_rows, 8), empty(E).int(), empty(num_rows).float()
-    grouped.contract_and_outer(empty(num_rows, F), narrow, empty(E, 8, F).mT, ends, scale=2.0, by_row=by_row)
-    grouped.contract_and_outer(empty(num_rows, 2 * F), narrow, empty(E, 2 * F, 8), ends, scale=2.0)
-
-
 def run_norms() -> None:
     row, vector = empty(256, D), empty(D)
     norms.rms_norm(row, vector, 1e-6)
@@ -67,7 +61,6 @@ CALLS = {
     "experts, 4096 tokens, without Gluon": lambda: run_routed_experts(4096, configs.EXPERTS["bf16"]["NVIDIA H200"][-1]),
     "dense MLP, whole blocks of tokens": lambda: run_dense(256),
     "dense MLP, ragged": lambda: run_dense(500),
-    "gradients of adapters": run_gradients,
     "norms": run_norms,
 }
 if configs.gluon_obstacle() is None:

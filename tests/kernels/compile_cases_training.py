@@ -3,13 +3,12 @@
 import torch
 from compile_inputs import empty
 
-from dgemma_kernels.ops.adapters import kernel as adapters
 from dgemma_kernels.ops.grouped import group_choices
 from dgemma_kernels.ops.heads import kernel as heads
 from dgemma_kernels.ops.masked import kernel as masked
 from dgemma_kernels.ops.residual import kernel as residual
 
-WGMMA = {"_expand_kernel", "_masked_attention_kernel", "_query_gradient_kernel", "_key_gradient_kernel"}
+WGMMA = {"_masked_attention_kernel", "_query_gradient_kernel", "_key_gradient_kernel"}
 
 
 def run_heads(num_heads: int, kv_heads: int, head_dim: int, has_value: bool) -> None:
@@ -28,7 +27,6 @@ def run_norms() -> None:
     for added in (None, row):
         residual.rms_norm_gradient(row, row, vector, 1e-6, added)
     residual.after_attention_gradient(*[row] * 6, *[vector] * 4, 1e-6)
-    residual.after_experts(*[row] * 3, *[vector] * 3, empty(24, 1), 1e-6)
     residual.after_experts_gradient(*[row] * 4, *[vector] * 3, empty(24, 1), 1e-6)
 
 
@@ -39,13 +37,7 @@ def run_masked() -> None:
     masked.masked_attention_gradient(out, queries, keys, keys, mask, blocks, out, sums)
 
 
-def run_adapters(*widths: int) -> None:
-    adapters.expand(empty(24, len(widths) * 8), empty(sum(widths), 8), widths)
-
-
 CALLS = {
-    "adapters of q, k, v": lambda: run_adapters(4096, 2048, 2048),
-    "adapters of one layer": lambda: run_adapters(2816),
     "choices": lambda: group_choices(torch.empty(24, 8, dtype=torch.int64), 128),
     "masked attention": run_masked,
     "norms": run_norms,

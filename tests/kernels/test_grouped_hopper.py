@@ -109,7 +109,7 @@ def test_sizes_dtypes_and_versions_that_do_not_fit_are_known(monkeypatch):
     def fits(width: int, num_out: int, rank: int, dtype: torch.dtype) -> bool:
         weights, b = torch.empty(2, num_out, width, dtype=dtype), torch.empty(2, num_out, rank, dtype=dtype)
         narrow, x = torch.empty(6, rank, dtype=dtype), torch.empty(6, width, dtype=dtype)
-        return kernel.fits_product(x, weights, narrow, b, x.device)
+        return kernel.fits_product(x, weights, narrow, b)
 
     assert fits(128, 144, 8, torch.bfloat16)
     assert fits(128, 144, 64, torch.float16)

@@ -41,7 +41,6 @@ def test_kernels_of_training_load_without_the_engine_and_the_model_class():
     done = run("""
 import sys
 from dgemma_kernels.ops import grouped
-from dgemma_kernels.ops.adapters import kernel
 from dgemma_kernels.ops.heads import kernel
 from dgemma_kernels.ops.residual import kernel
 import dgemma_kernels

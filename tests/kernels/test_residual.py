@@ -7,7 +7,6 @@ from dgemma.model.layers import rms_norm
 from dgemma_kernels.ops.residual import reference
 from dgemma_kernels.ops.residual.kernel import (
     after_attention_gradient,
-    after_experts,
     after_experts_gradient,
     rms_norm_gradient,
 )
@@ -60,9 +59,8 @@ def test_the_gradient_after_attention_matches_float64(device, width):
 
 @WIDTHS
 @pytest.mark.parametrize("per_row", [True, False])
-def test_the_stream_after_experts_and_its_gradient_match_float64(device, width, per_row):
+def test_the_gradient_after_experts_matches_float64(device, width, per_row):
     rows, vectors = inputs(device, width, 4, 3)
     scalar = torch.tensor([[0.5], [0.75], [2.0]] if per_row else [0.7], dtype=torch.float16, device=device)
-    assert_matches(after_experts, reference.after_experts, *rows[1:], *vectors, scalar)
     exact = gradient_of(reference.after_experts, (0, 1, 2))
     assert_matches(after_experts_gradient, exact, *rows, *vectors, scalar)

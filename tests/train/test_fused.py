@@ -12,7 +12,6 @@ from dgemma.quantization.rounding import quantize
 from dgemma.train import LoRA, Objective, TrainBatch, add_lora
 from dgemma_kernels import accelerate_training
 from dgemma_kernels.ops import grouped
-from dgemma_kernels.ops.adapters import kernel as adapters
 from dgemma_kernels.training import fused
 
 
@@ -32,7 +31,6 @@ def graphs(monkeypatch):
     monkeypatch.setattr(fused, "COMPILED_ON", ("cpu",))
     monkeypatch.setattr(fused, "_kernel", lambda *_: None)  # compiled functions, not kernels
     monkeypatch.setattr(grouped, "fits_groups", lambda *_: False)
-    monkeypatch.setattr(adapters, "fits", lambda *_: False)
     fused.compiled.cache_clear()
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=64):

@@ -9,10 +9,9 @@ import dgemma
 from dgemma.train import LoRA, Objective, TrainBatch, add_lora
 from dgemma_kernels import accelerate_training
 from dgemma_kernels.ops import grouped
-from dgemma_kernels.ops.adapters import kernel as adapters
 from dgemma_kernels.ops.heads import kernel as heads
 from dgemma_kernels.ops.residual import kernel as residual
-from dgemma_kernels.training import adapted_experts, door, fused, head
+from dgemma_kernels.training import door, fused, head
 
 CONFIG = {
     "num_hidden_layers": 2,
@@ -23,10 +22,9 @@ CONFIG = {
     "canvas_length": 8,
 }
 KERNELS = {
-    adapters: ("expand",),
-    grouped: ("contract_and_outer", "group_choices"),
+    grouped: ("group_choices",),
     heads: ("norm_heads", "norm_heads_gradient"),
-    residual: ("after_attention_gradient", "after_experts", "after_experts_gradient", "rms_norm_gradient"),
+    residual: ("after_attention_gradient", "after_experts_gradient", "rms_norm_gradient"),
 }
 
 
@@ -50,7 +48,6 @@ def kernels_on_cpu(monkeypatch):
         monkeypatch.setattr(module, "compiled", without_compiler)
     if not torch.cuda.is_available():
         monkeypatch.setattr(fused, "COMPILED_ON", ("cpu",))
-        monkeypatch.setattr(adapted_experts, "is_hopper", lambda device: True)
     ran = set()
     others = [(grouped, "multiply"), (residual, "rms_norm")]
     for module, name in [*((module, name) for module, names in KERNELS.items() for name in names), *others]:
@@ -97,10 +94,9 @@ def test_a_step_with_the_kernels_is_as_exact_as_the_plain_one(kernels_on_cpu):
     assert kernels_on_cpu == set()
     kernel_loss, kernel_gradients = step(fast=True)
     assert kernels_on_cpu == {
-        *("group_choices", "contract_and_outer"),
-        "expand",
+        "group_choices",
         *("norm_heads", "norm_heads_gradient"),
-        *("rms_norm", "rms_norm_gradient", "after_attention_gradient", "after_experts", "after_experts_gradient"),
+        *("rms_norm", "rms_norm_gradient", "after_attention_gradient", "after_experts_gradient"),
     }
     for each in (loss, kernel_loss):
         torch.testing.assert_close(each.double(), exact_loss.double(), rtol=1e-3, atol=0)

@@ -16,7 +16,6 @@ from dgemma.model.layers import gated_gelu, wide_dtype
 from dgemma.quantization.weights import Weight
 from dgemma.train.lora import AdaptedExperts
 from dgemma_kernels.ops import grouped
-from dgemma_kernels.ops.configs import is_hopper
 from dgemma_kernels.training.adapted_linear import product_dtype, scaled_product
 from dgemma_kernels.training.experts import (
     TiledGroups,
@@ -28,8 +27,6 @@ from dgemma_kernels.training.experts import (
     sum_choices,
 )
 from dgemma_kernels.training.fused import fused, runs_kernels
-
-FEW_OUTPUTS = 16  # products with at most this many outputs are read once for two gradients
 
 
 @dataclass
@@ -250,9 +247,6 @@ def contract_and_outer(
     of each expert; if the weights are transposed in memory, so is this product. rows (R, N) and narrow (R, rank) are
     grouped by expert; weights (E, N, rank).
     """
-    is_narrow = rows.dtype == weights.dtype in (torch.bfloat16, torch.float16)
-    if runs_kernels(rows) and is_narrow and weights.shape[-1] <= FEW_OUTPUTS and is_hopper(rows.device):
-        return grouped.contract_and_outer(rows, narrow, weights, groups.ends, scale=scale, by_row=by_row)
     factor = scale if by_row is None else scale * by_row[:, None]
     of_narrow = (product_by_group(rows, weights.mT.contiguous(), groups.ends) * factor).to(rows.dtype)
     if weights.is_contiguous():
@@ -273,7 +267,7 @@ def _product(
     """Return `grouped.multiply`, or None while autograd is on, or if it does not support the GPU, dtypes or sizes."""
     if torch.is_grad_enabled() or not runs_kernels(x) or not isinstance(weights, Tensor) or groups.tiles is None:
         return None
-    if not grouped.fits_product(x, weights, narrow, b, x.device):
+    if not grouped.fits_product(x, weights, narrow, b):
         return None
     return grouped.multiply(x, weights, narrow, b, groups.tiles, order, gated=gated)
 

@@ -16,8 +16,7 @@ from dgemma.doors import plain, replace_weights
 from dgemma.model import layers as reference
 from dgemma.quantization.weights import Weight
 from dgemma.train.lora import AdaptedLinear, adapted_modules
-from dgemma_kernels.ops.adapters import kernel as adapters
-from dgemma_kernels.training.fused import joined, runs_kernels
+from dgemma_kernels.training.fused import joined
 
 _SAME_INPUT = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # layers of one module
 
@@ -203,9 +202,6 @@ class _AdaptedProducts(torch.autograd.Function):
 def _expand(narrow: Tensor, b: Sequence[Tensor]) -> Tensor:
     """Return the products of each B (N_l, rank) with its columns of narrow (M, layers · rank), side by side: (M, N)."""
     widths = [len(each) for each in b]
-    is_narrow = narrow.dtype in (torch.bfloat16, torch.float16)
-    if runs_kernels(narrow) and is_narrow and len(narrow) > 0 and adapters.fits(len(b), b[0].shape[1]):
-        return adapters.expand(narrow, _stack(b), widths)
     out = narrow.new_empty(narrow.shape[0], sum(widths))
     for part, each, product in zip(narrow.chunk(len(b), 1), b, out.split(widths, 1), strict=True):
         torch.mm(part, each.T, out=product)

@@ -1,7 +1,6 @@
 """Products of tokens with the weights and adapters of their experts, and the groups of tokens by expert."""
 
-from dgemma_kernels.ops.grouped.adapters import contract_and_outer
 from dgemma_kernels.ops.grouped.groups import fits_groups, group_choices
 from dgemma_kernels.ops.grouped.kernel import fits_product, multiply
 
-__all__ = ["contract_and_outer", "fits_groups", "fits_product", "group_choices", "multiply"]
+__all__ = ["fits_groups", "fits_product", "group_choices", "multiply"]

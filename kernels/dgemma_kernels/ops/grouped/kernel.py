@@ -12,14 +12,14 @@ from dgemma_kernels.ops.configs import gluon_obstacle, is_hopper
 _DEPTH = 64  # columns of a copy
 
 
-def fits_product(x: Tensor, weights: Tensor, narrow: Tensor, b: Tensor, device: torch.device) -> bool:
+def fits_product(x: Tensor, weights: Tensor, narrow: Tensor, b: Tensor) -> bool:
     """Return True if `multiply` supports these operands. Its copies have 16 bytes or more, and its offsets 32 bits.
 
-    Example: `fits_product(x, experts.gate_up_proj, narrow, experts.gate_up_lora_b, x.device)`.
+    Example: `fits_product(x, experts.gate_up_proj, narrow, experts.gate_up_lora_b)`.
     """
     _, num_cols, width = weights.shape
     return (
-        is_hopper(device)
+        is_hopper(x.device)
         and gluon_obstacle() is None
         and {each.dtype for each in (weights, b, narrow, x)} in ({torch.bfloat16}, {torch.float16})
         and weights.is_contiguous() == b.is_contiguous()

@@ -1,6 +1,4 @@
-"""Grouped products and groups in plain PyTorch, the reference for `kernel`, `adapters` and `groups`."""
-
-from itertools import pairwise
+"""Grouped products and groups in plain PyTorch, the reference for `kernel` and `groups`."""
 
 import torch
 from torch import Tensor
@@ -26,16 +24,6 @@ def multiply(
         own = slice(first, first + num_rows)
         out[own] = rows[own] @ weights[expert].T + narrow[own] @ b[expert].T
     return gated_gelu(*out.chunk(2, dim=-1)) if gated else out
-
-
-def contract_and_outer(
-    rows: Tensor, narrow: Tensor, weights: Tensor, ends: Tensor, *, scale: float, by_row: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Multiply expert by expert."""
-    groups = [slice(start, end) for start, end in pairwise([0, *ends.tolist()])]
-    of_narrow = scale * torch.cat([rows[group] @ weight for group, weight in zip(groups, weights, strict=True)])
-    outer = torch.stack([rows[group].T @ narrow[group] for group in groups])
-    return of_narrow if by_row is None else of_narrow * by_row[:, None], outer
 
 
 def group_choices(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -86,38 +86,6 @@ def after_attention_gradient(
     return of_x, of_attended
 
 
-def after_experts(
-    residual: Tensor,
-    dense: Tensor,
-    mixed: Tensor,
-    dense_norm: Tensor,
-    experts_norm: Tensor,
-    post_norm: Tensor,
-    scalar: Tensor,
-    eps: float,
-) -> Tensor:
-    """Return (residual + norm(norm(dense) * dense_norm + norm(mixed) * experts_norm) * post_norm) * scalar: (M, D).
-
-    residual, dense, mixed: (M, D). Norms: (D,). scalar: one, or one per row.
-
-    Example: `x = after_experts(residual, dense, mixed, *weights, layer.layer_scalar, 1e-6)`.
-    """
-    residual, dense, mixed = _rows(residual, dense, mixed)
-    out = torch.empty_like(residual)
-    _after_experts_kernel[(dense.shape[0],)](
-        residual,
-        dense,
-        mixed,
-        TailNorms(dense_norm, experts_norm, post_norm),
-        scalar.contiguous(),
-        out,
-        eps,
-        SCALAR_PER_ROW=scalar.numel() > 1,
-        **blocks_of(dense.shape[1]),
-    )
-    return out
-
-
 def after_experts_gradient(
     grad: Tensor,
     residual: Tensor,
@@ -287,33 +255,6 @@ def _sum_of_norms(
 ) -> tl.tuple:
     """Return dense * dense_w + mixed * experts_w of normed rows, rounded as separate layers would."""
     return _round(_sum(_round(_product(dense, dense_w), dtype), _round(_product(mixed, experts_w), dtype)), dtype)
-
-
-@triton.jit
-def _after_experts_kernel(
-    residual: tl.tensor,
-    dense: tl.tensor,
-    mixed: tl.tensor,
-    weights: TailNorms,
-    scalar: tl.tensor,
-    out: tl.tensor,
-    eps: tl.tensor,
-    SCALAR_PER_ROW: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    dtype: tl.constexpr = dense.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64) * WIDTH
-    factor = tl.load(scalar + (tl.program_id(0) if SCALAR_PER_ROW else 0)).to(tl.float32)
-    dense_row, mixed_row = load_row(dense + row, WIDTH, BLOCK), load_row(mixed + row, WIDTH, BLOCK)
-    before = load_row(residual + row, WIDTH, BLOCK)
-    dense_w, experts_w = load_row(weights.dense, WIDTH, BLOCK), load_row(weights.expert, WIDTH, BLOCK)
-    post = load_row(weights.post, WIDTH, BLOCK)
-    dense_row = _times(dense_row, _inverse_rms(dense_row, WIDTH, eps))
-    mixed_row = _times(mixed_row, _inverse_rms(mixed_row, WIDTH, eps))
-    both = _sum_of_norms(dense_row, mixed_row, dense_w, experts_w, dtype)
-    change = _round(_product(_times(both, _inverse_rms(both, WIDTH, eps)), post), dtype)
-    _store_row(out + row, _times(_round(_sum(before, change), dtype), factor), WIDTH)
 
 
 @triton.jit

@@ -1,1 +1,0 @@
-"""Products of the adapters of linear layers, in training."""
