@@ -2,7 +2,6 @@
 whole denoiser against a reference that rounds its experts at the same places."""
 
 import copy
-import pickle
 from dataclasses import replace
 
 import pytest
@@ -280,13 +279,11 @@ def test_both_modes_equal_the_reference_that_rounds_at_the_same_places(models):
     assert 1.5e-2 < apart(got, plain)[0] < 0.1
 
 
-def test_a_gpu_without_float8_raises_and_names_the_fix(models, monkeypatch):
-    model, pickled = make_model(torch.device("cpu"), moe_intermediate_size=80), pickle.dumps(models[2])
+def test_a_gpu_without_float8_raises_and_names_the_fix(monkeypatch):
+    model = make_model(torch.device("cpu"), moe_intermediate_size=80)
     monkeypatch.setattr(dgemma.DiffusionGemma, "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     with pytest.raises(
         ValueError, match=r'need a GPU of .* 8\.9 or higher, got 8\.6\. Use weights="bf16" and precision="exact"\.'
     ):
         accelerate(model, weights="fp8")
-    with pytest.raises(ValueError, match=r"float8 products need a GPU of .* 8\.9 or higher"):
-        pickle.loads(pickled)

@@ -8,8 +8,7 @@ schedule, stop rule and shapes.
 
 import copy
 from collections.abc import Collection, Iterator
-from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +33,9 @@ from dgemma_kernels.engine.precision import choose_parts
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits
 from dgemma_kernels.engine.reading import MOST_READ, MOST_READ_FOUR_BIT, CausalReader, read_sizes
 from dgemma_kernels.engine.step import Stepper
-from dgemma_kernels.engine.weights import ModelWeights, stored_format, take_weights
+from dgemma_kernels.engine.weights import stored_format, take_weights
 from dgemma_kernels.engine.workspace import Workspace
-from dgemma_kernels.formats import FourBit, Quantized
+from dgemma_kernels.formats import FourBit
 from dgemma_kernels.ops.attention.kernel import KernelName
 from dgemma_kernels.ops.draws import kernel as draws
 
@@ -125,11 +124,6 @@ def _without_layers(model: DiffusionGemma) -> DiffusionGemma:
     return rest
 
 
-def _without_embedding(weights: ModelWeights) -> ModelWeights:
-    head: Any = weights.head if isinstance(weights.head, Quantized) else None
-    return replace(weights, embedding=weights.embedding.new_empty(0), head=head)
-
-
 class FusedDenoiser(Denoiser[FusedCache]):
     """The result of `accelerate`, for batches of any size.
 
@@ -156,25 +150,14 @@ class FusedDenoiser(Denoiser[FusedCache]):
         prompt_attention = "prompt_attention" in float8
         choose_kernels(model.config, model.embed_tokens.weight, attention, prompt_attention=prompt_attention)
         taken = take_weights(model, weights, float8=float8, release=release)
-        used = model if weights == "bf16" else _without_layers(model)
-        self._start(used, taken, model.generation, attention, batch_invariant, prompt_attention)
-
-    def _start(
-        self,
-        model: DiffusionGemma,
-        weights: ModelWeights,
-        generation: GenerationDefaults,
-        attention: KernelName,
-        batch_invariant: bool,
-        prompt_attention: bool,
-    ) -> None:
-        self._model, self.config, self.generation = model, model.config, generation
+        self._model = model if weights == "bf16" else _without_layers(model)
+        self.config, self.generation = model.config, model.generation
         self.source, self.takes_images, self.image_tokens = model.source, model.takes_images, model.image_tokens
-        four_bit = isinstance(weights.layers[0].expert_gate_up, FourBit)
+        four_bit = isinstance(taken.layers[0].expert_gate_up, FourBit)
         forward = Forward(
-            model.config, weights, attention, batch_invariant=batch_invariant, prompt_attention=prompt_attention
+            model.config, taken, attention, batch_invariant=batch_invariant, prompt_attention=prompt_attention
         )
-        self._workspace = Workspace(model, forward)
+        self._workspace = Workspace(self._model, forward)
         self.turn = self._workspace.turn
         self._arena = Arena(
             model.config,
@@ -187,6 +170,12 @@ class FusedDenoiser(Denoiser[FusedCache]):
         self._stepper = Stepper(self._workspace)
         self._reader = CausalReader(self._workspace, self._arena, before_graph=self._stepper.finish)
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "FusedDenoiser must not be pickled or copied, because its graphs hold addresses. Accelerate a copy of the "
+            "model."
+        )
+
     @property
     def _forward(self) -> Forward:
         return self._workspace.forward
@@ -194,38 +183,6 @@ class FusedDenoiser(Denoiser[FusedCache]):
     def weight_tensors(self) -> list[Tensor]:
         """Return the tensors of the model, which the weights in bf16 share."""
         return self._model.weight_tensors()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the content of a copy or a pickle: weights. A copy makes new graphs and buffers."""
-        weights = None  # None: the weights are the model's own
-        if "layers" not in dict(self._model.named_children()):
-            own_weights = self._forward.weights
-            weights = _without_embedding(own_weights)  # stored with the model
-        return {
-            "model": self._model,
-            "weights": weights,
-            "generation": self.generation,
-            "attention": self._forward.attention_kernel,
-            "batch_invariant": self._forward.batch_invariant,
-            "prompt_attention": self._forward.prompt_attention,
-        }
-
-    @torch.no_grad()
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        model, weights = state["model"], state["weights"]
-        first = None if weights is None else weights.layers[0]
-        products = () if first is None else (first.expert_gate_up, first.qkv, first.down, weights.head)
-        float8 = any(isinstance(weight, Quantized) for weight in products)
-        require_gpu(model, float8=float8)  # a pickle may be loaded on another machine
-        if weights is None:
-            weights = take_weights(model)
-        else:
-            embedding = model.embed_tokens.weight.detach()
-            weights = replace(
-                weights, embedding=embedding, head=weights.head if weights.head is not None else embedding
-            )
-        options = (state[name] for name in ("generation", "attention", "batch_invariant", "prompt_attention"))
-        self._start(model, weights, *options)
 
     @property
     def conventions(self) -> Conventions:

@@ -1,7 +1,6 @@
 """Values in float8 (e4m3, three bits of mantissa) with float32 scales, as fp8 tensor cores multiply them."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,13 +25,6 @@ class Quantized:
     def __post_init__(self) -> None:
         *rows, width = self.values.shape
         assert list(self.scale.shape) == rows + ([] if self.block is None else [-(-width // self.block)])
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the content of a pickle, with the values as bytes, because pickle cannot store float8."""
-        return vars(self) | {"values": self.values.view(torch.uint8)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, values=state["values"].view(torch.float8_e4m3fn))
 
     @property
     def shape(self) -> torch.Size:
