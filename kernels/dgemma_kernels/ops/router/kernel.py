@@ -15,11 +15,8 @@ from dgemma_kernels.blocks import MANY_ROWS, inside, wait_for_launches_before
 from dgemma_kernels.ops.configs import dependent_launch
 
 _SPLITS_OF_MANY = 4  # parts of the depth, from MANY_ROWS tokens on
-_TOKENS_OF_MANY = 2  # tokens for which a program chooses experts, if there are MANY_ROWS tokens or more
-LIBRARY_TOKENS = 8192  # from this number on, a library's product computes the scores, rounded to the model's dtype
 # Rows of `counts` that a program of the sort loads together.
 _COUNT_ROWS_PER_LOAD = 8
-_EXPERTS_OF_MANY = 8  # with many tokens, one program sorts the pairs of 8 experts; each program loads all counts
 
 
 class ExpertTiles(NamedTuple):
@@ -73,36 +70,30 @@ def route(
     many = num_tokens >= MANY_ROWS and proj.dtype.itemsize <= 2 and not one_order
     if many:  # with more parts, partial scores would be most of the bytes
         depth, steps = 64, triton.cdiv(width, 64 * _SPLITS_OF_MANY)
-    library = many and num_tokens >= LIBRARY_TOKENS
-    splits = 1 if library else triton.cdiv(width, depth * steps)
+    splits = triton.cdiv(width, depth * steps)
     weights = torch.empty(num_tokens, num_active, dtype=torch.float32, device=router_input.device)
     index = torch.empty(num_tokens, num_active, dtype=torch.int32, device=router_input.device)
     chunk = tokens_per_count(num_tokens)
     counts = torch.empty(triton.cdiv(num_tokens, chunk), num_experts, dtype=torch.int32, device=router_input.device)
-    if library:
-        partial = torch.mm(router_input, proj.T)
-        counts.zero_()
-    else:
-        partial = torch.empty(splits, num_tokens, num_experts, dtype=torch.float32, device=router_input.device)
-        _partial_scores_kernel[(triton.cdiv(num_tokens, rows), splits)](
-            router_input,
-            proj,
-            partial,
-            counts,
-            num_tokens,
-            counts.numel(),
-            WIDTH=width,
-            NUM_EXPERTS=num_experts,
-            EXPERTS=experts,
-            ROWS=rows,
-            DEPTH=depth,
-            STEPS=steps,
-            num_warps=4 if many else 8,
-            num_stages=3,
-            **dependent_launch(router_input.device),
-        )
-    tokens = _TOKENS_OF_MANY if many else 1
-    _choose_experts_kernel[(triton.cdiv(num_tokens, tokens),)](
+    partial = torch.empty(splits, num_tokens, num_experts, dtype=torch.float32, device=router_input.device)
+    _partial_scores_kernel[(triton.cdiv(num_tokens, rows), splits)](
+        router_input,
+        proj,
+        partial,
+        counts,
+        num_tokens,
+        counts.numel(),
+        WIDTH=width,
+        NUM_EXPERTS=num_experts,
+        EXPERTS=experts,
+        ROWS=rows,
+        DEPTH=depth,
+        STEPS=steps,
+        num_warps=4 if many else 8,
+        num_stages=3,
+        **dependent_launch(router_input.device),
+    )
+    _choose_experts_kernel[(num_tokens,)](
         partial,
         router_input,
         per_expert_scale,
@@ -116,7 +107,6 @@ def route(
         EXPERTS=experts,
         ACTIVE=triton.next_power_of_2(num_active),
         CHUNK=chunk,
-        TOKENS=tokens,
         num_warps=1,
         **dependent_launch(router_input.device),
     )
@@ -141,8 +131,7 @@ def sort_by_expert(index: Tensor, counts: Tensor, rows_per_tile: int) -> ExpertT
     tiles = torch.empty(max_tiles, 3, dtype=torch.int32, device=index.device)
     finished = torch.empty(max_tiles, dtype=torch.int32, device=index.device)
     queue = torch.empty(2, dtype=torch.int32, device=index.device)
-    group = _EXPERTS_OF_MANY if num_chunks > 2 * _COUNT_ROWS_PER_LOAD else 1
-    _sort_by_expert_kernel[(triton.cdiv(num_experts, group), num_chunks)](
+    _sort_by_expert_kernel[(num_experts, num_chunks)](
         index,
         counts,
         pairs,
@@ -157,7 +146,6 @@ def sort_by_expert(index: Tensor, counts: Tensor, rows_per_tile: int) -> ExpertT
         NUM_EXPERTS=num_experts,
         EXPERTS=max(triton.next_power_of_2(num_experts), 2),
         CHUNK=chunk,
-        GROUP=group,
         AT_ONCE=min(triton.next_power_of_2(num_chunks), _COUNT_ROWS_PER_LOAD),
         num_warps=1 if chunk <= 128 else 4,
         **dependent_launch(index.device),
@@ -269,29 +257,26 @@ def _choose_experts_kernel(
     EXPERTS: tl.constexpr,
     ACTIVE: tl.constexpr,
     CHUNK: tl.constexpr,
-    TOKENS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """Choose the experts of TOKENS tokens in one warp, so that reductions over the experts stay in registers."""
+    """Choose the experts of a token in one warp, so that reductions over the experts stay in registers."""
     experts = tl.arange(0, EXPERTS)
     expert_inside = inside(experts, NUM_EXPERTS, NUM_EXPERTS == EXPERTS)
     scales = tl.load(per_expert_scale + experts, mask=expert_inside, other=0.0).to(tl.float32)
     wait_for_launches_before(DEPENDENT)
     slots = tl.arange(0, ACTIVE)
-    for i in tl.static_range(TOKENS):  # independent of each other, so that their waits overlap
-        token = tl.program_id(0).to(tl.int64) * TOKENS + i
-        scores = tl.zeros([EXPERTS], tl.float32)
-        limit = tl.where(token < num_tokens, NUM_EXPERTS, 0) if TOKENS > 1 else NUM_EXPERTS
-        for split in tl.static_range(SPLITS):
-            at = partial + (split * num_tokens + token) * NUM_EXPERTS + experts
-            scores += tl.load(at, mask=experts < limit, other=0.0)
-        scores = scores.to(router_input.dtype.element_ty).to(tl.float32)
-        top, chosen = choose_experts(scores, scales, expert_inside, NUM_ACTIVE, ACTIVE)
-        pair = token * NUM_ACTIVE + slots
-        slot_inside = slots < (tl.where(token < num_tokens, NUM_ACTIVE, 0) if TOKENS > 1 else NUM_ACTIVE)
-        tl.store(weights + pair, top, mask=slot_inside)
-        tl.store(index + pair, chosen, mask=slot_inside)
-        tl.atomic_add(counts + token // CHUNK * NUM_EXPERTS + chosen, 1, mask=slot_inside, sem="relaxed")
+    token = tl.program_id(0).to(tl.int64)
+    scores = tl.zeros([EXPERTS], tl.float32)
+    for split in tl.static_range(SPLITS):
+        at = partial + (split * num_tokens + token) * NUM_EXPERTS + experts
+        scores += tl.load(at, mask=experts < NUM_EXPERTS, other=0.0)
+    scores = scores.to(router_input.dtype.element_ty).to(tl.float32)
+    top, chosen = choose_experts(scores, scales, expert_inside, NUM_ACTIVE, ACTIVE)
+    pair = token * NUM_ACTIVE + slots
+    slot_inside = slots < NUM_ACTIVE
+    tl.store(weights + pair, top, mask=slot_inside)
+    tl.store(index + pair, chosen, mask=slot_inside)
+    tl.atomic_add(counts + token // CHUNK * NUM_EXPERTS + chosen, 1, mask=slot_inside, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["num_tokens", "max_tiles"])
@@ -310,11 +295,10 @@ def _sort_by_expert_kernel(
     NUM_EXPERTS: tl.constexpr,
     EXPERTS: tl.constexpr,
     CHUNK: tl.constexpr,
-    GROUP: tl.constexpr,
     AT_ONCE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ) -> None:
-    """Write the pairs of GROUP experts and CHUNK tokens. `counts` gives the number of pairs before them."""
+    """Write the pairs of an expert and CHUNK tokens. `counts` gives the number of pairs before them."""
     my_chunk = tl.program_id(1)
     num_chunks = tl.num_programs(1)
     experts = tl.arange(0, EXPERTS)
@@ -334,33 +318,28 @@ def _sort_by_expert_kernel(
             total += count
             earlier += tl.where(chunk < my_chunk, count, 0)
 
-    for member in range(GROUP):
-        mine = tl.program_id(0) * GROUP + member
-        first_row = tl.sum(tl.where(experts < mine, total, 0))
-        first = first_row + tl.sum(tl.where(experts == mine, earlier, 0))
-        place = tl.sum(tl.where(expert == mine, slot + 1, 0), 1)  # k + 1 where the token chose this expert, else 0
-        rank = tl.cumsum((place > 0).to(tl.int32), 0) - 1
-        tl.store(pairs + first + rank, token * NUM_ACTIVE + place - 1, mask=place > 0)
+    mine = tl.program_id(0)
+    first_row = tl.sum(tl.where(experts < mine, total, 0))
+    first = first_row + tl.sum(tl.where(experts == mine, earlier, 0))
+    place = tl.sum(tl.where(expert == mine, slot + 1, 0), 1)  # k + 1 where the token chose this expert, else 0
+    rank = tl.cumsum((place > 0).to(tl.int32), 0) - 1
+    tl.store(pairs + first + rank, token * NUM_ACTIVE + place - 1, mask=place > 0)
 
-        if (
-            my_chunk == member
-        ):  # there are at least GROUP chunks, so each program writes the tiles of one expert at most
-            tile_counts = (total + ROWS - 1) // ROWS
-            first_tile = tl.sum(tl.where(experts < mine, tile_counts, 0))
-            num_rows = tl.sum(tl.where(experts == mine, total, 0))
-            for start in range(0, num_rows, 32 * ROWS):
-                row = start + tl.arange(0, 32) * ROWS
-                entry = tiles + (first_tile + row // ROWS) * 3
-                tl.store(entry, tl.zeros([32], tl.int32) + mine, mask=row < num_rows)
-                tl.store(entry + 1, first_row + row, mask=row < num_rows)
-                tl.store(entry + 2, tl.minimum(num_rows - row, ROWS), mask=row < num_rows)
-            num_tiles = tl.sum(tile_counts)
-            field = tl.arange(0, 4)
-            if mine == 0:
-                tl.store(queue, 0)
-                tl.store(queue + 1, num_tiles)
-            for tile in range(mine, max_tiles, NUM_EXPERTS):
-                tl.store(finished + tile, 0)
-                tl.store(
-                    tiles + tile * 3 + field, tl.zeros([4], tl.int32), mask=field < tl.where(tile >= num_tiles, 3, 0)
-                )
+    if my_chunk == 0:  # one program per expert writes its tiles
+        tile_counts = (total + ROWS - 1) // ROWS
+        first_tile = tl.sum(tl.where(experts < mine, tile_counts, 0))
+        num_rows = tl.sum(tl.where(experts == mine, total, 0))
+        for start in range(0, num_rows, 32 * ROWS):
+            row = start + tl.arange(0, 32) * ROWS
+            entry = tiles + (first_tile + row // ROWS) * 3
+            tl.store(entry, tl.zeros([32], tl.int32) + mine, mask=row < num_rows)
+            tl.store(entry + 1, first_row + row, mask=row < num_rows)
+            tl.store(entry + 2, tl.minimum(num_rows - row, ROWS), mask=row < num_rows)
+        num_tiles = tl.sum(tile_counts)
+        field = tl.arange(0, 4)
+        if mine == 0:
+            tl.store(queue, 0)
+            tl.store(queue + 1, num_tiles)
+        for tile in range(mine, max_tiles, NUM_EXPERTS):
+            tl.store(finished + tile, 0)
+            tl.store(tiles + tile * 3 + field, tl.zeros([4], tl.int32), mask=field < tl.where(tile >= num_tiles, 3, 0))

@@ -1,1 +1,0 @@
-"""Token embedding, self-conditioning and the first norms."""

@@ -1,1 +1,0 @@
-"""Moves the newest tokens of a sliding layer to the front of its buffer."""
