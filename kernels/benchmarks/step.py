@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from generate import add_precision, build, calm, draw_tokens
@@ -34,6 +35,7 @@ from dgemma.run.knobs import Knobs
 from dgemma.run.plan import read_plan
 from dgemma.run.step import start_state
 from dgemma_kernels import FusedDenoiser, accelerate
+from dgemma_kernels.engine import denoiser
 from dgemma_kernels.engine.cache import FusedCache
 from dgemma_kernels.engine.precision import choose_parts
 from dgemma_kernels.formats import ENCODERS, decode, format_of, quantize, stored_tensors
@@ -398,8 +400,8 @@ def time_step(results: Results, part: str, model: FusedDenoiser, batch: int, pre
 
 def compare_invariant(results: Results, model: FusedDenoiser, batches: list[int], prefixes: list[int]) -> None:
     """Time steps and single tokens by turns with and without `batch_invariant`, over the same weights."""
-    twin = FusedDenoiser.__new__(FusedDenoiser)
-    twin.__setstate__({**model.__getstate__(), "batch_invariant": True})
+    with patch.object(denoiser, "take_weights", lambda *_, **__: model._forward.weights):
+        twin = FusedDenoiser(model._model, batch_invariant=True)
 
     def compare(what: str, batch: int, prefix: int, capture: Callable[[FusedDenoiser, FusedCache], Any]) -> None:
         caches = [random_prefix(engine, batch, prefix) for engine in (model, twin)]

@@ -1,4 +1,4 @@
-"""Kernels without warpgroup products: of one token, q/k/v, embedding, draws, prefix, vocabulary, acceptance."""
+"""Kernels without warpgroup products: of one token, q/k/v, draws, vocabulary, acceptance."""
 
 import torch
 from compile_inputs import FULL, HEADS, SLIDING, VOCABULARY, A, D, E, F, empty, empty_float8
@@ -6,10 +6,8 @@ from compile_inputs import FULL, HEADS, SLIDING, VOCABULARY, A, D, E, F, empty, 
 from dgemma_kernels.ops.accept.kernel import Before, accept
 from dgemma_kernels.ops.attention.kernel import attention, default_tile
 from dgemma_kernels.ops.draws.kernel import uniform
-from dgemma_kernels.ops.embedding.kernel import embed
 from dgemma_kernels.ops.experts.kernel import expert_down, expert_gate_up
 from dgemma_kernels.ops.norms.kernel import layer_tail
-from dgemma_kernels.ops.prefix.kernel import forget
 from dgemma_kernels.ops.product.kernel import multiply_row
 from dgemma_kernels.ops.qkv.kernel import prepare_qkv
 from dgemma_kernels.ops.token.kernel import choose_token, score_token
@@ -70,19 +68,9 @@ def run_half_layer(dtype: torch.dtype, float8: bool) -> None:
     layer_tail(x, dense, rows, [norm] * 3, scalar, norm, 1e-6, float8=float8, alone=True)
 
 
-def run_embed(update: torch.Tensor | None) -> None:
-    tokens = empty(256, dtype=torch.int64)
-    embed(tokens, empty(1024, D), empty(D), update, scale=53.0, norm=update is not None, eps=1e-6)
-
-
 def run_uniform() -> None:
     row = empty(2, dtype=torch.int64)
     uniform(row, row, row, 256, "token")
-
-
-def run_forget() -> None:
-    cache = empty(25, 1, 8, 2047, 256)
-    forget(cache, cache, empty(1, dtype=torch.int64), 1023)
 
 
 CALLS = {
@@ -106,8 +94,5 @@ CALLS = {
     "half a layer, float8": lambda: run_half_layer(torch.bfloat16, True),
     "half a layer, float32": lambda: run_half_layer(torch.float32, False),
     "float8 head": lambda: multiply_row(empty(1, D), empty_float8(VOCABULARY, D)),
-    "embed": lambda: run_embed(None),
-    "embed, self-conditioned": lambda: run_embed(empty(256, D)),
     "uniform": run_uniform,
-    "forget": run_forget,
 }

@@ -31,7 +31,7 @@ from dgemma.run.step import start_state
 from dgemma.sampling import SoftThreshold
 from dgemma.train.lora import LoRA, add_lora
 from dgemma_kernels import accelerate
-from dgemma_kernels.engine import forward, published, reading
+from dgemma_kernels.engine import published, reading
 from dgemma_kernels.engine import step as engine_step
 from dgemma_kernels.engine.forward import Forward
 from dgemma_kernels.engine.graphs import CaptureError, GraphMemory, Replay
@@ -41,8 +41,6 @@ from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.accept import kernel as accept
 from dgemma_kernels.ops.attention import kernel as attention
 from dgemma_kernels.ops.draws import kernel as draws
-from dgemma_kernels.ops.embedding import kernel as embedding
-from dgemma_kernels.ops.embedding import reference as embedding_reference
 from dgemma_kernels.ops.experts import kernel as experts
 from kernel_inputs import draw_tokens, make_model
 
@@ -148,38 +146,17 @@ def test_chunks_cover_a_prompt_and_waste_little(batch, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [{}, {"batch_invariant": True}, {"weights": "fp8", "precision": ["attention"]}], ids=str
-)
-def test_a_prompt_read_without_logits_has_no_queries_in_its_last_layer_but_the_same_keys(options, monkeypatch, device):
+@pytest.mark.parametrize("options", [{}, {"weights": "fp8", "precision": ["attention"]}], ids=str)
+def test_a_prompt_read_without_logits_has_the_same_keys(options, device):
     if "precision" in options and device.type == "cuda":
         pytest.skip("the library's float8 product has no float32 result on a GPU")
-    model = make_model(device)
-    reference, fast = copy.deepcopy(model), accelerate(model, **options)
-    prompt, word = draw_tokens(1, 7), draw_tokens(1, 1)
-    num_heads, prepare_qkv = [], forward.prepare_qkv
-
-    def prepare(*arguments, **options):
-        num_heads.append(options["num_heads"])
-        return prepare_qkv(*arguments, **options)
-
-    monkeypatch.setattr(forward, "prepare_qkv", prepare)
+    fast, prompt = accelerate(make_model(device), **options), draw_tokens(1, 7)
     without, whole = fast.encode(prompt), fast.new_cache(1)
-    # With `batch_invariant` the product stays the same, because fewer columns could change the order of its sums.
-    assert num_heads[-2:] == ([2, 2] if "batch_invariant" in options else [2, 0])
-    num_heads.clear()
     fast.causal_logits(prompt, whole)
-    assert set(num_heads) == {2}
     for got, want in zip(without.layers, whole.layers, strict=True):
         num_held = 7 if got.keep is None else got.keep
         for name in ("keys", "values"):
-            torch.testing.assert_close(
-                getattr(got, name)[:, :, :num_held], getattr(want, name)[:, :, :num_held], **CLOSE
-            )
-    logits = fast.causal_logits(word, without)
-    torch.testing.assert_close(logits, fast.causal_logits(word, whole), **CLOSE)
-    if "precision" not in options:
-        torch.testing.assert_close(logits, reference.causal_logits(word, reference.encode(prompt)), **CLOSE)
+            assert torch.equal(getattr(got, name)[:, :, :num_held], getattr(want, name)[:, :, :num_held])
 
 
 @pytest.mark.parametrize(
@@ -757,23 +734,6 @@ def test_uniform_draws_the_reference_bits(device):
     for purpose in ("token", "noise"):
         want = reference_draws.uniform(seeds, block, step, 37, purpose)
         assert torch.equal(draws.uniform(seeds, block, step, 37, purpose), want)
-
-
-def test_embed_equals_its_reference(device):
-    generator = torch.Generator().manual_seed(0)
-    table, update, weight = (torch.randn(*s, generator=generator).to(device) for s in ((20, 72), (5, 72), (72,)))
-    tokens = torch.tensor([3, 19, 0, 3, 7], device=device)
-    for added, norm in ((None, False), (update, True)):
-        arguments = (tokens, table, weight, added)
-        got = embedding.embed(*arguments, scale=8.5, norm=norm, eps=1e-6)
-        want = embedding_reference.embed(
-            *(x.double() if x is not None and x.is_floating_point() else x for x in arguments),
-            scale=8.5,
-            norm=norm,
-            eps=1e-6,
-        )
-        for g, w in zip(got, want, strict=True):
-            torch.testing.assert_close(g.double(), w, rtol=1e-5, atol=1e-5)
 
 
 def test_a_denoiser_is_neither_copied_nor_pickled_and_the_error_names_a_fix(models):

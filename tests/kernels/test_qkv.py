@@ -98,18 +98,6 @@ def test_scales_multiply_rows_and_columns_before_the_norms(twin, device):
 
 @LAYOUTS
 @pytest.mark.parametrize("twin", [qkv, reference], ids=["kernel", "reference"])
-def test_without_query_heads_keys_and_values_are_the_same(layout, twin, device):
-    heads, _, head_dim, _ = layout
-    want, got = (draw(layout, torch.float32, device) for _ in range(2))
-    got["projected"] = got["projected"][:, heads * head_dim :].contiguous()
-    twin.prepare_qkv(**want, num_heads=heads, eps=EPS)
-    assert twin.prepare_qkv(**got, num_heads=0, eps=EPS).shape == (BATCH, TOKENS, 0, head_dim)
-    for name in ("keys", "values"):
-        assert torch.equal(got[name].nan_to_num(9.0), want[name].nan_to_num(9.0))
-
-
-@LAYOUTS
-@pytest.mark.parametrize("twin", [qkv, reference], ids=["kernel", "reference"])
 def test_float8_queries_are_those_of_transformers_rounded(layout, twin, device):
     case = draw(layout, torch.float16, device)
     query = twin.prepare_qkv(**case, num_heads=layout[0], eps=EPS, float8=True)

@@ -22,7 +22,6 @@ from torch import Tensor
 from dgemma.model.cache import CacheMark, LayerCache, PrefixCache
 from dgemma.model.config import Conventions, ModelConfig
 from dgemma_kernels.engine.graphs import GraphMemory, Graphs, Replay, Turn, copy_all, in_turn, use_here
-from dgemma_kernels.ops.prefix.kernel import forget
 
 _LEAST_SLOTS = 16_384  # of full layers, over all rows
 _GROWTH = 1.5  # of tensors that are too small, because their graphs are captured again
@@ -138,7 +137,7 @@ class Arena:
 
         def run() -> None:  # a second run does nothing, so capture may run it twice
             if buffers.sliding is not None:
-                forget(buffers.sliding[0], buffers.sliding[1], buffers.window_lengths, buffers.keep)
+                forget(buffers.sliding, buffers.window_lengths, buffers.keep)
             buffers.window_lengths.clamp_(max=buffers.keep)
 
         captured: Replay = self.graphs.remembered(("trim", batch_size), partial(Replay, run, self.memory))
@@ -154,6 +153,20 @@ class Arena:
             return batch_size * capacity * self._values_per_slot(kind)
         slots = batch_size * (self.keep + self.tail_len(batch_size) + _GAP)
         return slots * self._values_per_slot(kind) + _GAP * self.config.layer_shape(self.layers[kind][0]).head_dim
+
+
+def forget(sliding: Tensor, lengths: Tensor, keep: int) -> None:
+    """Move each row's last `keep` tokens to the front of its buffers, in place. Layers take turns, to save memory.
+
+    sliding: keys and values (2, layers, B, K, slots, H); row b has its tokens in the slots [0, lengths[b]).
+
+    Example: `forget(buffers.sliding, buffers.window_lengths, 1023)`.
+    """
+    shift = (lengths - keep).clamp(min=0)
+    slot = (shift[:, None] + torch.arange(keep, device=lengths.device))[:, None, :, None]  # (B, 1, keep, 1)
+    for layer in sliding.view(torch.int64).unbind(1):  # words of 8 bytes are copied faster
+        front = layer[..., :keep, :]
+        front.copy_(layer.gather(3, slot.expand_as(front)))
 
 
 class FusedCache(PrefixCache):

@@ -5,12 +5,13 @@ Nothing here reads the device, so all of it can be captured. The reference is `d
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from dgemma.model.config import ModelConfig
 from dgemma_kernels.engine.cache import CacheBuffers
@@ -30,7 +31,6 @@ from dgemma_kernels.ops.configs import (
     gluon_obstacle,
     tensor_descriptors,
 )
-from dgemma_kernels.ops.embedding.kernel import embed
 from dgemma_kernels.ops.experts.kernel import fits_many, multiply_experts
 from dgemma_kernels.ops.mlp.kernel import dense_mlp, geglu, geglu_float8
 from dgemma_kernels.ops.norms.kernel import attention_residual, layer_tail, rms_norm, round_rows, scale_rows
@@ -202,15 +202,11 @@ class Forward:
         return self._embed(canvas, update)
 
     def _embed(self, tokens: Tensor, update: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return embed(
-            tokens.flatten().contiguous(),  # a chunk of one token per row flattens to a strided view
-            self.weights.embedding,
-            self.weights.layers[0].input_norm,
-            update,
-            scale=self.embed_scale,
-            norm=update is not None,
-            eps=self.config.rms_norm_eps,
-        )
+        """Return the scaled embeddings, plus an update and then normed if there is one, and their first norm."""
+        x, eps = embedding(tokens.flatten(), self.weights.embedding) * self.embed_scale, self.config.rms_norm_eps
+        if update is not None:
+            x = rms_norm(x + update, None, eps)
+        return x, rms_norm(x, self.weights.layers[0].input_norm, eps)
 
     def _stack(
         self,
@@ -235,12 +231,9 @@ class Forward:
         inputs: Tensor | Quantized = _as(self.weights.layers[0].qkv, normed)
         scalars = self._scalars(tokens, x)
         for layer in self._layers:
+            queries = self._prepare_qkv(layer, inputs, tokens, buffers)
             if layer.is_end and not last:  # the caller needs only this layer's keys and values
-                self._prepare_qkv(layer, *self._keys_product(layer.weights), inputs, tokens, buffers)
                 return x
-            queries = self._prepare_qkv(
-                layer, layer.weights.qkv, self.config.num_attention_heads, inputs, tokens, buffers
-            )
             seen = self._attend(layer, queries, tokens, buffers, float8=layer.rounds_attended and not self._is_row(x))
             attended, scales = self._unscaled(
                 seen.view(x.shape[0], -1) if isinstance(seen, Tensor) else seen, layer.weights.o
@@ -297,15 +290,13 @@ class Forward:
     def _prepare_qkv(
         self,
         layer: "_Layer",
-        product: Tensor | Quantized,
-        num_heads: int,
         inputs: Tensor | Quantized,
         tokens: "_Tokens",
         buffers: CacheBuffers,
     ) -> Tensor | Quantized:
         """Write keys and values of the tokens into the tail of the buffers, and return the queries (B, T, N, H)."""
         weights = layer.weights
-        projected, scales = self._unscaled(inputs, product)
+        projected, scales = self._unscaled(inputs, weights.qkv)
         return prepare_qkv(
             projected,
             weights.query_norm,
@@ -315,7 +306,7 @@ class Forward:
             layer.slot(buffers),
             buffers.keys[layer.index],
             buffers.values[layer.index],
-            num_heads=num_heads,
+            num_heads=self.config.num_attention_heads,
             eps=self.config.rms_norm_eps,
             scales=scales,
             rotary_pairs=layer.rotary_pairs,
@@ -359,21 +350,6 @@ class Forward:
     def _is_row(self, x: Tensor | Quantized) -> bool:
         """Tell if `multiply_row` multiplies x; `batch_invariant` requires the library's order of sums."""
         return x.shape[0] == 1 and not self.batch_invariant
-
-    def _keys_product(self, layer: LayerWeights) -> tuple[Tensor | Quantized, int]:
-        """Return the weights of k and v without those of q, and their number of query heads, 0.
-
-        With `batch_invariant` it returns the weights of q, k and v, because a library may add in another order for
-        fewer columns. It also returns them if k and v in float8 have a number of columns that is not a multiple of 16.
-        The library requires such a multiple.
-        """
-        qkv, num_heads = layer.qkv, self.config.num_attention_heads
-        start = num_heads * layer.shape.head_dim
-        if self.batch_invariant or (isinstance(qkv, Quantized) and (qkv.shape[0] - start) % 16):
-            return qkv, num_heads
-        if isinstance(qkv, Tensor):
-            return qkv[start:], 0
-        return replace(qkv, values=qkv.values[start:], scale=qkv.scale[start:]), 0
 
     def _feed_forward(
         self, plan: "_Layer", attended: Tensor, scales: _Scales, x: Tensor, scalar: Tensor

@@ -41,8 +41,8 @@ def prepare_qkv(
     v_proj and v is the norm of the raw k. query_weight, key_weight: (H,). inv_freq: (H / 2,) float32, zero for pairs
     without rotation. start: (B,) the position of each row's first new token. length: (B,) the cache slot of that token,
     with length + T <= capacity. keys, values: (B, K, capacity, H), written in place. `scales`, float32, multiply the
-    rows (B·T,) and columns of `projected` first. Returns the queries (B, T, N, H). With `num_heads=0`, `projected` has
-    only k and v, and the result is empty. With `float8`, queries are rounded, with one scale per token and head.
+    rows (B·T,) and columns of `projected` first. Returns the queries (B, T, N, H). With `float8`, they are rounded,
+    with one scale per token and head.
 
     With `rotary_pairs`, for a layer without v_proj, only the first pairs rotate. In the other columns, key_weight
     multiplies the queries instead of the keys. Products of queries and keys stay the same, and keys equal values
