@@ -17,7 +17,7 @@ from dgemma.run.knobs import Knobs
 from dgemma.run.step import Settled, fields_at_step
 from dgemma.sampling.entropy_bound import EntropyBound
 from dgemma.sampling.stopping import StableAndConfident
-from dgemma_kernels.ops.accept.kernel import MAX_CANVAS, Accepted, Before, accept
+from dgemma_kernels.ops.accept.kernel import MAX_CANVAS, Before, accept
 from dgemma_kernels.ops.draws import kernel as draws
 
 # The fields that `decide_and_settle` computes with. Any other field of a state must have its default.
@@ -40,13 +40,17 @@ def is_published(state: DenoiseState, knobs: Knobs) -> bool:
     rule_is_known = stop is None
     if type(stop) is StableAndConfident and isinstance(memory, Tensor):
         rule_is_known = memory.shape == (state.batch_size, stop.stability, state.canvas_len)
+    sampler = knobs.sampler
     return (
         rule_is_known
-        and _has_kernel(knobs.sampler, state.canvas_len)
+        and type(sampler) is EntropyBound
+        and sampler.order == "entropy"
+        and not sampler.greedy
+        and state.canvas_len <= MAX_CANVAS
         and type(state.noise) is UniformNoise
         and all(f.name in _READ or getattr(state, f.name) is f.default for f in fields(state) if f.init)
         # The draft (the tokens to commit) must satisfy the constraint. Every argmax does, but not every noisy canvas.
-        and (state.language is None or getattr(knobs.sampler, "commit", None) == "argmax")
+        and (state.language is None or sampler.commit == "argmax")
         and draws_by_seed(state)
         and getattr(state.uniform, "__func__", None) is DenoiseState.uniform
     )
@@ -68,7 +72,22 @@ def prepare(state: DenoiseState, knobs: Knobs) -> Early:
 
 def decide_and_settle(state: DenoiseState, prediction: Prediction, early: Early, knobs: Knobs) -> Settled:
     """Decide and settle a step where `is_published`, as `dgemma.run.step.decide` and `settle` do."""
-    taken = _accept(prediction, prediction.sample(early.u_token), state, knobs.sampler, knobs.stop)
+    sampler: Any = knobs.sampler
+    stop: Any = knobs.stop
+    kept = ("canvas", "open", "frozen", "draft", "done", "seeds", "block", "step", "num_steps")
+    before = Before(
+        entropy=prediction.entropy,
+        tokens=prediction.sample(early.u_token),
+        argmax=prediction.argmax,
+        **{name: getattr(state, name) for name in kept},
+        recent=None if stop is None else state.stop_memory,
+        ended=None if state.language is None else state.language.ended(prediction.argmax),
+    )
+    rule = {} if stop is None else {"confidence": stop.confidence, "compare_canvas": stop.compare == "canvas"}
+    noise: Any = state.noise
+    taken = accept(
+        before, bound=sampler.bound, vocab_size=noise.vocab_size, commit_canvas=sampler.commit == "canvas", **rule
+    )
     after = replace(
         state,
         canvas=taken.canvas,
@@ -76,33 +95,8 @@ def decide_and_settle(state: DenoiseState, prediction: Prediction, early: Early,
         draft=taken.draft,
         done=taken.done,
         memory=None,
-        stop_memory=state.stop_memory if knobs.stop is None else taken.recent,
+        stop_memory=state.stop_memory if stop is None else taken.recent,
         self_cond=prediction,
         **early.clock,
     )
     return Settled(after, taken.accepted, taken.renoised, early.active, taken.verdict)
-
-
-def _has_kernel(sampler: Any, canvas_len: int) -> bool:
-    published = type(sampler) is EntropyBound and sampler.order == "entropy" and not sampler.greedy
-    return published and canvas_len <= MAX_CANVAS
-
-
-def _accept(prediction: Prediction, tokens: Tensor, state: DenoiseState, sampler: Any, stop: Any = None) -> Accepted:
-    kept = ("canvas", "open", "frozen", "draft", "done", "seeds", "block", "step", "num_steps")
-    before = Before(
-        entropy=prediction.entropy,
-        tokens=tokens,
-        argmax=prediction.argmax,
-        **{name: getattr(state, name) for name in kept},
-        recent=None if stop is None else state.stop_memory,
-        ended=None if state.language is None else state.language.ended(prediction.argmax),
-    )
-    rule = {} if stop is None else {"confidence": stop.confidence, "compare_canvas": stop.compare == "canvas"}
-    return accept(
-        before,
-        bound=sampler.bound,
-        vocab_size=state.noise.vocab_size,
-        commit_canvas=sampler.commit == "canvas",
-        **rule,
-    )

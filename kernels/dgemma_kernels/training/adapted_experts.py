@@ -185,7 +185,8 @@ def _gate_up_gradient(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the gradients of x (M, D) and of the adapter's A and B, from that of gate and up (R, 2F)."""
     a, b, gate_up = weight["gate_up_lora_a"], weight["gate_up_lora_b"], weight["gate_up_proj"]
-    of_narrow, of_b = contract_and_outer(grad, narrow, b, groups, experts.lora.scale)
+    of_narrow = (product_by_group(grad, b.mT.contiguous(), groups.ends) * experts.lora.scale).to(grad.dtype)
+    of_b = outer_by_group(grad, narrow, groups.ends)
     spread = put(of_narrow, groups)  # (M, E · rank)
     of_rows = _product(grad, gate_up.mT, of_narrow, a.mT, groups)
     if of_rows is not None:
@@ -206,8 +207,10 @@ def _down_adapter_gradient(
 ) -> dict[str, Tensor]:
     """Return the gradients of A and B of the adapter of `down`."""
     a, b = weight["down_lora_a"], weight["down_lora_b"]
-    narrow, of_a = contract_and_outer(hidden, low.weighted_of_down, a.mT, groups, experts.lora.scale, low.weights)
-    return {"down_lora_a": of_a.mT, "down_lora_b": (put(narrow, groups).T @ grad).view_as(b.mT).mT}
+    factor = experts.lora.scale * low.weights[:, None]
+    narrow = (product_by_group(hidden, a, groups.ends) * factor).to(hidden.dtype)
+    of_a = outer_by_group(low.weighted_of_down, hidden, groups.ends)
+    return {"down_lora_a": of_a, "down_lora_b": (put(narrow, groups).T @ grad).view_as(b.mT).mT}
 
 
 def _all_experts(weights: Tensor) -> Tensor:
@@ -236,22 +239,6 @@ def product_of_tokens(
         return out
     out = product_by_group(dispatch(x, groups), weights, groups.ends) + product_by_group(narrow, b, groups.ends)
     return gated_gelu(*out.chunk(2, dim=-1)) if gated else out
-
-
-def contract_and_outer(
-    rows: Tensor, narrow: Tensor, weights: Tensor, groups: TiledGroups, scale: float, by_row: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return two products of the rows: with their experts' weights, (R, rank), and with `narrow`, (E, N, rank).
-
-    The first is scale · by_row · row @ W_e, with the expert e of each row. The second is rowsᵀ @ narrow over the rows
-    of each expert; if the weights are transposed in memory, so is this product. rows (R, N) and narrow (R, rank) are
-    grouped by expert; weights (E, N, rank).
-    """
-    factor = scale if by_row is None else scale * by_row[:, None]
-    of_narrow = (product_by_group(rows, weights.mT.contiguous(), groups.ends) * factor).to(rows.dtype)
-    if weights.is_contiguous():
-        return of_narrow, outer_by_group(rows, narrow, groups.ends)
-    return of_narrow, outer_by_group(narrow, rows, groups.ends).mT
 
 
 def _product(

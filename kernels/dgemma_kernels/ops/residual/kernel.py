@@ -250,14 +250,6 @@ def _after_attention_gradient_kernel(
 
 
 @triton.jit
-def _sum_of_norms(
-    dense: tl.tuple, mixed: tl.tuple, dense_w: tl.tuple, experts_w: tl.tuple, dtype: tl.constexpr
-) -> tl.tuple:
-    """Return dense * dense_w + mixed * experts_w of normed rows, rounded as separate layers would."""
-    return _round(_sum(_round(_product(dense, dense_w), dtype), _round(_product(mixed, experts_w), dtype)), dtype)
-
-
-@triton.jit
 def _after_experts_gradient_kernel(
     grad: tl.tensor,
     dense: tl.tensor,
@@ -283,7 +275,9 @@ def _after_experts_gradient_kernel(
 
     dense_inverse, mixed_inverse = _inverse_rms(dense_row, WIDTH, eps), _inverse_rms(mixed_row, WIDTH, eps)
     dense_row, mixed_row = _times(dense_row, dense_inverse), _times(mixed_row, mixed_inverse)
-    both = _sum_of_norms(dense_row, mixed_row, dense_w, experts_w, dtype)
+    # Values are rounded as separate layers would round them.
+    both = _sum(_round(_product(dense_row, dense_w), dtype), _round(_product(mixed_row, experts_w), dtype))
+    both = _round(both, dtype)
     inverse = _inverse_rms(both, WIDTH, eps)
     of_both = _grad_of_norm(_product(total, post), _times(both, inverse), inverse, WIDTH)
     _store_row(of_dense + row, _grad_of_norm(_product(of_both, dense_w), dense_row, dense_inverse, WIDTH), WIDTH)
