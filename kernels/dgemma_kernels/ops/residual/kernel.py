@@ -1,4 +1,4 @@
-"""Norms and the residual stream between a layer's products in training, with gradients, each in one pass over the rows.
+"""Norms, and gradients of the residual stream between a layer's products in training, each in one pass over the rows.
 
 Values round where the published model rounds them. Gradients are computed in float32 and rounded once. The norms'
 weights get no gradient: they are frozen while adapters are trained. Reference: `reference.py`.
