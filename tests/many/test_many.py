@@ -227,24 +227,6 @@ class AnyText(dgemma.Regex):
         self.__dict__.update(automaton=automaton, pattern="", tokenizer=None)
 
 
-def test_a_plain_row_waits_for_all_its_positions_next_to_a_constrained_row():
-    """It has a stop token with a frozen token after it, so that the text goes on. Under a constraint it would end."""
-    canvas = torch.full((1, 16), -1)
-    canvas[0, [3, 12]] = 21
-    options = {"max_new_tokens": 16, "steps": 8, "noise": dgemma.MaskNoise(64), "sampler": dgemma.Confidence()}
-    options |= {"eos_token_ids": [21], "stop": None}
-    model, own = Conditioned(), ({"canvas": canvas, "frozen": canvas >= 0}, {"constraint": AnyText()})
-    rows, wanted = [], []
-    for at, more in enumerate(own):
-        prompt = torch.tensor([PROMPTS[at]])
-        rows.append(BatchRow(read_plan(model, prompt, seed=[at], **options, **more), index=at))
-        wanted.append(dgemma.generate(model, prompt, seed=[at], **options, **more))
-    run_together(model, rows)
-    for row, want in zip(rows, wanted, strict=True):
-        assert torch.equal(row.new_tokens, want.new_tokens)
-        assert torch.equal(torch.stack(row.steps, dim=1), want.steps)
-
-
 @pytest.mark.parametrize("noise", [dgemma.UniformNoise(64), dgemma.MaskNoise(64)])
 def test_a_row_with_none_in_a_list_of_constraints_is_a_plain_row(noise):
     model, prompt = Conditioned(), torch.tensor([PROMPTS[0], PROMPTS[0]])

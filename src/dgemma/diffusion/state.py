@@ -112,8 +112,11 @@ class DenoiseState:
             old.index_copy(0, rows, new.to(old.dtype)) if isinstance(old, Tensor) else old
             for old, new in zip(mine, theirs, strict=True)
         ]
-        known = donor.language if self.language is None else self.language
-        language = None if known is None else known.splice(self.language, donor.language, rows, self.canvas.shape)
+        law, other = self.language, donor.language
+        fits = law is other if law is None or other is None else law.has_automaton_of(other)
+        fix = "Start both rows in one run, with a list of constraints."
+        require(fits, "DenoiseState.splice donor", "have the state's constraint", donor, fix)
+        language = None if law is None else law.splice(other, rows)
         whole = {"rows": self.rows, "allowed": self._splice_allowed(rows, donor), "language": language}
         return replace(self, **{**tree_unflatten(spliced, form), **whole})
 

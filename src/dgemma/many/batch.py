@@ -86,7 +86,9 @@ class _Group:
 
 
 class Batch:
-    """Rows with the same knobs and noise, denoised together. `add` rows at any time; each `step` takes one step.
+    """Rows with the same knobs, noise and constraint, denoised together.
+
+    `add` rows at any time; each `step` takes one step.
 
     A row takes the first step of each canvas outside the batch, after its new tokens are encoded: a first step has no
     self-conditioning, and `splice` joins only states with the same fields. It joins the others for its second step.
