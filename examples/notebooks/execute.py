@@ -46,11 +46,13 @@ def run_cell(source: str, namespace: dict[str, Any], number: int) -> list[dict[s
 
 
 def shown(value: Any) -> dict[str, Any]:
-    """Return a value as a notebook shows it: a picture, a page or text."""
+    """Return a value as a notebook shows it: a picture, a page, a table or text."""
     if hasattr(value, "savefig"):
         png = io.BytesIO()
         value.savefig(png, format="png", dpi=80)
         return picture(png.getvalue())
+    if hasattr(value, "_repr_markdown_"):
+        return {"text/markdown": as_lines(value._repr_markdown_())}
     page = value._repr_html_() if hasattr(value, "_repr_html_") else ""
     if len(page) > LARGEST_PAGE:
         return {"text/plain": ["A page that replays the run. Run this cell to see it."]}

@@ -1,7 +1,6 @@
 """Comparison of samplers on one task: quality, speed, paired differences, and the area under a curve of quality."""
 
 import csv
-import html
 import io
 import math
 import re
@@ -69,9 +68,11 @@ class SweepRow:
         return self.label[len(self.family) :].strip(" ,").removeprefix("(").removesuffix(")")
 
     def cells(self) -> tuple[str, ...]:
+        """Return the cells of a Markdown table."""
         error = "" if self.error != self.error else f"{self.error:.4f}"
         numbers = (f"{self.quality:.4f}", error, f"{self.tokens_per_forward:.2f}", f"{self.forwards:.1f}")
-        return (self.label, *numbers, f"{self.seconds:.2f}", str(self.runs))
+        label = self.label.replace("|", "\\|").replace("<", "&lt;")
+        return (label, *numbers, f"{self.seconds:.2f}", str(self.runs))
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ class Sweep:
     def to_markdown(self) -> str:
         """Return a Markdown table."""
         lines = [_COLUMNS, ("---",) * len(_COLUMNS), *(row.cells() for row in self.rows)]
-        return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
     def to_csv(self, path: str | Path | None = None, *, per_example: bool = False) -> str:
         """Return the numbers in full precision, one line per sampler or per example; write them to `path` if given."""
@@ -157,12 +158,7 @@ class Sweep:
             write_text(path, text.getvalue())
         return text.getvalue()
 
-    def _repr_html_(self) -> str:
-        head = "".join(f"<th>{html.escape(name)}</th>" for name in _COLUMNS)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row.cells()) + "</tr>" for row in self.rows
-        )
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    _repr_markdown_ = to_markdown
 
 
 def sweep(

@@ -1,6 +1,6 @@
 """Autoregressive generation with the same weights, one token per forward: the baseline for diffusion."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, TypedDict, Unpack
 
 import torch
@@ -17,7 +17,7 @@ from dgemma.sampling.temperature import ConstantTemperature, Temperature
 
 
 class CausalOptions(TypedDict, total=False):
-    """Options of `generate_causal` and `stream_causal`. Defaults are those of `generate`, except temperature 1."""
+    """Options of `generate_causal`. Defaults are those of `generate`, except temperature 1."""
 
     max_new_tokens: int | None
     temperature: Annotated[Temperature | float, Default(1.0)]
@@ -30,6 +30,7 @@ class CausalOptions(TypedDict, total=False):
 
 
 @takes_options(CausalOptions)
+@torch.no_grad()
 def generate_causal(model: Denoiser, prompt_tokens: Tensor, **options: Unpack[CausalOptions]) -> Tensor:
     """Generate autoregressively after prompt_tokens (B, P), up to `max_new_tokens`; return the new tokens (B, N).
 
@@ -39,24 +40,16 @@ def generate_causal(model: Denoiser, prompt_tokens: Tensor, **options: Unpack[Ca
 
     Example: `tokenizer.decode(dgemma.generate_causal(model, prompt, max_new_tokens=64, temperature=0.8)[0])`.
     """
-    return torch.cat(list(stream_causal(model, prompt_tokens, **options)), dim=1)
-
-
-@takes_options(CausalOptions)
-@torch.no_grad()
-def stream_causal(model: Denoiser, prompt_tokens: Tensor, **options: Unpack[CausalOptions]) -> Iterator[Tensor]:
-    """Run `generate_causal` as a generator: yield the next token (B, 1) of every row after each forward.
-
-    Example: `for token in stream_causal(model, prompt): print(tokenizer.decode(token[0]), end="")`.
-    """
     state, cache, rule, num_tokens = _start(model, prompt_tokens, options)
+    tokens = []
     drawn = model.causal_steps(state, num_tokens, cache=cache, rule=rule)
     for number, (after, (ended, broken)) in enumerate(drawn):
         if any(broken):
             refuse_nan(f"at token {number}, row {broken.index(True)}")
-        yield after.token
+        tokens.append(after.token)
         if all(ended):
             break
+    return torch.cat(tokens, dim=1)
 
 
 def _start(model: Denoiser, prompt_tokens: Tensor, options: CausalOptions) -> tuple[CausalState, Any, CausalRule, int]:

@@ -20,6 +20,7 @@ from dgemma.view.board import Board
 from dgemma.view.frames import Frames, check_canvas, read_frames, read_prompt
 from dgemma.view.heat import DARK, LEVELS
 from dgemma.view.pieces import STATIC, Pieces, width
+from dgemma.view.screen import Ink, Wrap
 
 _PAGE, _SOFT, _ACCENT, _FROZEN = "#101218", "#7d7a88", "#3ecfb4", "#82b4ff"
 _PROMPT_TOKENS = 60
@@ -99,32 +100,20 @@ def lay_out(texts: list[str], columns: int, *, spaced: bool = False) -> list[Pla
 
     Example: `lay_out(["to", " be"], 4)` is `[Place(0, 0, 2), Place(1, 0, 2)]`.
     """
-    places: list[Place] = []
-    line = column = 0
-    for i, text in enumerate(texts):
-        is_space = text != "" and text.isspace()
-        body = text if is_space else text.lstrip(" ")
-        gap, cells = len(text) - len(body), width(body)
-        begins = i == 0 or gap > 0 or texts[i - 1][-1:].isspace()
-        word = cells + (_rest_of_word(texts, i, columns) if begins and not spaced else 0)
-        # Spaces may exceed the end of a line, so that no line begins with one.
-        if column and not is_space and column + gap + (word if word <= columns else cells) > columns:
-            line, column = line + 1, 0
-        column += gap if column else 0
-        places.append(Place(line, column, min(cells, columns)))
-        column += cells + spaced
-        if "\n" in text:
-            line, column = line + text.count("\n"), 0
-    return places
-
-
-def _rest_of_word(texts: list[str], start: int, columns: int) -> int:
-    cells = 0
-    for text in texts[start + 1 :]:
-        if text[:1].isspace() or cells > columns:
-            break
-        cells += width(text)
-    return cells
+    parts = [Ink(text + " " * spaced, style=str(number)) for number, text in enumerate(texts)]
+    found: dict[int, Place] = {}
+    for line, inks in enumerate(Wrap()(parts, columns)):
+        column = 0
+        for ink in inks:
+            if ink.text.strip():  # the first word of a piece
+                number = int(ink.style)
+                found.setdefault(number, Place(line, column, min(width(texts[number].strip()), columns)))
+            column += width(ink.text)
+    places = [Place(0, 0, 0)]
+    for number, text in enumerate(texts):
+        line, column, cells = places[-1]
+        places.append(found.get(number, Place(line, column + cells, width(text))))  # by default, white space
+    return places[1:]
 
 
 def _looks(frames: Frames, index: int, texts: list[str], pieces: Pieces) -> list[_Look | None]:
