@@ -7,15 +7,14 @@ line.
 """
 
 import errno
-import io
 import json
-import math
 import os
 import re
 import secrets
 import shutil
 import stat
 import tempfile
+import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,6 +29,7 @@ from dgemma.printing import printable
 
 _MOST_BYTES = 1 << 26  # limit for files that are read whole; Gemma's tokenizer.json has half of that
 _MOST_LEVELS = 64  # of nested JSON
+_CHUNK = 1 << 24  # bytes read at a time
 _TEMPORARY = re.compile(r"\.dgemma-(\d+)-[0-9a-f]{16}\.new")
 
 
@@ -64,6 +64,15 @@ def read_bytes(path: str | Path, *, most: int = _MOST_BYTES) -> bytes:
         if size > most:
             raise ValueError(f"{_name(path)} must have at most {most:,} bytes, got {size:,}. Check the file.")
         return file.read(size)
+
+
+def crc32_of(path: str | Path) -> int:
+    """Return the CRC-32 of a file."""
+    crc32 = 0
+    with open_file(path) as file:
+        while chunk := file.read(_CHUNK):
+            crc32 = zlib.crc32(chunk, crc32)
+    return crc32
 
 
 def read_text(path: str | Path, *, most: int = _MOST_BYTES) -> str:
@@ -123,21 +132,17 @@ def open_tensors(path: str | Path, *, device: str = "cpu") -> Iterator[Any]:
 
 def read_array(path: str | Path, *, dtypes: Collection[str]) -> np.ndarray:
     """Read a NumPy .npy file whose dtype is one of `dtypes`."""
-    data = read_bytes(path, most=1 << 40)
-    file = io.BytesIO(data)
+    open_file(path).close()
     try:
-        version = np.lib.format.read_magic(file)
-        read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-        shape, is_fortran, dtype = read_header[version](file)
+        # Mapped, so that a header with a huge shape allocates nothing: the file is too short for it.
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        kind = array.dtype
     except Exception as error:  # the header is a Python literal, whose parser can raise anything
         raise ValueError(f"{_name(path)} is not a NumPy array ({printable(str(error))}).") from None
-    size = len(data) - file.tell()
-    if dtype.name not in dtypes or min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != size:
-        raise ValueError(
-            f"{_name(path)} must hold {' or '.join(dtypes)} values that fill its {size:,} bytes, got {dtype} "
-            f"of shape {shape}."
-        )
-    return np.frombuffer(data, dtype, offset=file.tell()).reshape(shape, order="F" if is_fortran else "C")
+    if kind.name not in dtypes or array.offset + array.nbytes != os.path.getsize(path):
+        rule = f"must hold {' or '.join(dtypes)} values that fill it"
+        raise ValueError(f"{_name(path)} {rule}, got {kind} of shape {array.shape}.")
+    return np.array(array)
 
 
 def map_array(path: str | Path, *, dtype: str, count: int) -> np.ndarray:
@@ -177,8 +182,6 @@ def new_files(paths: Sequence[Path]) -> Iterator[list[Path]]:
 
     They replace their targets in the order of `paths`. If the disk is full, no target changes. If the process is
     killed in between, the first targets are new and the others old.
-
-    Example: `with new_files([folder / "a.json", folder / "b.json"]) as (a, b): fill_json(a, {}), fill_json(b, {})`.
     """
     folder = paths[0].parent
     new = [folder / f".dgemma-{os.getpid()}-{secrets.token_hex(8)}.new" for _ in paths]
@@ -206,10 +209,7 @@ def new_files(paths: Sequence[Path]) -> Iterator[list[Path]]:
 
 @contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Turn errors of the operating system inside the block into a `WriteError` that names `path`.
-
-    Example: `with writing(folder): folder.mkdir(parents=True, exist_ok=True)`.
-    """
+    """Turn errors of the operating system inside the block into a `WriteError` that names `path`."""
     name = _name(path)
     try:
         yield

@@ -4,6 +4,7 @@ Use `printable` for text on a terminal, `one_line` for an error message, and `to
 """
 
 import json
+import math
 import re
 import sys
 from functools import lru_cache
@@ -42,6 +43,18 @@ def to_json(content: Any, *, ascii_only: bool = False) -> str:
     """
     text = json.dumps(content, ensure_ascii=ascii_only)
     return _UNSAFE_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def without_nan(value: Any) -> Any:
+    """Replace NaN and infinities in nested lists and dictionaries by None, because JSON has none of them.
+
+    Example: `without_nan([1.0, math.nan])` is `[1.0, None]`.
+    """
+    if isinstance(value, dict):
+        return {name: without_nan(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def install_command(extra: str) -> str:

@@ -1,7 +1,6 @@
 """Output of the commands, without torch: text for pipes and terminals, JSON, pictures, and the list of `info`."""
 
 import argparse
-import math
 import re
 import shutil
 import sys
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dgemma.cli.parser import import_quickly
 from dgemma.location import ASSETS
-from dgemma.printing import printable, to_json
+from dgemma.printing import printable, to_json, without_nan
 
 if TYPE_CHECKING:
     from dgemma.checkpoint.tokenizer import Tokenizer
@@ -40,7 +39,7 @@ def wrapped(text: str) -> str:
 def print_json(content: dict[str, Any]) -> None:
     """Print one JSON object on one line and flush. NaN and infinity become null."""
     is_utf = (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf")
-    print(to_json(_finite(content), ascii_only=not is_utf), flush=True)
+    print(to_json(without_nan(content), ascii_only=not is_utf), flush=True)
 
 
 def print_note(text: str) -> None:
@@ -51,14 +50,6 @@ def print_note(text: str) -> None:
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, such as "1 step" or "2 steps"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def is_recorded(arguments: argparse.Namespace) -> bool:

@@ -15,13 +15,12 @@ from dgemma.checkpoint.images import ImageProcessor, encode_text, is_data_url
 from dgemma.checkpoint.tokenizer import IMAGE_MARKER, Tokenizer
 from dgemma.checks import check_types, require, typed
 from dgemma.data.documents import Document, list_files
-from dgemma.files import map_array, new_file, open_file, read_array, read_json, write_json, writing
+from dgemma.files import crc32_of, map_array, new_file, open_file, read_array, read_json, write_json, writing
 from dgemma.model.vision.images import Images
 from dgemma.printing import one_line
 
 _FORMAT = 1
 _DTYPES = ("uint16", "uint32")
-_CHUNK = 1 << 24  # bytes per read
 _BATCH = 4096  # documents encoded together, on all cores
 _SAMPLE = 10_000  # characters whose tokens identify a tokenizer
 
@@ -196,11 +195,7 @@ def describe_files(
     files = list_files(paths)
     made_from: dict[str, Any] = {"separator": separator}
     for number, path in enumerate(files, start=1):
-        crc32 = 0
-        with open_file(path) as file:
-            while chunk := file.read(_CHUNK):
-                crc32 = zlib.crc32(chunk, crc32)
-        made_from[f"file {number}, {path.name}"] = crc32
+        made_from[f"file {number}, {path.name}"] = crc32_of(path)
     with io.TextIOWrapper(open_file(files[0]), encoding="utf-8", errors="replace") as text:
         sample = text.read(_SAMPLE)
     cut = (tokenizer.vocab_size, tokenizer.encode(sample))

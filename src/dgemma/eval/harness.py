@@ -6,8 +6,6 @@ then runs the harness's own command; in Python, importing this module is enough.
 
 import json
 import logging
-import os
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
@@ -161,7 +159,8 @@ class DiffusionLM(TemplateLM):
         )
         self._details_path, self._details = details, list[dict[str, Any]]()
         if details is not None:
-            _check_writable(details)  # before the first task
+            with writing(details):  # an error is raised before the first task
+                Path(details).open("ab").close()
 
     @property
     def device(self) -> torch.device:
@@ -398,26 +397,10 @@ class DiffusionLM(TemplateLM):
             write_text(self._details_path, "".join(lines))
 
 
-def _check_writable(path: str | Path) -> None:
-    """Raise unless `write_text` can write to the path. A file that is there keeps its content."""
-    target = Path(os.path.realpath(path))
-    with writing(path):
-        if target.exists() and not target.is_file():
-            target.open("ab").close()
-        else:
-            tempfile.TemporaryFile(dir=target.parent).close()
-
-
 def _rows(pairs: Sequence[Pair], pad: int) -> TrainBatch:
     """Return pairs as rows. What follows a continuation is unknown, so it is hidden and not scored."""
-    rows = [[*pair.context, *pair.continuation] for pair in pairs]
-    longest = max(map(len, rows))
-    return TrainBatch(
-        tokens=torch.tensor([row + [pad] * (longest - len(row)) for row in rows]),
-        prompt_len=torch.tensor([len(pair.context) for pair in pairs]),
-        length=torch.tensor([len(row) for row in rows]),
-        truncated=torch.ones(len(rows), dtype=torch.bool),
-    )
+    rows, unknown = [[*pair.context, *pair.continuation] for pair in pairs], torch.ones(len(pairs), dtype=torch.bool)
+    return TrainBatch.of_rows(rows, [len(pair.context) for pair in pairs], pad, truncated=unknown)
 
 
 def _describe(score: Score) -> dict[str, Any]:

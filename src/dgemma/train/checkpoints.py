@@ -6,7 +6,6 @@ Each checkpoint has a description of its run, which a resumed run must match.
 import math
 import os
 import shutil
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from dgemma.checks import as_number, require, show
-from dgemma.files import clear_temporaries, flush, open_file, read_json, write_json, writing
+from dgemma.files import clear_temporaries, crc32_of, flush, read_json, write_json, writing
 from dgemma.printing import printable
 from dgemma.train.config import TrainConfig
 from dgemma.train.parallel import Parallel, load_state, save_parts, stored_names
@@ -26,7 +25,6 @@ from dgemma.values import identify
 
 _RUN_FILE = "run.json"
 _LOCK_FILE = ".lock"
-_CHUNK = 1 << 24  # bytes read at a time
 # Settings that may differ when a run is resumed, because they change no computed number.
 _FREE_FIELDS = {"log_every", "checkpoint_every", "evaluate_every", "keep_last", "progress"}
 _FREE_SWITCHES = {"foreach", "fused", "capturable", "differentiable"}  # of optimizers
@@ -113,7 +111,7 @@ class Checkpoints:
             new.mkdir(parents=True)
         self.parallel.barrier()
         path = save_parts(new, state, rank=self.parallel.rank, world_size=self.parallel.world_size)
-        files = self.parallel.collect({path.name: _crc32(path)})
+        files = self.parallel.collect({path.name: crc32_of(path)})
         if self.parallel.is_main:
             write_json(new / _RUN_FILE, {**run, "files": files})
             os.rename(new, final)
@@ -158,7 +156,7 @@ class Checkpoints:
         files = self.read_run(path)["files"]
         rank, world_size = self.parallel.rank, self.parallel.world_size
         changes = [
-            number % world_size == rank and _crc32(path / name) != crc32
+            number % world_size == rank and not _is_unchanged(path / name, crc32)
             for number, (name, crc32) in enumerate(files.items())
         ]
         num_changes = self.parallel.sum(torch.tensor(changes, dtype=torch.int64)).tolist()
@@ -176,16 +174,11 @@ def _is_plain_name(name: str) -> bool:
     return Path(name).name == name and printable(name) == name
 
 
-def _crc32(path: Path) -> int | None:
-    """Return the CRC-32 of a file, or None if it cannot be read."""
-    crc32 = 0
+def _is_unchanged(path: Path, crc32: Any) -> bool:
     try:
-        with open_file(path) as file:
-            while chunk := file.read(_CHUNK):
-                crc32 = zlib.crc32(chunk, crc32)
+        return crc32_of(path) == crc32
     except (OSError, ValueError):
-        return None
-    return crc32
+        return False
 
 
 def describe_config(config: TrainConfig) -> dict[str, Any]:

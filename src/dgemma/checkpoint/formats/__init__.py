@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dgemma.checkpoint.formats import compressed_tensors, gptq, mlx, modelopt
-from dgemma.checkpoint.formats.entry import FLOATS, Contents, Stored
-from dgemma.checkpoint.formats.settings import Settings
+from dgemma.checkpoint.formats.entry import FLOATS, Contents, Settings, Stored
 from dgemma.checkpoint.names import AUDIO, our_names
 from dgemma.quantization.memory import MemoryReport, summarize
 

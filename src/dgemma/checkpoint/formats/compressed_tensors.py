@@ -9,8 +9,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dgemma.checkpoint.formats.entry import FLOATS, INTEGERS, Contents, Entry, Names, Stored, is_linear, weight_name
-from dgemma.checkpoint.formats.settings import Settings
+from dgemma.checkpoint.formats.entry import (
+    FLOATS,
+    INTEGERS,
+    Contents,
+    Entry,
+    Names,
+    Settings,
+    Stored,
+    is_linear,
+    weight_name,
+)
 from dgemma.quantization.weights import (
     NVFP4_GROUP,
     Float8Weight,

@@ -6,8 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dgemma.checkpoint.formats.entry import FLOATS, INTEGERS, Contents, Entry, Expected, Stored, aliases
-from dgemma.checkpoint.formats.settings import Settings
+from dgemma.checkpoint.formats.entry import FLOATS, INTEGERS, Contents, Entry, Expected, Settings, Stored, aliases
 from dgemma.quantization.weights import IntWeight, unpack_nibbles
 
 _REQUIRED = ("qweight", "qzeros", "scales")

@@ -6,8 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dgemma.checkpoint.formats.entry import FLOATS, Contents, Entry, Stored, aliases
-from dgemma.checkpoint.formats.settings import Settings
+from dgemma.checkpoint.formats.entry import FLOATS, Contents, Entry, Settings, Stored, aliases
 from dgemma.quantization.weights import IntWeight
 
 _REQUIRED = ("weight", "scales", "biases")

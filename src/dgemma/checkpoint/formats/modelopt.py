@@ -4,8 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from dgemma.checkpoint.formats.entry import Contents, Entry, Names, Stored
-from dgemma.checkpoint.formats.settings import Settings
+from dgemma.checkpoint.formats.entry import Contents, Entry, Names, Settings, Stored
 from dgemma.quantization.weights import NVFP4_GROUP, NvFp4Weight
 
 _REQUIRED = ("weight", "weight_scale", "weight_scale_2")
