@@ -124,10 +124,7 @@ Probability = Annotated[float, ValueRule("be a probability", lambda value: 0 <= 
 
 
 def check_types(owner: Any) -> None:
-    """Check the fields of a dataclass against their annotations, as `typed` does for arguments, and their rules.
-
-    Example: `check_types(self)` in `__post_init__`.
-    """
+    """Check the fields of a dataclass against their annotations, as `typed` does for arguments, and their rules."""
     kind: Any = type(owner)
     hints = _hints_of(kind)
     for field in fields(owner):

@@ -15,10 +15,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def replaceable(function: Function) -> Function:
-    """Let `replaced` replace this function or method, wherever it was imported.
-
-    Example: `rms_norm = replaceable(rms_norm)`.
-    """
+    """Let `replaced` replace this function or method, wherever it was imported."""
 
     @wraps(function)
     def call(*args: Any, **options: Any) -> Any:

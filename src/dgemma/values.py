@@ -152,8 +152,6 @@ def rebuild_value(description: Any, tensors: Mapping[str, Tensor], classes: Iter
 
     It builds only classes of dgemma, their subclasses, and `classes`. Others become an `Unknown`.
     Classes of dgemma and of `classes` are found by name alone, so they may have moved to another module.
-
-    Example: `rebuild_value(describe_value(UniformNoise(512), tensors), tensors)`.
     """
     return _parse(description, tensors, _finder(tuple(classes)))
 

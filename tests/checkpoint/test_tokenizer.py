@@ -466,10 +466,9 @@ def test_byte_chat_has_the_published_form():
         "<bos><|turn>system\n<|think|>\nBe brief.<turn|>\n<|turn>user\nHi<turn|>\n<|turn>model\nHello<turn|>\n"
         "<|turn>user\nBye<turn|>\n<|turn>model\n"
     )
-    plain = tokenizer.chat("Hi", generation_prompt=False)
-    assert tokenizer.decode(plain, skip_special=False) == "<bos><|turn>user\nHi<turn|>\n"
+    plain = tokenizer.chat("Hi")
+    assert tokenizer.decode(plain, skip_special=False) == "<bos><|turn>user\nHi<turn|>\n<|turn>model\n"
     assert plain[:2] == [2, 105]
-    assert plain[-2:] == [106, 128 + 10]
 
 
 @pytest.mark.parametrize(

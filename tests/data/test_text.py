@@ -309,12 +309,10 @@ def test_a_scan_scores_every_token_once_with_its_context(letters):
     assert batch.text.unique(return_counts=True)[1].tolist() == [-(-(n + 2) // 8) for n in range(26)]  # rows of each
 
 
-def test_prompts_are_not_running_text_and_a_scan_of_no_documents_is_empty(tmp_path):
+def test_prompts_are_not_running_text(tmp_path):
     file = TokenFile.write([Document("4", "2+2="), Document("free")], ByteTokenizer(), tmp_path)
     with pytest.raises(ValueError, match=r"running text, without prompts, .*got '1 prompts'. Use PromptSource"):
         source_of(file)
-    with pytest.raises(ValueError, match="scan documents must name at least one"):
-        scan(file, row_len=8, context=8, documents=[])
 
 
 STORY = ["The cat sat on the mat, and the dog sat by the cat. " * 20, "In 1984 there were 1984 cats."]

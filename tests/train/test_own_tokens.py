@@ -8,7 +8,7 @@ import dgemma
 from dgemma import DiffusionGemma, MaskNoise, UniformNoise
 from dgemma.train import Objective, TrainBatch, one_pass
 from dgemma.train.canvases import OwnDraws
-from dgemma.train.own_tokens import show_own_tokens
+from dgemma.train.one_pass import show_own_tokens
 
 VOCAB, CANVAS_LEN, MASK = 40, 6, 4
 BATCH = TrainBatch(

@@ -68,11 +68,9 @@ def test_every_recipe_takes_its_sizes_from_the_config_and_trains(model, name):
     assert model.layers[0].self_attn.k_proj.weight.grad.abs().sum() > 0
 
 
-def test_adapters_are_those_of_the_sources():
-    assert recipes.adapter("trl") == recipes.adapter("unsloth")
-    assert recipes.adapter("megatron") is None
+def test_a_recipe_without_an_adapter_or_routers_of_its_own_is_refused():
     with pytest.raises(ValueError, match="recipe must be among"):
-        recipes.adapter("nemo")
+        recipes.prepare(DiffusionGemma(CONFIG), "nemo")
 
 
 @pytest.mark.parametrize(

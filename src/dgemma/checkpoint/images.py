@@ -153,19 +153,13 @@ def open_image(source: "ImageSource", *, most_pixels: int = _MOST_PIXELS) -> "Im
 
 
 def image_digest(source: "ImageSource") -> str:
-    """Return a digest of a picture's pixels, by which a result is known to belong to it.
-
-    Example: `image_digest("photo.jpg") == image_digest(open_image("photo.jpg"))`.
-    """
+    """Return a digest of a picture's pixels, by which a result is known to belong to it."""
     image = open_image(source)
     return hashlib.blake2b(repr(image.size).encode() + image.tobytes(), digest_size=16).hexdigest()
 
 
 def processor_of(model: Denoiser) -> ImageProcessor:
-    """Return the image processor of a model's checkpoint, or one for the sizes of its vision tower.
-
-    Example: `images = processor_of(model)(["photo.jpg"])`.
-    """
+    """Return the image processor of a model's checkpoint, or one for the sizes of its vision tower."""
     require_vision(model)
     if model.source is not None:
         return ImageProcessor.from_pretrained(model.source, max_soft_tokens=model.image_tokens)
@@ -175,10 +169,7 @@ def processor_of(model: Denoiser) -> ImageProcessor:
 
 
 def encode_text(tokenizer: Tokenizer, text: str, images: Images | None) -> list[int]:
-    """Return the tokens of a text with images. A text without the marker `<|image|>` begins with its images.
-
-    Example: `encode_text(tokenizer, "What is this?", processor(["photo.jpg"]))`.
-    """
+    """Return the tokens of a text with images. A text without the marker `<|image|>` begins with its images."""
     if images is None:
         return tokenizer.encode(text)
     marked = text if IMAGE_MARKER in text else IMAGE_MARKER * len(images) + text

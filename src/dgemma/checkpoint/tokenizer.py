@@ -237,7 +237,6 @@ class Tokenizer(ABC):
         *,
         thinking: bool = False,
         tools: Sequence[Any] | None = None,
-        generation_prompt: bool = True,
         images: Images | None = None,
     ) -> list[int]:
         """Return the token ids of a conversation, up to the model's turn. A string is one user turn.
@@ -254,7 +253,7 @@ class Tokenizer(ABC):
         rule = 'hold at least one turn, and only dictionaries with "role" and "content"'
         require(fits and len(turns) > 0, "Tokenizer.chat messages", rule, turns)
         history = [self._guard(_without_thought(message)) for message in turns]
-        options = {"tools": self._guard(tools), "add_generation_prompt": generation_prompt}
+        options = {"tools": self._guard(tools), "add_generation_prompt": True}
         ids = self._render(history, enable_thinking=thinking, **options)
         fits = not thinking or ids != self._render(history, enable_thinking=False, **options)
         rule = "be False for this checkpoint, whose chat template has no thinking switch"

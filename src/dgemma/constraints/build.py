@@ -51,10 +51,7 @@ def build_automaton(pattern: str, texts: list[bytes | None], owner: str) -> Toke
 
 
 def stop_builds() -> None:
-    """End all builds; they raise a ValueError.
-
-    Example: `stop_builds()` when a server shuts down.
-    """
+    """End all builds; they raise a ValueError."""
     for process in list(_running):
         process.kill()
 

@@ -52,10 +52,7 @@ class BadPattern(Exception):
 
 
 def build_tokens(pattern: str, texts: list[bytes | None]) -> TokenAutomaton:
-    """Return the automaton over tokens of a pattern; raise `NoText`, `BadPattern` or `TooLarge` if there is none.
-
-    Example: `build_tokens("[ab]c", [b"a", b"bc", None])`.
-    """
+    """Return the automaton over tokens of a pattern; raise `NoText`, `BadPattern` or `TooLarge` if there is none."""
     read = read_pattern(pattern)
     if len(read.is_final) > MOST_STATES:
         raise TooLarge(f"{len(read.is_final)} states")

@@ -33,8 +33,6 @@ def condition(prediction: Prediction, language: Language, canvas: Tensor, decide
 
     The result is a `Prediction`. Its entropy, confidence and log-probabilities are those of the conditioned marginals.
     Its samples are joint samples, and its argmax is the most likely accepted text, so both are in the language.
-
-    Example: `condition(prediction, language, state.canvas, ~state.open).entropy`.
     """
     joint = Joint(prediction, language, canvas, decided)
     return prediction.with_joint(joint, JointBias(joint))

@@ -21,10 +21,7 @@ def either(patterns: Sequence[str | None]) -> str | None:
 
 @contextmanager
 def refuse_deep(owner: str) -> Iterator[None]:
-    """Raise a ValueError in place of a RecursionError.
-
-    Example: `with refuse_deep("JsonSchema.schema"): json.loads(text)`.
-    """
+    """Raise a ValueError in place of a RecursionError."""
     try:
         yield
     except RecursionError:
@@ -33,10 +30,7 @@ def refuse_deep(owner: str) -> Iterator[None]:
 
 @dataclass
 class Size:
-    """The characters of all patterns of a schema or grammar, which are limited.
-
-    Example: `Size("Grammar.grammar").add(len(pattern))`.
-    """
+    """The characters of all patterns of a schema or grammar, which are limited."""
 
     owner: str
     num_chars: int = 0

@@ -4,7 +4,6 @@
 `scan` reads held-out text from beginning to end.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, NamedTuple, TypeVar
@@ -190,8 +189,9 @@ class PromptSource:
         numbers = permute(row % count, count, seed=self.seed, epoch=row // count).tolist()
         documents = [self.file.document(number) for number in numbers]
         prompt_len = [int(self.file.prompt_len[number]) for number in numbers]
-        cut = [len(document) > self.max_len for document in documents]
-        batch = _stack([document[: self.max_len] for document in documents], prompt_len, cut, self.file.eos_token_id)
+        cut = torch.tensor([len(document) > self.max_len for document in documents])
+        pieces = [document[: self.max_len] for document in documents]
+        batch = TrainBatch.of_rows(pieces, prompt_len, self.file.eos_token_id, truncated=cut)
         files = self.file.images
         if files is None:
             return batch
@@ -209,7 +209,7 @@ def _check_rows(source: TextSource | PromptSource, step: int, rows: range) -> No
 
 
 @typed
-def scan(file: TokenFile, *, row_len: Count, context: Count, documents: Sequence[int] | None = None) -> TrainBatch:
+def scan(file: TokenFile, *, row_len: Count, context: Count) -> TrainBatch:
     """Return whole held-out documents, for likelihood: each token is in the answer of exactly one row.
 
     Each row scores `row_len` tokens, which should be a multiple of the canvas length, after up to `context` tokens of
@@ -218,10 +218,8 @@ def scan(file: TokenFile, *, row_len: Count, context: Count, documents: Sequence
     Example: `evaluate(model, scan(file, row_len=512, context=512), noise, num_bytes=file.num_bytes)`.
     """
     pieces, prompt_len, cut, text = [], [], [], []
-    numbers = range(file.num_documents) if documents is None else documents
     require(file.images is None, "scan file", "have no images, whose prompts cannot be cut", file, "Use PromptSource.")
-    require(all(0 <= n < file.num_documents for n in numbers), "scan documents", "be numbers of documents", documents)
-    for number in numbers:
+    for number in range(file.num_documents):
         tokens = file.document(number)
         for start in range(int(file.prompt_len[number]), len(tokens), row_len):
             first = max(0, start - context)
@@ -229,21 +227,8 @@ def scan(file: TokenFile, *, row_len: Count, context: Count, documents: Sequence
             prompt_len.append(start - first)
             cut.append(start + row_len < len(tokens))
             text.append(number)
-    require(bool(pieces), "scan documents", "name at least one", documents, "Omit the argument for all.")
-    return replace(_stack(pieces, prompt_len, cut, file.eos_token_id), text=torch.tensor(text))
-
-
-def _stack(pieces: list[np.ndarray], prompt_len: list[int], cut: list[bool], fill: int) -> TrainBatch:
-    """Stack rows of different lengths, padded on the right."""
-    tokens = np.full((len(pieces), max(map(len, pieces))), fill, dtype=np.int64)
-    for row, piece in zip(tokens, pieces, strict=True):
-        row[: len(piece)] = piece
-    return TrainBatch(
-        tokens=torch.from_numpy(tokens),
-        prompt_len=torch.tensor(prompt_len),
-        length=torch.tensor([len(piece) for piece in pieces]),
-        truncated=torch.tensor(cut),
-    )
+    others = {"truncated": torch.tensor(cut), "text": torch.tensor(text)}
+    return TrainBatch.of_rows(pieces, prompt_len, file.eos_token_id, **others)
 
 
 def permute(index: Tensor, size: int, *, seed: int, epoch: Tensor) -> Tensor:

@@ -30,10 +30,7 @@ class Scores(NamedTuple):
 
     @classmethod
     def of_step(cls, record: StepRecord, k: int) -> Self:
-        """Score the tokens (B, C) that each row would write if its canvas ended with this step.
-
-        Example: `Scores.of_step(record, 5).log_probs[..., 0]`.
-        """
+        """Score the tokens (B, C) that each row would write if its canvas ended with this step."""
         written = record.state.draft[..., None]
         tokens = torch.cat((written, record.prediction.top(k).tokens), dim=-1) if k else written
         return cls(tokens, record.prediction.log_prob(tokens))

@@ -194,10 +194,7 @@ class SharedPrefixes:
 def encode_texts(
     model: Denoiser, cache: Cache | None, texts: Sequence[Tensor], images: Sequence[Images | None] = ()
 ) -> Cache:
-    """Extend the cache of B rows by texts (N,) of any lengths and by the images in them; None makes a new cache.
-
-    Example: `cache = encode_texts(model, None, [torch.tensor([2, 7, 9]), torch.tensor([2, 7])])`.
-    """
+    """Extend the cache of B rows by texts (N,) of any lengths and by the images in them; None makes a new cache."""
     tokens, mask = pad_left(texts)
     if cache is not None and tokens.shape[1] == 0:
         return cache

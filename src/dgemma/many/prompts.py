@@ -164,10 +164,7 @@ def _take_images(entry: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[A
 
 
 class Worker:
-    """One model with its batch, which takes prompts and returns the results of those that are finished.
-
-    Example: `worker = Worker(model, None, 8, {"steps": 16}); worker.add(0, "Once"); worker.finished()`.
-    """
+    """One model with its batch, which takes prompts and returns the results of those that are finished."""
 
     def __init__(
         self,

@@ -95,10 +95,7 @@ class Experts(nn.Module):
 
 @replaceable
 def group_by_expert(experts: Tensor, num_experts: int) -> Groups:
-    """Sort choices (M, A) by expert. Nothing is counted on the host.
-
-    Example: `group_by_expert(routing.experts, 128).ends`.
-    """
+    """Sort choices (M, A) by expert. Nothing is counted on the host."""
     sorted_experts, order = experts.flatten().sort(stable=True)
     expert = torch.arange(num_experts, dtype=experts.dtype, device=experts.device)
     ends = torch.searchsorted(sorted_experts, expert, right=True, out_int32=True)
@@ -107,10 +104,7 @@ def group_by_expert(experts: Tensor, num_experts: int) -> Groups:
 
 @replaceable
 def dispatch(tokens: Tensor, groups: Groups) -> Tensor:
-    """Copy every token once per chosen expert, grouped by expert: (M, D) → (R, D).
-
-    Example: `dispatch(x, group_by_expert(routing.experts, 128))`.
-    """
+    """Copy every token once per chosen expert, grouped by expert: (M, D) → (R, D)."""
     # Not tokens[order // A], whose backward adds rows in any order on a GPU. This one sums a token's choices in order.
     return tokens.repeat_interleave(groups.experts.shape[1], dim=0).index_select(0, groups.order)
 
@@ -120,8 +114,6 @@ def combine(rows: Tensor, weights: Tensor, groups: Groups, dtype: torch.dtype) -
     """Return the weighted sum of the rows of each token's experts: (R, D) and weights (M, A) → (M, D).
 
     The sum is in float32 and in the order of choice, so that the result does not depend on scheduling.
-
-    Example: `combine(dispatch(x, groups), routing.weights, groups, x.dtype)`.
     """
     of_choices = rows.index_select(0, groups.back.flatten()).unflatten(0, groups.back.shape)  # (M, A, D)
     return (of_choices.to(wide_dtype(rows)) * weights[..., None]).sum(1).to(dtype)

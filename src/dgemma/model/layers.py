@@ -34,10 +34,7 @@ class RMSNorm(nn.Module):
 
 @replaceable
 def project(x: Tensor, *layers: nn.Module) -> list[Tensor]:
-    """Return the outputs (..., N) of several linear layers for one input (..., K).
-
-    Example: `gate, up = project(x, mlp.gate_proj, mlp.up_proj)`.
-    """
+    """Return the outputs (..., N) of several linear layers for one input (..., K)."""
     return [layer(x) for layer in layers]
 
 

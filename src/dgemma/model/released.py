@@ -24,10 +24,7 @@ class ReleasedExperts(nn.Module):
 
 
 def require_experts(model: nn.Module, owner: str) -> None:
-    """Refuse a model that is not a DiffusionGemma, or whose experts were moved out.
-
-    Example: `require_experts(model, "add_lora")`.
-    """
+    """Refuse a model that is not a DiffusionGemma, or whose experts were moved out."""
     if not isinstance(model, DiffusionGemma):
         raise TypeError(f"{owner} model must be a DiffusionGemma, got {type(model).__name__}. Load one.")
     if any(isinstance(module, ReleasedExperts) for module in model.modules()):

@@ -45,8 +45,6 @@ def rebuild_sampler(description: Mapping[str, Any]) -> Sampler:
     """Return the sampler that `describe_sampler` described.
 
     Error messages start with "must ...", so that the caller can prefix the name of the argument.
-
-    Example: `rebuild_sampler({"name": "threshold", "tau": 0.8})`.
     """
     settings = dict(description)
     return _build(SAMPLERS, settings.pop("name"), settings)
@@ -83,10 +81,7 @@ def describe_noise(noise: Noise) -> dict[str, Any]:
 
 
 def rebuild_noise(description: Mapping[str, Any], vocab_size: int) -> Noise:
-    """Return the noise that `describe_noise` described. Errors start with "must ...", as in `rebuild_sampler`.
-
-    Example: `rebuild_noise({"kind": "mask", "mask_token_id": 4}, 512)`.
-    """
+    """Return the noise that `describe_noise` described. Errors start with "must ...", as in `rebuild_sampler`."""
     settings = dict(description)
     return _build(NOISES, settings.pop("kind"), settings, vocab_size=vocab_size, schedule=Linear())
 

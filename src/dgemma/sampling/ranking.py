@@ -78,10 +78,7 @@ def log_gumbel_choice(score: Tensor, chosen: Tensor, among: Tensor) -> Tensor:
 
 
 def propose(prediction: Prediction, state: DenoiseState, *, greedy: bool) -> Tensor:
-    """Return the token proposed for each position, (B, C): the argmax if `greedy`, otherwise a sample.
-
-    Example: `propose(prediction, state, greedy=self.greedy)`.
-    """
+    """Return the token proposed for each position, (B, C): the argmax if `greedy`, otherwise a sample."""
     return prediction.argmax if greedy else prediction.sample(state.uniform("token"))
 
 

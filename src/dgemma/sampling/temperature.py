@@ -58,10 +58,7 @@ class LinearTemperature(Checked):
 
 
 def check_temperature(temperature: Temperature, num_steps: int, device: torch.device) -> None:
-    """Raise unless a user's schedule is finite and above 0 at every step. Schedules of the library check themselves.
-
-    Example: `check_temperature(lambda step, num_steps: 1 / (1 + step), 48, torch.device("cpu"))`.
-    """
+    """Raise unless a user's schedule is finite and above 0 at every step. Schedules of the library check themselves."""
     if isinstance(temperature, ConstantTemperature | LinearTemperature):
         return
     step = torch.arange(num_steps, device=device)

@@ -37,10 +37,7 @@ def answer_questions(
     images: Images | None = None,
     prefixes: SharedPrefixes | None = None,
 ) -> Iterator[TypedAnswer]:
-    """Check questions about images and `state`, a text or a JSON value; yield answers. One forward answers several.
-
-    Example: `answer_questions(model, tokenizer, "It rains.", {"wet": Question(type="noul", instructions="Wet?")})`.
-    """
+    """Check questions about images and `state`, a text or a JSON value; yield answers. One forward answers several."""
     options = {name: _options(name, question) for name, question in questions.items()}
     pieces: dict[str, Template] = {}
     num_tokens: dict[str, int] = {}

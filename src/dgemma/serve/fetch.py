@@ -19,10 +19,7 @@ _GATEWAYS = [ipaddress.ip_network(each) for each in ("64:ff9b::/96", "2002::/16"
 
 
 def fetch(url: str) -> bytes:
-    """Return the content of an http or https URL; raise ValueError if it is not public, too large or too slow.
-
-    Example: `open_image(fetch("https://example.org/photo.jpg"))`.
-    """
+    """Return the content of an http or https URL; raise ValueError if it is not public, too large or too slow."""
     end = time.monotonic() + _SECONDS
     try:
         parts = urlsplit(url)

@@ -24,10 +24,7 @@ def chat_urls(messages: Sequence[ChatMessage]) -> dict[str, str]:
 
 
 def read_images(model: Denoiser, urls: Mapping[str, str], *, may_fetch: bool) -> Images | None:
-    """Return pictures as the model reads them, None without pictures; raise a 400 that names a place.
-
-    Example: `read_images(model, chat_urls(body.messages), may_fetch=False).num_tokens`.
-    """
+    """Return pictures as the model reads them, None without pictures; raise a 400 that names a place."""
     if not urls:
         return None
     if not model.takes_images:

@@ -12,10 +12,7 @@ _LEAST = -9999.0  # OpenAI's number for a token of probability 0; JSON has no in
 
 
 class LogProbs:
-    """The log-probabilities of one answer. Each call returns those of tokens that no earlier call has returned.
-
-    Example: `LogProbs(tokenizer).chat(written.scores, num_tokens=32)["content"][0]["logprob"]`.
-    """
+    """The log-probabilities of one answer. Each call returns those of tokens that no earlier call has returned."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._bytes = tokenizer, token_texts(tokenizer)

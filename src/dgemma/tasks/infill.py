@@ -97,10 +97,7 @@ class InfillOptions(CanvasOptions, WatchOptions, total=False):
 
 @takes_options(CanvasOptions)
 def infill_row(model: Denoiser, tokens: Tensor, holes: Holes, **options: Unpack[CanvasOptions]) -> "HoleRows":
-    """Return a text (1, N) with holes as a row of a `Batch`, which writes the tokens of `infill`.
-
-    Example: `batch.add(infill_row(model, tokens, [(3, 6)], seed=1))`.
-    """
+    """Return a text (1, N) with holes as a row of a `Batch`, which writes the tokens of `infill`."""
     require(options.get("constraint") is None, "infill_row constraint", "be None", options.get("constraint"))
     tokens, real, filler = _read_options("infill", model, tokens, cast(InfillOptions, options))
     return HoleRows(filler, tokens, real, _read_todo(tokens, real, holes, filler))

@@ -9,7 +9,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -54,7 +54,7 @@ def save_lora(model: DiffusionGemma, folder: str | Path) -> None:
     tensors = {
         key: _stack(name, weight.detach().clone()) for name, weight in adapter_weights(model) for key in _keys(name)
     }
-    modules = {_read_key(key).module for key in tensors}
+    modules = {_read_key(key)["module"] for key in tensors}
     experts = {name for name in modules if name.endswith(".experts")}
     config = {
         "peft_type": "LORA",
@@ -116,19 +116,12 @@ def load_lora(model: DiffusionGemma, folder: str | Path) -> LoRA:
     return lora
 
 
-class _Key(NamedTuple):
-    """A name in PEFT's file: the module in transformers, A or B, and whether another adapter encloses this one."""
-
-    module: str
-    letter: str
-    inner: bool
-
-
-def _read_key(key: str) -> _Key:
+def _read_key(key: str) -> re.Match[str]:
+    """Parse a name in PEFT's file: the module in transformers, A or B, and whether another adapter encloses it."""
     match = _KEY.fullmatch(key)
     require(match is not None, "a name of an adapter", "be base_model.model.MODULE.lora_A.weight or lora_B", key)
     assert match is not None
-    return _Key(match["module"], match["letter"], match["inner"] is not None)
+    return match
 
 
 def _keys(name: str) -> Iterator[str]:
@@ -148,7 +141,7 @@ def _find_sources(names: Mapping[str, Any], config: Mapping[str, Any], folder: P
     require(fits, str(folder), "list names as target_parameters", parameters)
     wrapped = [kind for kind in ("gate_up", "down") if any(name.endswith(f"{kind}_proj") for name in parameters)]
     for key in names:
-        module, letter, inner = _read_key(key)
+        module, inner, letter = _read_key(key).group("module", "inner", "letter")
         ours = our_names(f"{module}.weight")[0].removesuffix(".weight")
         prefix = ""
         if ours.endswith(".experts") and wrapped:

@@ -1,7 +1,7 @@
 """Batches of training text: prompts and answers without noise, their sources, and the thread that prepares them."""
 
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from dgemma.checks import in_range, require, require_field, require_tensor
 from dgemma.diffusion import draws
 from dgemma.model.vision.images import Images
-from dgemma.model.vision.places import join_images
 
 _DEPTH = 2  # steps that the feed prepares ahead
 
@@ -75,10 +75,21 @@ class TrainBatch:
     def batch_size(self) -> int:
         return self.tokens.shape[0]
 
-    @property
-    def all_images(self) -> Images | None:
-        """The images of all rows, one row after the other."""
-        return join_images(self.images)
+    @classmethod
+    def of_rows(
+        cls, rows: Sequence[Sequence[int] | np.ndarray], prompt_len: Sequence[int], fill: int, **others: Tensor
+    ) -> "TrainBatch":
+        """Return rows of different lengths, padded with `fill`; others: the other fields.
+
+        Example: `TrainBatch.of_rows([[2, 7, 9], [2, 8]], prompt_len=[1, 1], fill=1).length`.
+        """
+        tokens = [torch.from_numpy(np.array(row, dtype=np.int64)) for row in rows]
+        return cls(
+            tokens=pad_sequence(tokens, batch_first=True, padding_value=fill),
+            prompt_len=torch.tensor(prompt_len),
+            length=torch.tensor([len(row) for row in rows]),
+            **others,  # type: ignore[arg-type]
+        )
 
     def to(self, device: torch.device | str) -> "TrainBatch":
         """Return the batch on another device."""

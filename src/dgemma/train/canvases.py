@@ -18,6 +18,7 @@ from dgemma.diffusion import draws
 from dgemma.diffusion.noise import MaskNoise, Noise
 from dgemma.doors import replaceable
 from dgemma.model.vision.images import Images
+from dgemma.model.vision.places import join_images
 from dgemma.train.batch import TrainBatch
 
 _CANVAS, _TIME, _EVENT, _TOKEN, _SELF_COND, _MASKED, _HOLES, _OWN, _OWN_TOKEN = (
@@ -144,7 +145,7 @@ def cut_canvases(
         fill=of_canvases(text.fill),
         causal_scored=causal_scored,
         documents=None if text.documents is None else (text.documents, of_canvases(text.documents)),
-        images=batch.all_images,
+        images=join_images(batch.images),
         prefix_len=sizes.prefix_len,
         causal_len=causal_scored.shape[1],
         aligned=sizes.aligned and num_draws == 1,

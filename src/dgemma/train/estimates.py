@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dgemma.checks import require
 from dgemma.intervals import Estimate, half_width
+from dgemma.printing import without_nan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +38,6 @@ class RowSums:
     by_sample: Tensor  # (R, num_samples) the part of the bound from each noise level; sums to `nats - reconstruction`
     by_position: Tensor  # (R, C) the bound per canvas position, summed over canvases
     tokens_by_position: Tensor  # (R, C) text and fill
-    causal_by_position: Tensor  # (R, C)
-    causal_tokens_by_position: Tensor  # (R, C)
 
     @classmethod
     def join(cls, parts: "list[RowSums]") -> "RowSums":
@@ -59,11 +58,11 @@ class Likelihood:
 
     The model must also write the end-of-text that fills a last canvas. So sums include the nats of this fill. They are
     divided by `num_tokens`, which does not include the `num_fill_tokens`. `by_level` is the part of the bound per noise
-    level. It adds up to `nelbo` minus `reconstruction`, the part below the lowest level. `by_position` and
-    `causal_by_position` are means per canvas position over all scored tokens, fill included. All numbers are computed
-    from `rows`. Intervals come from the spread between texts. If there is only one text, or rows name no text, they
-    come from the spread between rows. For a single row, the interval of `nelbo` comes from the spread between its noise
-    levels. It says how well the bound of this text is estimated, nothing about other texts.
+    level. It adds up to `nelbo` minus `reconstruction`, the part below the lowest level. `by_position` has means per
+    canvas position over all scored tokens, fill included. All numbers are computed from `rows`. Intervals come from the
+    spread between texts. If there is only one text, or rows name no text, they come from the spread between rows. For a
+    single row, the interval of `nelbo` comes from the spread between its noise levels. It says how well the bound of
+    this text is estimated, nothing about other texts.
     """
 
     rows: RowSums
@@ -107,11 +106,6 @@ class Likelihood:
     def by_position(self) -> Curve:
         edges = torch.arange(self.rows.by_position.shape[1] + 1, dtype=torch.float64)
         return self._curve(edges, self.rows.by_position, self.rows.tokens_by_position)
-
-    @cached_property
-    def causal_by_position(self) -> Curve:
-        edges = torch.arange(self.rows.by_position.shape[1] + 1, dtype=torch.float64)
-        return self._curve(edges, self.rows.causal_by_position, self.rows.causal_tokens_by_position)
 
     def _curve(self, edges: Tensor, nats: Tensor, tokens: Tensor) -> Curve:
         return mean_of_rows(edges, nats, tokens, self.confidence, clusters=self.rows.clusters)
@@ -185,9 +179,8 @@ class Likelihood:
             "by_level": self.by_level.nats.tolist(),
             "by_level_error": self.by_level.error.tolist(),
             "by_position": self.by_position.nats.tolist(),
-            "causal_by_position": self.causal_by_position.nats.tolist(),
         }
-        return {name: _finite(value) for name, value in numbers.items()}
+        return {name: without_nan(value) for name, value in numbers.items()}
 
     def __str__(self) -> str:
         share, num_rows = f"{self.confidence:.0%} interval", len(self.rows.tokens)
@@ -221,13 +214,6 @@ class Likelihood:
         return "\n".join(lines)
 
 
-def _finite(value: Any) -> Any:
-    """Replace infinities and NaN, which JSON does not have, by None."""
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def mean_of_rows(
     edges: Tensor, nats: Tensor, tokens: Tensor, confidence: float, *, clusters: Tensor | None = None
 ) -> Curve:
@@ -235,8 +221,6 @@ def mean_of_rows(
 
     Intervals use Student's t. Rows with the same number in `clusters` (R,), from 0, may depend on each other: their
     residuals are added first. For a single cluster, the interval is infinite. None: all rows are independent.
-
-    Example: `mean_of_rows(edges, nats, tokens, 0.95).error` is the half-width of a 95 % interval.
     """
     total = tokens.sum(0)
     mean = nats.sum(0) / total

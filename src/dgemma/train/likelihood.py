@@ -20,7 +20,7 @@ from dgemma.checks import Count, at_least, at_most, require, typed
 from dgemma.diffusion import draws
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.prediction import refuse_nan
-from dgemma.diffusion.schedule import LEAST_NOISE, Linear
+from dgemma.diffusion.schedule import Linear
 from dgemma.model.config import ModelConfig
 from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.printing import progress_bar
@@ -178,8 +178,6 @@ class _Estimator:
             "by_sample": torch.stack(by_sample, dim=1),
             "by_position": bound.sum(1),
             "tokens_by_position": canvases.scored.sum(1),
-            "causal_by_position": causal.sum(1),
-            "causal_tokens_by_position": causal_scored.sum(1),
         }
         numbers = torch.full_like(seeds, -1) if batch.text is None else batch.text
         return RowSums(text=numbers.cpu(), **{name: value.double().cpu() for name, value in sums.items()})
@@ -297,7 +295,3 @@ def _check_noise(model: Denoiser, noise: Noise) -> None:
     require(covers, "evaluate noise", f"cover the model's {model.config.vocab_size} tokens", noise)
     nelbo.check_process(noise)
     warn_of_noise(model, noise)
-    reached = 1 - noise.schedule.alpha(torch.ones((), dtype=torch.float64)).item()
-    fix = "Use Linear(), because the bound does not depend on the schedule."
-    ends = reached >= LEAST_NOISE
-    require(ends, "evaluate noise", "have a schedule that ends at noise level 1", noise.schedule, fix)

@@ -116,10 +116,7 @@ class TrainLog:
         write_text(self.path, "".join(json.dumps(line) + "\n" for line in lines))
 
     def column(self, name: str) -> tuple[list[int], list[float]]:
-        """Return the steps that have `name`, and its values there.
-
-        Example: `steps, losses = log.column("loss")`.
-        """
+        """Return the steps that have `name`, and its values there."""
         lines = [line for line in self.lines() if name in line]
         return [line["step"] for line in lines], [line[name] for line in lines]
 

@@ -116,25 +116,11 @@ def gidd(config: ModelConfig, *, mask_token_id: int = 4, uniform_share: float = 
 
 
 def prepare(model: DiffusionGemma, recipe: str) -> None:
-    """Prepare a model for a fine-tuning recipe: add its `adapter`; if it has none, freeze the routers.
-
-    Example: `recipes.prepare(model, "megatron"); train(model, recipes.megatron(model.config), ...)`.
-    """
-    lora = adapter(recipe)
-    if lora is not None:
-        add_lora(model, lora)
-        return
-    for module in model.modules():
-        if isinstance(module, Router):
-            module.requires_grad_(False)
-
-
-def adapter(recipe: str) -> LoRA | None:
-    """Return the adapter of a fine-tuning recipe; None for Megatron, which trains all weights except the routers.
+    """Prepare a model for a fine-tuning recipe: add its adapter, or freeze the routers for Megatron, which has none.
 
     TRL and Unsloth put separate adapters on tied weights, which cannot be merged. Here the adapter is always shared.
 
-    Example: `add_lora(model, recipes.adapter("trl"))`.
+    Example: `recipes.prepare(model, "megatron"); train(model, recipes.megatron(model.config), ...)`.
     """
     adapters = {
         "dgemma": LoRA(),
@@ -143,8 +129,14 @@ def adapter(recipe: str) -> LoRA | None:
         "unsloth": LoRA(rank=16, alpha=32.0, targets=("attention", "dense")),
         "megatron": None,
     }
-    require(recipe in adapters, "adapter recipe", f"be among {', '.join(adapters)}", recipe, "Or write your own LoRA.")
-    return adapters[recipe]
+    require(recipe in adapters, "prepare recipe", f"be among {', '.join(adapters)}", recipe, "Or call add_lora.")
+    lora = adapters[recipe]
+    if lora is not None:
+        add_lora(model, lora)
+        return
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.requires_grad_(False)
 
 
 @torch.no_grad()

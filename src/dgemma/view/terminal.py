@@ -1,7 +1,7 @@
 """Live views in the terminal: a text or a Sudoku board, redrawn while a model denoises it.
 
-Views are callbacks for `generate`, `infill` and `edit`, and can watch a `stream`. They draw on standard
-error if that is a terminal, so that standard output stays plain.
+Views are callbacks for `generate`, `infill` and `edit`, and take the events of a `stream`. They draw on standard error
+if that is a terminal, so that standard output stays plain.
 """
 
 import statistics
@@ -9,7 +9,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Self, TextIO
+from typing import Any, NamedTuple, Self, TextIO
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import typed
 from dgemma.printing import printable
 from dgemma.run.arguments import read_token_ids
-from dgemma.run.recorded.trajectory import Generation
-from dgemma.run.records import BlockCommit, Events, StepRecord
+from dgemma.run.records import BlockCommit, StepRecord
 from dgemma.view import board
 from dgemma.view.heat import TERMINAL
 from dgemma.view.pieces import MASK, Pieces, width
@@ -101,14 +100,6 @@ class View(ABC):
         self._canvas = canvas._replace(step=step, num_steps=num_steps)
         if self.screen.is_due:
             self.screen.draw(self.draw())
-
-    def watch(self, events: Events) -> Generation:
-        """Run a stream to its end under this view and return its result."""
-        while True:
-            try:
-                self(next(events))
-            except StopIteration as finished:
-                return finished.value
 
     @abstractmethod
     def _commit(self, tokens: list[int]) -> None:
@@ -253,20 +244,13 @@ class BoardView(View):
     """Live Sudoku board: clues bold, digits coloured by confidence, · for cells without a confident guess.
 
     The first 81 positions of the canvas are the cells, in the tokens of `dgemma.data.sudoku`. Clues are the frozen
-    cells, or `givens` (81,) if only the prompt has them.
+    cells, or `givens` (81,) if only the prompt has them. The options row, file and leave are those of `LiveView`.
 
     Example: `with BoardView() as view: generate(model, prompt, on_step=view, ...)`.
     """
 
-    def __init__(
-        self,
-        *,
-        givens: Sequence[int] | Tensor | None = None,
-        row: int = 0,
-        file: TextIO | None = None,
-        leave: bool = False,
-    ) -> None:
-        super().__init__(row=row, file=file, leave=leave)
+    def __init__(self, *, givens: Sequence[int] | Tensor | None = None, **options: Any) -> None:
+        super().__init__(**options)
         self._givens = None if givens is None else torch.as_tensor(givens).tolist()
 
     @property

@@ -64,10 +64,7 @@ class Images:
         return type(self)(self.patches.to(device), self.grids, self.pooling)
 
     def select(self, numbers: Sequence[int]) -> Self:
-        """Return some of the images, by their numbers, in this order.
-
-        Example: `images.select([1]).num_tokens`.
-        """
+        """Return some of the images, by their numbers, in this order."""
         parts = self.patches.split(self.num_patches)
         patches = torch.cat([parts[number] for number in numbers]) if numbers else self.patches[:0]
         return type(self)(patches, tuple(self.grids[number] for number in numbers), self.pooling)

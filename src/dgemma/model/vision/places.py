@@ -11,10 +11,7 @@ from dgemma.model.vision.images import Images
 
 
 def split_images(images: Images, tokens: Tensor, image_token_id: int) -> tuple[Images | None, ...]:
-    """Return the images of each row of tokens (B, T), None for a row without images.
-
-    Example: `split_images(processor(["a.jpg", "b.jpg"]), tokens, model.config.image_token_id)[1]`.
-    """
+    """Return the images of each row of tokens (B, T), None for a row without images."""
     counts = _is_first(tokens == image_token_id).sum(1).tolist()
     rule = f"be as many as the runs of image tokens in the prompt, {sum(counts)}"
     require(sum(counts) == len(images), "images", rule, len(images), "Use tokenizer.place_images(ids, images).")
@@ -32,8 +29,6 @@ def find_blocks(tokens: Tensor, images: Images, image_token_id: int) -> Tensor:
     """Return the number of the image that each of tokens (B, T) belongs to, row after row; -1 for text. (B, T) int64.
 
     Raise unless the runs of image tokens have the sizes of the images.
-
-    Example: `find_blocks(tokens, processor(["photo.jpg"]), model.config.image_token_id)`.
     """
     is_image = tokens == image_token_id
     image_index = torch.where(is_image, _is_first(is_image).flatten().cumsum(0).view_as(tokens) - 1, -1)

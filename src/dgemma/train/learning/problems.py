@@ -70,11 +70,7 @@ class Problems:
         require_field(rows.stop <= self.batch_size, self, "batch_size", rule)
         numbers = self.batch_size * (step // self.updates) + torch.arange(rows.start, rows.stop)
         prompts = [self.prompts[place] for place in self.places(numbers)]
-        length = torch.tensor([len(prompt) for prompt in prompts])
-        tokens = torch.zeros(len(prompts), int(length.max()), dtype=torch.int64)
-        for row, prompt in zip(tokens, prompts, strict=True):
-            row[: len(prompt)] = torch.as_tensor(prompt)
-        return TrainBatch(tokens=tokens, prompt_len=length, length=length, text=numbers)
+        return TrainBatch.of_rows(prompts, [len(prompt) for prompt in prompts], 0, text=numbers)
 
     def places(self, numbers: Tensor) -> list[int]:
         """Return the places in `prompts` of numbers (B,) of the endless sequence."""
