@@ -81,14 +81,12 @@ class Regex:
         try:
             return build_automaton(pattern, texts, name)
         except NoText as error:
-            raise ValueError(f"{name} must accept a text, got {show(self._source)}: {error}.") from None
+            raise ValueError(
+                f"{name} must accept a text, got {show(getattr(self, 'schema', self.pattern))}: {error}."
+            ) from None
         except BadPattern as error:
             rule, reason = "be a regular expression that outlines-core can build", error.reason_for(self.pattern)
             raise ValueError(f"{name}.pattern must {rule}, got {show(self.pattern)}: {reason}.") from None
-
-    @property
-    def _source(self) -> Any:
-        return self.pattern
 
 
 class JsonSchema(Regex):
@@ -106,10 +104,6 @@ class JsonSchema(Regex):
         super().__init__(schema_pattern(self.schema, Notation(space=whitespace, depth=depth)), tokenizer)
 
     schema: Any
-
-    @property
-    def _source(self) -> Any:
-        return json.dumps(self.schema)
 
 
 class Choice(Regex):

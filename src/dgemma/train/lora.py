@@ -255,19 +255,6 @@ def share_weights(model: DiffusionGemma) -> DiffusionGemma:
 
 
 @contextmanager
-def without_adapters(model: DiffusionGemma) -> Iterator[None]:
-    """Use the base weights alone within the context."""
-    adapted = list(adapted_modules(model))
-    try:
-        for name, module in adapted:
-            _set_module(model, name, module.base())
-        yield
-    finally:
-        for name, module in adapted:
-            _set_module(model, name, module)
-
-
-@contextmanager
 def start_weights(model: DiffusionGemma, start: DiffusionGemma | None, name: str) -> Iterator[DiffusionGemma]:
     """Yield the model as it was before training: `start`, or if it is None, the model without its adapters."""
     if start is not None:
@@ -275,8 +262,14 @@ def start_weights(model: DiffusionGemma, start: DiffusionGemma | None, name: str
         return
     rule, fix = "be a model if this one has no adapters", "Pass copy.deepcopy(model), made before training."
     require(is_adapted(model), name, rule, None, fix)
-    with without_adapters(model):
+    adapted = list(adapted_modules(model))
+    try:
+        for place, module in adapted:
+            _set_module(model, place, module.base())
         yield model
+    finally:
+        for place, module in adapted:
+            _set_module(model, place, module)
 
 
 def is_adapted(model: nn.Module) -> bool:

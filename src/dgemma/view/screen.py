@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple, TextIO
 
@@ -133,86 +133,65 @@ class Wrap:
 
     def __call__(self, inks: Iterable[Ink], columns: int) -> list[list[Ink]]:
         """Return lines of at most `columns` cells."""
-        filled = _Lines(columns, self._starts if columns == self._columns else set())
-        for index, ink in enumerate(inks):
-            filled.add(index, ink)
-        filled.end_word()
-        self._starts, self._columns = filled.starts, columns
-        return filled.lines
+        old_starts, starts = self._starts if columns == self._columns else set(), set()
+        lines: list[list[Ink]] = [[]]
+        used, overflowed = 0, False  # cells of the last line; True after a line that the last frame did not have
 
+        def break_line() -> None:
+            while lines[-1] and lines[-1][-1].text.isspace():
+                lines[-1].pop()
+            lines.append([])
 
-class _Lines:
-    """The lines of a frame while they are filled, and the pieces that begin them. `old_starts`: the last frame's."""
-
-    def __init__(self, columns: int, old_starts: set[int]) -> None:
-        self.lines: list[list[Ink]] = [[]]
-        self.starts: set[int] = set()
-        self._columns, self._old_starts = columns, old_starts
-        self._used = 0  # cells of the last line
-        self._word: list[Ink] = []  # the word that is not yet on a line
-        self._word_width = self._word_start = 0
-        self._overflowed = False  # True after a line that the last frame did not have
-        self._previous = " "
-
-    def add(self, index: int, ink: Ink) -> None:
-        """Add a piece of text."""
-        text, style, loose = ink
-        starts_word = loose or text[:1].isspace() or self._previous[-1:].isspace()
-        if loose:
-            self.end_word()
-        if index in self._old_starts and starts_word:
-            self.end_word()
-            if self._used and not self._overflowed:
-                self._new_line(index)
-                text = text.lstrip(" ")
-            self._overflowed = False
-        for part in re.findall(r"\n|[^\S\n]+|\S+", text):
-            if part == "\n":
-                self.end_word()
-                self._new_line()
-                self._overflowed = True
-            elif part.isspace():
-                self._add_space(part.replace("\t", _TAB), style, index)
+        for index, begins_piece, word in _words(inks, columns):
+            needed, is_space = sum(width(part.text) for part in word), word[0].text.isspace()
+            is_old_start = begins_piece and index in old_starts and used > 0 and not overflowed
+            overflowed = overflowed and not (begins_piece and index in old_starts)
+            if word[0].text == "\n":
+                break_line()
+                used, overflowed = 0, True
+            elif is_old_start or (used + needed > columns and (used or is_space)):
+                break_line()
+                starts.add(index)
+                overflowed = not is_old_start and (overflowed if is_space else index not in old_starts)
+                used = 0 if is_space else needed
+                lines[-1] += [] if is_space else word
             else:
-                self._add_letters(part, style, index)
-        if loose:
-            self.end_word()
-        self._previous = text or self._previous
+                lines[-1] += word
+                used += needed
+        self._starts, self._columns = starts, columns
+        return lines
 
-    def _add_space(self, spaces: str, style: str, index: int) -> None:
-        self.end_word()
-        if self._used + len(spaces) <= self._columns:
-            self.lines[-1].append(Ink(spaces, style))
-            self._used += len(spaces)
-        else:
-            self._new_line(index)
 
-    def _add_letters(self, letters: str, style: str, index: int) -> None:
-        """Add to the word. A word longer than a line is broken somewhere."""
-        for piece in [letters] if width(letters) + self._word_width <= self._columns else letters:
-            if self._word_width + width(piece) > self._columns:
-                self.end_word()
-            if not self._word:
-                self._word_start = index
-            self._word.append(Ink(piece, style))
-            self._word_width += width(piece)
+def _words(inks: Iterable[Ink], columns: int) -> Iterator[tuple[int, bool, list[Ink]]]:
+    """Yield words, spaces and line breaks: the piece that each begins in, whether it begins this piece, and its parts.
 
-    def end_word(self) -> None:
-        """Put the word on the last line, or on a new one if it does not fit."""
-        if self._used + self._word_width > self._columns and self._used:
-            self._new_line(self._word_start)
-            self._overflowed = self._word_start not in self._old_starts
-        self.lines[-1].extend(self._word)
-        self._used, self._word_width, self._word = self._used + self._word_width, 0, []
-
-    def _new_line(self, start: int | None = None) -> None:
-        """Begin a line. start: the number of its first piece, if that should begin a line in the next frame too."""
-        while self.lines[-1] and self.lines[-1][-1].text.isspace():
-            self.lines[-1].pop()
-        self.lines.append([])
-        self._used = 0
-        if start is not None:
-            self.starts.add(start)
+    A word of several pieces has several parts. A word longer than a line is cut somewhere.
+    """
+    word: list[Ink] = []
+    at, begins_piece, previous = 0, False, " "
+    for index, ink in enumerate(inks):
+        is_new = ink.loose or ink.text[:1].isspace() or previous[-1:].isspace()
+        if word and is_new:
+            yield at, begins_piece, word
+            word = []
+        for part in re.findall(r"\n|[^\S\n]+|\S+", ink.text):
+            used = sum(width(each.text) for each in word)
+            for piece in [part] if part.isspace() or used + width(part) <= columns else part:
+                if word and (piece.isspace() or sum(width(each.text) for each in word) + width(piece) > columns):
+                    yield at, begins_piece, word
+                    word = []
+                if not word:
+                    at, begins_piece, is_new = index, is_new, False
+                word.append(Ink(piece.replace("\t", _TAB), ink.style))
+                if piece.isspace():
+                    yield at, begins_piece, word
+                    word = []
+        if word and ink.loose:
+            yield at, begins_piece, word
+            word = []
+        previous = ink.text or previous
+    if word:
+        yield at, begins_piece, word
 
 
 def _fit(line: Sequence[Ink], columns: int) -> list[Ink]:
