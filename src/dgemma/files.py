@@ -107,6 +107,18 @@ def parse_json(text: str, owner: str) -> dict[str, Any]:
     return content
 
 
+def read_json_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
+    """Yield the place and the value of each line of a file of JSON lines, without empty lines."""
+    with open_file(path) as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    value = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise ValueError(f"{_name(path)}:{number} must be JSON, got {printable(str(error))}.") from None
+                yield f"{_name(path)}:{number}", value
+
+
 @contextmanager
 def open_tensors(path: str | Path, *, device: str = "cpu") -> Iterator[Any]:
     """Open a safetensors file as `safe_open` does; raise ValueError for a damaged one.

@@ -76,7 +76,7 @@ def test_a_file_of_prompts_gives_a_file_of_results_that_the_command_completes(co
     assert sorted(out.read_bytes().splitlines()) == sorted(whole.splitlines())
     assert "instead of 3" in command(*words, "--seed", "4").err
     prompts.write_text('"Once"\n\n{"text": "It was"}\n')
-    assert "in line 3." in command(*words[:-1], tmp_path / "other.jsonl").err
+    assert ":3 must be a prompt" in command(*words[:-1], tmp_path / "other.jsonl").err
     assert "must be used together" in command("generate", "--input", prompts).err
 
 

@@ -116,10 +116,7 @@ class Choice(Regex):
         is_list = isinstance(options, Collection) and not isinstance(options, str) and len(options) > 0
         are_texts = is_list and all(isinstance(option, str) for option in options)
         require(are_texts, "Choice.options", "be texts, at least one", options)
-        object.__setattr__(self, "options", tuple(options))
         super().__init__("|".join(map(re.escape, dict.fromkeys(options))), tokenizer)
-
-    options: tuple[str, ...]
 
 
 class Grammar(Regex):
@@ -133,10 +130,7 @@ class Grammar(Regex):
 
     def __init__(self, grammar: str, tokenizer: Any, *, depth: int = 4) -> None:
         require(isinstance(grammar, str), "Grammar.grammar", "be a text in Lark's notation", grammar)
-        object.__setattr__(self, "grammar", grammar)
         super().__init__(grammar_pattern(grammar, depth), tokenizer)
-
-    grammar: str
 
 
 class ToolCalls(Regex):

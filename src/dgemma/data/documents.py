@@ -1,7 +1,6 @@
 """Documents of .txt files, whole or split at a separator, and of .jsonl files and datasets: texts, prompts or chats."""
 
 import io
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,7 +8,7 @@ from typing import Any, NamedTuple
 from dgemma.checkpoint.images import take_images
 from dgemma.checkpoint.tokenizer import explained
 from dgemma.checks import require, typed
-from dgemma.files import open_file
+from dgemma.files import open_file, read_json_lines
 from dgemma.printing import install_command
 
 _CHUNK = 1 << 20  # characters per read
@@ -129,15 +128,8 @@ def _document(pieces: list[str]) -> Iterator[Document]:
 
 
 def _read_jsonl(path: Path) -> Iterator[Document]:
-    with io.TextIOWrapper(open_file(path), encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                item = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}:{number} must be a JSON object, got {error}.") from None
-            yield from _read_item(item, f"{path}:{number}")
+    for place, item in read_json_lines(path):
+        yield from _read_item(item, place)
 
 
 def _read_item(item: Any, place: str) -> Iterator[Document]:

@@ -19,7 +19,7 @@ from dgemma.checkpoint.identity import fingerprint
 from dgemma.checkpoint.images import encode_text, image_digest, processor_of, take_images
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import as_int, as_lists, check_types, require, short_repr, show
-from dgemma.files import open_file
+from dgemma.files import read_json_lines
 from dgemma.many.batch import Batch, BatchRow
 from dgemma.many.prefixes import SharedPrefixes
 from dgemma.many.run_file import RunFile
@@ -113,23 +113,18 @@ class PromptFile:
         self.path, self.as_chats = Path(path), as_chats
 
     def __len__(self) -> int:
-        with open_file(self.path) as lines:
-            return sum(1 for line in lines if line.strip())
+        return sum(1 for _ in read_json_lines(self.path))
 
     def __iter__(self) -> Iterator[Any]:
-        with open_file(self.path) as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    try:
-                        entry = dict(_as_entry(json.loads(line), "a line"))
-                    except (ValueError, RecursionError):
-                        raise ValueError(
-                            f'{self.path} must hold a prompt per line, such as {{"prompt": "Once"}} or {{"messages": '
-                            f"[...]}}, got {show(line[:50].decode(errors='replace'))} in line {number}."
-                        ) from None
-                    if self.as_chats and "prompt" in entry:
-                        entry["messages"] = [{"role": "user", "content": entry.pop("prompt")}]
-                    yield entry
+        for place, line in read_json_lines(self.path):
+            try:
+                entry = dict(_as_entry(line, "a line"))
+            except ValueError:
+                rule = 'be a prompt, such as {"prompt": "Once"} or {"messages": [...]}'
+                raise ValueError(f"{place} must {rule}, got {show(line)}.") from None
+            if self.as_chats and "prompt" in entry:
+                entry["messages"] = [{"role": "user", "content": entry.pop("prompt")}]
+            yield entry
 
 
 def _as_entry(prompt: Any, owner: str) -> Mapping[str, Any]:

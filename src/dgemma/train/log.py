@@ -134,7 +134,6 @@ class TrainResult:
     checkpoint: Path  # the last one, from which the same call continues
     final: Path | None  # for `from_pretrained` or `load_lora`; None if interrupted
     log: TrainLog
-    averaged: bool  # whether the model now has the average of its weights
     tokens_per_second: float  # in this call, over all processes, without saving and evaluating
     evaluation: Mapping[str, float] = field(default_factory=dict)  # the last one
 

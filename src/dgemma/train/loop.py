@@ -353,7 +353,6 @@ class _Run:
             checkpoint=last,
             final=final,
             log=self.log,
-            averaged=average is not None,
             tokens_per_second=self.tokens / self.seconds if self.seconds else 0.0,
             evaluation=self.evaluation,
         )

@@ -101,8 +101,10 @@ def test_problems_are_read_from_json_lines(tmp_path):
     texts = [tokenizer.decode(row[:length]) for row, (_, length) in zip(batch.tokens, batch.spans, strict=True)]
     assert sorted(texts) == ["10+3=", "2+3="]
     path.write_text('{"prompt": "2+3="}')
-    with pytest.raises(ValueError, match=r'line 1, must be an object with "answer" and either "prompt" or "messages"'):
+    with pytest.raises(
+        ValueError, match=r'sums.jsonl:1 must be an object with "answer" and either "prompt" or "messages"'
+    ):
         Problems.read(path, tokenizer, batch_size=1)
     path.write_text('{"messages": [], "answer": 5}')
-    with pytest.raises(ValueError, match=r"sums.jsonl, line 1: Tokenizer.chat messages must hold at least one turn"):
+    with pytest.raises(ValueError, match=r"sums.jsonl:1: Tokenizer.chat messages must hold at least one turn"):
         Problems.read(path, tokenizer, batch_size=1)

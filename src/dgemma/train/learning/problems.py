@@ -1,7 +1,6 @@
 """Prompts with answers, for learning from runs: a source of batches in which each row is one prompt."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import Tensor
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import Count, check_types, require, require_field, typed
 from dgemma.diffusion import draws
-from dgemma.files import open_file
+from dgemma.files import read_json_lines
 from dgemma.train.batch import TrainBatch
 
 
@@ -50,18 +49,16 @@ class Problems:
         Example: `Problems.read("sums.jsonl", tokenizer, batch_size=16)`.
         """
         prompts, answers = [], []
-        with open_file(Path(path)) as lines:
-            for number, text in enumerate(lines, start=1):
-                if text.strip():
-                    place = f"{path}, line {number}"
-                    line = _read_line(text, f"{place},")
-                    try:
-                        is_text = "prompt" in line
-                        prompt = tokenizer.encode(line["prompt"]) if is_text else tokenizer.chat(line["messages"])
-                    except ValueError as error:
-                        raise ValueError(f"{place}: {error}") from None
-                    prompts.append(prompt)
-                    answers.append(line["answer"])
+        for place, line in read_json_lines(path):
+            fields = line if isinstance(line, dict) else {}
+            is_text, is_chat = isinstance(fields.get("prompt"), str), isinstance(fields.get("messages"), list)
+            rule = 'be an object with "answer" and either "prompt" or "messages"'
+            require("answer" in fields and is_text != is_chat, place, rule, line)
+            try:
+                prompts.append(tokenizer.encode(line["prompt"]) if is_text else tokenizer.chat(line["messages"]))
+            except ValueError as error:
+                raise ValueError(f"{place}: {error}") from None
+            answers.append(line["answer"])
         require(bool(prompts), str(path), "hold prompts and answers", "no line")
         return cls(prompts=prompts, answers=answers, batch_size=batch_size, updates=updates, seed=seed)
 
@@ -89,14 +86,3 @@ def _order(seed: int, count: int, epoch: int) -> list[int]:
     key, block, step = (torch.tensor([number]) for number in (seed, 0, epoch))
     draw = draws.uniform(key, block, step, count, "order")
     return draw[0].argsort(stable=True).tolist()
-
-
-def _read_line(text: bytes, place: str) -> Mapping[str, Any]:
-    try:
-        line = json.loads(text)
-    except (ValueError, RecursionError):
-        line = None
-    is_problem = isinstance(line, dict) and "answer" in line and ("prompt" in line) != ("messages" in line)
-    is_problem = is_problem and isinstance(line.get("prompt", ""), str) and isinstance(line.get("messages", []), list)
-    require(is_problem, place, 'be an object with "answer" and either "prompt" or "messages"', text[:80])
-    return line
