@@ -35,7 +35,10 @@ def save_pretrained(model: DiffusionGemma, path: str | Path, *, max_shard_size: 
     stays. If the process is killed, the folder holds the old weights or the new ones, never a mixture. The config is
     replaced separately, so a kill in between can leave new weights with the old config, or the reverse.
     """
-    shards = _pack(_tensors_to_save(model), _num_bytes(max_shard_size))
+    tensors = {published_name(name): weight for name, weight in check_tensors(model).items()}
+    for name, weight in quantized_weights(model):
+        tensors |= compressed_tensors.published_tensors(published_name(name), weight)
+    shards = _pack(tensors, _num_bytes(max_shard_size))
     folder = Path(path).expanduser()
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -72,13 +75,6 @@ def _published_config(model: DiffusionGemma) -> dict[str, Any]:
     if quantized:
         config["quantization_config"] = compressed_tensors.describe_weights(quantized)
     return config
-
-
-def _tensors_to_save(model: DiffusionGemma) -> dict[str, Tensor]:
-    tensors = {published_name(name): weight for name, weight in check_tensors(model).items()}
-    for name, weight in quantized_weights(model):
-        tensors |= compressed_tensors.published_tensors(published_name(name), weight)
-    return tensors
 
 
 def check_tensors(model: DiffusionGemma) -> dict[str, Tensor]:

@@ -163,11 +163,6 @@ def positive(most: float = math.inf) -> Callable[[str], float]:
     return _number(float, f"must be a number above 0{bound}", lambda number: 0 < number <= most and number != math.inf)
 
 
-def some_text(text: str) -> str:
-    """Read a text that is not empty."""
-    return text or _refuse("must not be empty")
-
-
 def device(text: str) -> str:
     """Read the name of a device. `pick_device` checks that it exists, because that needs torch."""
     return text if re.fullmatch(r"(cpu|cuda)(:\d+)?", text) else _refuse(f"must be cpu, cuda or cuda:N, got {text!r}")
@@ -220,7 +215,7 @@ READERS: dict[str, Callable[[str], Any]] = {
     "positive": positive(),
     "level": positive(1.0),
     "share": _number(float, "must be a number above 0 and below 1", lambda number: 0 < number < 1),
-    "text": some_text,
+    "text": lambda text: text or _refuse("must not be empty"),
     "device": device,
     "sampler": sampler,
     "path": Path,

@@ -111,9 +111,6 @@ class TextSource:
         """Return the start of a row, in canvases from the epoch's start."""
         return place // 2 * (2 * self.num_canvases - 1) + place % 2 * self.num_canvases
 
-    def _starts_row(self, position: int) -> bool:
-        return position % self._ring_len % (2 * self.num_canvases - 1) in (0, self.num_canvases)
-
     def _row(self, place: int, ring_start: int, context: int, shift: int) -> "_PackedRow":
         """Build a row from pieces of documents, of which the first starts `shift` tokens early.
 
@@ -134,7 +131,8 @@ class TextSource:
             count = min(int(self._canvases[number + 1]) - canvas, end - position)
             # If the document starts a row, its begin-of-text is context and in no canvas, unless its last canvas would
             # then be empty.
-            lead = int(self._starts_row(position - index) and (len(text) - 1) % self.canvas_len > 0)
+            begins = (position - index) % self._ring_len % (2 * self.num_canvases - 1)
+            lead = int(begins in (0, self.num_canvases) and (len(text) - 1) % self.canvas_len > 0)
             if index == 0:
                 start, read, num_frozen = lead, lead, 1 - lead
             else:  # Continues a document. Its second row starts `shift` tokens early, so all later rows do as well.

@@ -13,7 +13,7 @@ import numpy as np
 
 from dgemma.checkpoint.images import ImageProcessor, encode_text, is_data_url
 from dgemma.checkpoint.tokenizer import IMAGE_MARKER, Tokenizer
-from dgemma.checks import check_types, require, typed
+from dgemma.checks import Checked, require, typed
 from dgemma.data.documents import Document, list_files
 from dgemma.files import crc32_of, map_array, new_file, open_file, read_array, read_json, write_json, writing
 from dgemma.model.vision.images import Images
@@ -26,15 +26,12 @@ _SAMPLE = 10_000  # characters whose tokens identify a tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageFiles:
+class ImageFiles(Checked):
     """The pictures of documents. They are read when they are needed."""
 
     paths: list[list[str]]  # of each document
     processor: ImageProcessor
     image_token_id: int
-
-    def __post_init__(self) -> None:
-        check_types(self)
 
     @classmethod
     def from_dict(cls, stored: Any, num_documents: int, place: str) -> "ImageFiles":

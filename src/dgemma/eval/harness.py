@@ -230,8 +230,9 @@ class DiffusionLM(TemplateLM):
         bounds = [entry["bound_error"] for entry in self._details if entry.get("bound_error") is not None]
         found: dict[str, float | int] = {"requests": len(self._details)}
         if written:
-            found["tokens_per_forward"] = sum(entry["tokens"] for entry in written) / sum(map(_steps, written))
-            found["steps_per_request"] = sum(map(_steps, written)) / len(written)
+            num_steps = sum(sum(entry["steps"]) for entry in written)
+            found["tokens_per_forward"] = sum(entry["tokens"] for entry in written) / num_steps
+            found["steps_per_request"] = num_steps / len(written)
         if bounds:
             found["mean_bound_error"] = sum(bounds) / len(bounds)
         return found
@@ -406,10 +407,6 @@ def _rows(pairs: Sequence[Pair], pad: int) -> TrainBatch:
 def _describe(score: Score) -> dict[str, Any]:
     value, error = score.bound or (None, None)
     return {"bound": value, "bound_error": error, "causal": score.causal, "is_greedy": score.is_greedy}
-
-
-def _steps(entry: dict[str, Any]) -> int:
-    return sum(entry["steps"])
 
 
 def _cut(text: str, until: Iterable[str]) -> str:

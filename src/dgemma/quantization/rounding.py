@@ -130,7 +130,6 @@ def gptq(
     *,
     group_size: int = 64,
     symmetric: bool = True,
-    scale_dtype: torch.dtype = torch.bfloat16,
 ) -> IntWeight:
     """Round a weight (..., N, K) to int4 with GPTQ: each column's rounding error is moved to later columns.
 
@@ -142,13 +141,11 @@ def gptq(
     check_weight(weight, group_size, "gptq")
     tensors = weight.detach().reshape(-1, *shape[-2:]), second_moments.reshape(-1, width, width)
     parts = zip(*(tensor.split(_EXPERTS_AT_ONCE) for tensor in tensors), strict=True)
-    coded = (_calibrated(part, moments, group_size, symmetric, scale_dtype) for part, moments in parts)
+    coded = (_calibrated(part, moments, group_size, symmetric) for part, moments in parts)
     return _int_weight(coded, shape, bits=4, symmetric=symmetric)
 
 
-def _calibrated(
-    weight: Tensor, moments: Tensor, group_size: int, symmetric: bool, scale_dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+def _calibrated(weight: Tensor, moments: Tensor, group_size: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes (E, N, K / 2), scales and zero points (E, N, G) of weights (E, N, K)."""
     rest, factor = weight.float().clone(), _inverse_factor(moments.float())
     codes = torch.empty(rest.shape, dtype=torch.uint8, device=weight.device)
@@ -156,7 +153,7 @@ def _calibrated(
     for start in range(0, rest.shape[-1], group_size):
         group = slice(start, start + group_size)
         block, errors = rest[..., group], torch.empty_like(rest[..., group])
-        scale, zero = choose_scale(block, bits=4, symmetric=symmetric, scale_dtype=scale_dtype)
+        scale, zero = choose_scale(block, bits=4, symmetric=symmetric, scale_dtype=torch.bfloat16)
         for column in range(group_size):
             at = start + column
             exact = block[..., column]
@@ -166,7 +163,7 @@ def _calibrated(
             block[..., column + 1 :] -= error[..., None] * factor[:, None, at, at + 1 : group.stop]
             errors[..., column] = error
         rest[..., group.stop :] -= errors @ factor[:, group, group.stop :]
-        scales.append(scale.to(scale_dtype))
+        scales.append(scale.to(torch.bfloat16))
         zeros.append(zero.to(torch.uint8))
     return pack_nibbles(codes), torch.stack(scales, dim=-1), torch.stack(zeros, dim=-1)
 

@@ -58,8 +58,6 @@ def denoise_canvas(
     """Step a canvas until every row is done or out of steps. Finished rows are removed from the batch.
 
     It yields each `StepRecord`, and accepts changes in the same way as `stream`.
-
-    Example: `for record in denoise_canvas(model, state, cache, knobs): print(record.state.draft)`.
     """
     denoising, device = Denoising(model, state, cache, knobs), state.device
     here = list(range(state.batch_size))  # the rows that are still in the batch

@@ -21,8 +21,6 @@ class Rows:
     """The rows of a plan, which start together and are committed block by block.
 
     `generate` runs one `Rows` for its batch. The `Batch` of many prompts has one per prompt.
-
-    Example: `rows = Rows(plan); cache = rows.encode(model); state = rows.start(model, plan.knobs)`.
     """
 
     def __init__(self, plan: Plan) -> None:

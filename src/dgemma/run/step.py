@@ -171,8 +171,6 @@ def judge(prediction: Prediction, state: DenoiseState) -> Tensor:
     """Summarise a step for the loop as (3, B) int64.
 
     It holds, per row, the steps left (0 once done), 1 for a NaN prediction, and 1 for ids outside the vocabulary.
-
-    Example: `steps_left, broken, stray = judge(prediction, state).tolist()`.
     """
     steps_left = (state.num_steps - state.step).clamp(min=0).masked_fill(state.done, 0)
     broken = prediction.entropy.isnan().any(-1)

@@ -35,11 +35,12 @@ class GrowingText:
         end = next((at for at, token in enumerate(written.tokens, start=1) if token in eos), None)
         tokens = written.tokens[: min(self._max_tokens, end or len(written.tokens))]
         text, self.reply = self._read(tokens)
-        stops_at = self._find_stop(text)
+        stops_at = self._find_stop(tokens)
         if stops_at is not None:
             text = text[:stops_at]
             # The first tokens whose text has the stop string are the answer's.
-            tokens = tokens[: bisect_left(range(len(tokens)), True, key=lambda end: self._has_stop(tokens[:end]))]
+            ends = range(len(tokens))
+            tokens = tokens[: bisect_left(ends, True, key=lambda end: self._find_stop(tokens[:end]) is not None)]
         self.text, self.steps, self.num_tokens = text, written.steps, len(tokens)
         # A constraint also holds for a text without its stop token, for which there may be no room.
         num_written = len(written.tokens) if end is None else end - 1
@@ -67,12 +68,10 @@ class GrowingText:
         reply = self._tokenizer.reply(text) if self._as_reply else None
         return text if reply is None else reply.answer, reply
 
-    def _find_stop(self, text: str) -> int | None:
-        """Return where the first stop string begins, None if the text has none."""
+    def _find_stop(self, tokens: list[int]) -> int | None:
+        """Return where the first stop string begins in the text of tokens, None if it has none."""
+        text, _ = self._read(tokens)
         return min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
-
-    def _has_stop(self, tokens: list[int]) -> bool:
-        return self._find_stop(self._read(tokens)[0]) is not None
 
     def _safe_end(self, stop: str) -> int:
         """Return the length of the text without the longest beginning of a string at its end."""

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from torch import Tensor
+from torch import Tensor, nn
 
 from dgemma.checks import read_device, require, short_repr, typed
 from dgemma.model.attention import Attention, Mask
 from dgemma.model.backbone import Layer
 from dgemma.model.diffusion import DiffusionGemma
-from dgemma.model.experts import Router, Routing
+from dgemma.model.experts import Routing
 
 Layers = bool | Sequence[int]
 
@@ -56,10 +56,6 @@ class Observation:
     def steps(self) -> list[Pass]:
         return [one for one in self.passes if not one.causal]
 
-    @property
-    def _pass(self) -> Pass | None:
-        return self._current if threading.get_ident() == self._thread else None
-
     def _begin(self, layer: Layer, args: tuple[Any, ...]) -> None:
         if threading.get_ident() != self._thread:
             return
@@ -69,19 +65,16 @@ class Observation:
             self._current = Pass(causal=causal, embedded=self._keep(x))
             self.passes.append(self._current)
 
-    def _see_residual(self, index: int, layer: Layer, args: Any, output: tuple[Tensor, ...]) -> None:
-        if (current := self._pass) is not None:
-            current.residuals[index] = self._keep(output[0])
-
-    def _see_attention(self, index: int, module: Attention, args: Any, output: Any) -> None:
-        if (current := self._pass) is not None:
-            current.attention[index] = self._keep(attention_weights(module, *args))
-
-    def _see_router(self, index: int, router: Router, args: Any, output: Routing) -> None:
-        if (current := self._pass) is not None:
-            batch_size = len(current.embedded)
-            parts = (self._keep(part.unflatten(0, (batch_size, -1))) for part in output)
-            current.router[index] = Routing(*parts)
+    def _see(self, name: str, index: int, module: nn.Module, args: Any, output: Any) -> None:
+        if self._current is None or threading.get_ident() != self._thread:
+            return
+        batch_size = len(self._current.embedded)
+        value = {
+            "residuals": lambda: self._keep(output[0]),
+            "attention": lambda: self._keep(attention_weights(module, *args)),  # type: ignore[arg-type]
+            "router": lambda: Routing(*(self._keep(part.unflatten(0, (batch_size, -1))) for part in output)),
+        }[name]()
+        getattr(self._current, name)[index] = value
 
     def _keep(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
@@ -123,14 +116,10 @@ def observe(
     handles = [model.layers[0].register_forward_pre_hook(observation._begin)]
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, Layer)
-        places: tuple[tuple[str, torch.nn.Module, Any], ...] = (
-            ("residuals", layer, observation._see_residual),
-            ("attention", layer.self_attn, observation._see_attention),
-            ("router", layer.router, observation._see_router),
-        )
-        for name, module, see in places:
+        places: dict[str, nn.Module] = {"residuals": layer, "attention": layer.self_attn, "router": layer.router}
+        for name, module in places.items():
             if index in wanted[name]:
-                handles.append(module.register_forward_hook(partial(see, index)))
+                handles.append(module.register_forward_hook(partial(observation._see, name, index)))
     try:
         yield observation
     finally:

@@ -29,10 +29,6 @@ class Blank(NamedTuple):
 
     options: list[list[int]]
 
-    @property
-    def num_lengths(self) -> int:
-        return len(set(map(len, self.options)))
-
 
 Piece = list[int] | Blank  # fixed tokens, or a slot
 
@@ -77,8 +73,8 @@ def layouts_of(pieces: Sequence[Piece], places: Sequence[int], canvas_len: int, 
     options differ in length, at most `horizon` fixed tokens after them are scored, and later ones are hidden.
     """
     blanks = [piece.options for place, piece in enumerate(pieces) if place in places and isinstance(piece, Blank)]
-    uneven = [place for place in places if isinstance(piece := pieces[place], Blank) and piece.num_lengths > 1]
-    first_uneven = min(uneven, default=len(pieces))
+    lengths = [(place, {*map(len, options)}) for place, options in zip(places, blanks, strict=True)]
+    first_uneven = min((place for place, found in lengths if len(found) > 1), default=len(pieces))
     found = []
     for combination in itertools.product(*blanks):
         layout, options = Layout([], [], []), iter(combination)
@@ -140,7 +136,8 @@ class Scorer:
             chunk = work[start : start + self.batch_size]
             for factor, log_prob in self._predict(cache, chunk, seeds, block):
                 found.setdefault(factor, []).append(log_prob)
-        return {factor: _log_mean(values) for factor, values in found.items()}
+        draws_of = torch.tensor([*found.values()], dtype=torch.float64).reshape(-1, self.num_draws)
+        return dict(zip(found, (draws_of.logsumexp(1) - math.log(self.num_draws)).tolist(), strict=True))
 
     def _predict(
         self, cache: Cache, work: list[tuple[list[Factor], int]], seeds: Sequence[int], block: int
@@ -167,11 +164,3 @@ class Scorer:
         positions = [factor.position for _, factor in asked]
         values = log_probs[[at for at, _ in asked], positions, columns].tolist()
         return [(factor, value) for (_, factor), value in zip(asked, values, strict=True)]
-
-
-def _log_mean(values: list[float]) -> float:
-    """The logarithm of the mean of the exponentials."""
-    top = max(values)
-    if top == -math.inf:
-        return top
-    return top + math.log(math.fsum(math.exp(value - top) for value in values) / len(values))

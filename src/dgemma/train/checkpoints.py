@@ -125,7 +125,8 @@ class Checkpoints:
             raise ValueError(self._damaged(path, str(error).rstrip("."))) from None
         step, files, planned = run.get("step"), run.get("files"), run.get("planned steps")
         fits = type(step) is int and self.path(step).name == path.name and isinstance(planned, int | None)
-        fits = fits and isinstance(files, dict) and bool(files) and all(map(_is_plain_name, files))
+        are_files = isinstance(files, dict) and all(Path(name).name == name == printable(name) for name in files)
+        fits = fits and are_files and bool(files)
         seconds = as_number(run.get("seconds", 0.0))
         if not fits or seconds is None or not 0 <= seconds < math.inf:
             raise ValueError(self._damaged(path, f"{_RUN_FILE} has a wrong step, files or time plan"))
@@ -168,10 +169,6 @@ class Checkpoints:
         before = [step for step in self.steps() if step < int(path.name.removeprefix("step-"))]
         fallback = f"continue from {self.path(before[-1]).name}" if before else "begin again"
         return f"{path} must be a complete checkpoint, but {why}. Delete that folder to {fallback}."
-
-
-def _is_plain_name(name: str) -> bool:
-    return Path(name).name == name and printable(name) == name
 
 
 def _is_unchanged(path: Path, crc32: Any) -> bool:

@@ -76,7 +76,10 @@ class FullySharded(Parallel):
         """Leave the process group. Raise a RuntimeError if another process was lost."""
         if error is None:
             dist.destroy_process_group()
-        elif isinstance(error, RuntimeError) and _lost_connection(error):
+        elif isinstance(error, dist.DistError) or (
+            # Errors of gloo are plain RuntimeErrors.
+            isinstance(error, RuntimeError) and ("Connection closed by peer" in str(error) or "gloo" in str(error))
+        ):
             raise RuntimeError(
                 f"Process {self.rank} of {self.world_size} lost another process, which died or hangs. The message of "
                 "that process is above, or on its machine. Start the same command again to continue from the last "
@@ -114,7 +117,7 @@ class FullySharded(Parallel):
         fully_shard(self._root, mesh=self._mesh, mp_policy=root)
         self._vision = getattr(model, "vision", None)
         if self._vision is not None:
-            self._vision.register_forward_hook(self._note_images)
+            self._vision.register_forward_hook(lambda *_: setattr(self, "_has_images", True))
         # If one process ran the layers less often than the others, the others would wait forever.
         layers[0].register_forward_pre_hook(lambda *_: self._meet(into_layers=True), prepend=True)
         for module in self._root.modules():
@@ -147,9 +150,6 @@ class FullySharded(Parallel):
             for weight in self._vision.parameters():
                 weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
         return result
-
-    def _note_images(self, *_: Any) -> None:
-        self._has_images = True
 
     @torch.compiler.disable
     def _meet(self, *, into_layers: bool) -> None:
@@ -231,12 +231,6 @@ def _launched() -> tuple[int, int, int]:
             "`parallel` for one process."
         )
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
-
-
-def _lost_connection(error: RuntimeError) -> bool:
-    """Return True for errors of a lost process; those of gloo are plain RuntimeErrors."""
-    text = str(error)
-    return isinstance(error, dist.DistError) or "Connection closed by peer" in text or "gloo" in text
 
 
 def spread_experts(experts: Experts, mesh: DeviceMesh) -> None:

@@ -80,7 +80,11 @@ class Likelihood:
         nelbo = self._per_token(rows.nats, rows.tokens)
         if len(rows.tokens) > 1 or self.num_samples == 1:
             return nelbo
-        return nelbo._replace(error=_error_over_levels(rows.by_sample[0], self.confidence) / int(rows.tokens))
+        # Stratified levels have different means, which differences of neighbours contain least.
+        levels = rows.by_sample[0]
+        variance = (levels - levels.roll(1)).square().sum() / 2
+        error = half_width(self.confidence, len(levels) - 1) * float(variance) ** 0.5
+        return nelbo._replace(error=error / int(rows.tokens))
 
     @cached_property
     def causal(self) -> Estimate:
@@ -232,12 +236,3 @@ def mean_of_rows(
         return Curve(edges=edges, nats=mean, error=torch.full_like(mean, torch.inf))
     variance = residual.square().sum(0) * count / (count - 1)
     return Curve(edges=edges, nats=mean, error=half_width(confidence, count - 1) * variance.sqrt() / total)
-
-
-def _error_over_levels(nats: Tensor, confidence: float) -> float:
-    """The half-width of the interval of a sum over noise levels (n,), from the differences of neighbouring levels.
-
-    Stratified levels have different means, which differences of neighbours contain least.
-    """
-    variance = (nats - nats.roll(1)).square().sum() / 2
-    return half_width(confidence, len(nats) - 1) * float(variance) ** 0.5

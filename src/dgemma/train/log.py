@@ -178,13 +178,10 @@ def summary(counts: Tensor) -> list[dict[str, Any]]:
 
     The evenness is the entropy of the shares over log E; it is 1 if all experts are chosen equally often.
     """
-    layers = []
-    for choices in counts.tolist():
-        shares = [count / max(1, sum(choices)) for count in choices]
-        entropy = -sum(share * math.log(share) for share in shares if share > 0)
-        evenness = entropy / math.log(len(shares)) if len(shares) > 1 else 1.0
-        layers.append({"evenness": evenness, "load": shares})
-    return layers
+    shares = counts.double() / counts.sum(1, keepdim=True).clamp(min=1)
+    most = math.log(counts.shape[1])
+    evenness = torch.special.entr(shares).sum(1) / most if most else torch.ones(len(counts))
+    return [{"evenness": one, "load": load} for one, load in zip(evenness.tolist(), shares.tolist(), strict=True)]
 
 
 def _count(router: Any, inputs: Any, routing: Routing) -> None:

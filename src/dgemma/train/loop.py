@@ -215,7 +215,9 @@ class _Run:
                 self._plan()
                 bar.total = self.steps
                 stop = self.parallel.any(stop) and self.step != self.steps
-                is_read = stop or self._due(config.log_every) or self._is_late()
+                # Several processes must read together, so their clocks do not count.
+                is_late = self.parallel.world_size == 1 and time.perf_counter() - self.clock > _LONGEST_UNREAD
+                is_read = stop or self._due(config.log_every) or is_late
                 if is_read:
                     bar.set_postfix_str(self.describe(self.read()))
                 if evaluate is not None and self._due(config.evaluate_every):
@@ -229,10 +231,6 @@ class _Run:
 
     def _due(self, every: int | None) -> bool:
         return self.step == self.steps or (every is not None and self.step % every == 0)
-
-    def _is_late(self) -> bool:
-        """Return True if the last reading was long ago; False for several processes, which must read together."""
-        return self.parallel.world_size == 1 and time.perf_counter() - self.clock > _LONGEST_UNREAD
 
     def _is_unsaved(self) -> bool:
         """Return True if the last checkpoint is old. All processes must call this at the same step."""

@@ -202,6 +202,5 @@ def _copy(file: Any, name: str, part: TensorPart, offset: Sequence[int], target:
 
 def _is_first_copy(tensor: Any) -> bool:
     """Return True unless another process earlier in the mesh holds the same part of a DTensor."""
-    coordinate = tensor.device_mesh.get_coordinate()
-    copies = zip(coordinate, tensor.placements, strict=True)
+    copies = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
     return all(index == 0 for index, placement in copies if placement.is_replicate())

@@ -94,7 +94,8 @@ def to_html(
             }
             for one, its in zip(rows, frames, strict=True)
         ],
-        "about": _about(trajectory),
+        "about": f"{label(plan.knobs.sampler)} · {plan.noise.kind} noise · canvas of {plan.canvas_len} · at most "
+        f"{plan.num_steps} steps",
         "canvasLen": plan.canvas_len,
         "top": trajectory.top,
         "maxEntropy": math.log(plan.noise.vocab_size),
@@ -193,12 +194,6 @@ def _text(frames: Frames, pieces: Pieces) -> str:
     between = " " if pieces.tokenizer is None else ""
     lines = (pieces(line[:kept]) for line, kept in zip(frames.final.tolist(), frames.kept, strict=True))
     return between.join(text for line in lines for text in line)
-
-
-def _about(trajectory: Trajectory) -> str:
-    plan = trajectory.plan
-    sampler = label(plan.knobs.sampler)
-    return f"{sampler} · {plan.noise.kind} noise · canvas of {plan.canvas_len} · at most {plan.num_steps} steps"
 
 
 def _colours() -> str:

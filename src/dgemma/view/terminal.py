@@ -178,7 +178,8 @@ class LiveView(View):
 
     def _ink(self, position: _Position, piece: str) -> Ink:
         if position.decided:
-            return Ink("" if self._is_frame(position.token) else piece, self._style(position))
+            is_frame = self._pieces.tokenizer is not None and self._decode([position.token]) == ""  # or a turn marker
+            return Ink("" if is_frame else piece, self._style(position))
         if position.confidence >= _SHOWN_FROM:
             return Ink(piece.replace("\n", "⏎"), self._style(position))
         gap = " " if self._room > 1 else ""
@@ -230,10 +231,6 @@ class LiveView(View):
             if position.token in self._ends and position.decided and position.confidence >= _SHOWN_FROM
         )
         return next(ends, len(self._canvas.positions))
-
-    def _is_frame(self, token: int) -> bool:
-        """Return whether `decode` drops the token: padding or a turn marker."""
-        return self._pieces.tokenizer is not None and self._pieces.tokenizer.decode([token]) == ""
 
     def _decode(self, tokens: list[int]) -> str:
         tokenizer = self._pieces.tokenizer

@@ -81,7 +81,7 @@ def search(
         cells, who = cells[..., alive], who[alive]
         open_cells = (cells & (cells - 1)) != 0
         solved = ~open_cells.any((0, 1, 2, 3))
-        grids[who[solved]] = _digit(cells[..., solved]).reshape(81, -1).T
+        grids[who[solved]] = (np.bitwise_count(cells[..., solved] - 1) + 1).reshape(81, -1).T  # the digit of one bit
         np.add.at(counts, who[solved], 1)
         children, parents = _branch(cells[..., ~solved], rng)
         nodes = np.concatenate((nodes, children), axis=-1)
@@ -161,8 +161,3 @@ def _branch(cells: Cells, rng: np.random.Generator | None) -> tuple[Cells, NDArr
     children = flat[:, owner]
     children[cell[owner], np.arange(owner.size)] = digit[which, owner]
     return children.reshape(3, 3, 3, 3, -1), owner
-
-
-def _digit(bits: NDArray[np.uint16]) -> NDArray[np.int8]:
-    """Return the digit 1 to 9 of one bit."""
-    return (np.bitwise_count(bits - 1) + 1).astype(np.int8)
