@@ -25,7 +25,7 @@ from dgemma.constraints.token_automaton import TokenAutomaton, unite
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.span import Span
 
-_MOST_BYTES = 1 << 26  # of converted automata that are kept for later runs; an engine's tables take as much again
+_MOST_BYTES = 1 << 27  # of converted automata that are kept for later runs; an engine's tables take as much again
 Constraint = Regex | Sequence[Regex | None] | None
 
 
@@ -57,7 +57,7 @@ class RunLanguage(NamedTuple):
     def to(self, device: torch.device) -> "RunLanguage":
         """The same language on `device`."""
         rows = [None if table is None else table.to(device) for table in self[1:]]
-        return RunLanguage(_on_device(self.automaton, device), *rows)  # type: ignore[arg-type]
+        return RunLanguage(_convert(Automaton.to, self.automaton, device), *rows)  # type: ignore[arg-type]
 
 
 def read_constraint(
@@ -79,7 +79,7 @@ def read_constraint(
         return None
     num_positions = math.ceil(max_new_tokens / canvas_len) * canvas_len
     tokens, start, free = _unite("generate", constraint, batch_size, noise.vocab_size)
-    automaton = _with_stops(tokens, stop_tokens, noise.vocab_size, free)
+    automaton = _convert(with_stops, tokens, stop_tokens, noise.vocab_size, free)
     span, rows = span.to(torch.device("cpu")), torch.arange(batch_size)
     may_end = None
     if free is not None or (span.frozen is not None and bool(span.frozen.any())):
@@ -99,7 +99,7 @@ def read_constraint(
         ends = torch.where(fits, torch.stack([*within[canvas_len:-1:canvas_len], within[-1]]), ends)
         in_time = ~fits | (torch.arange(num_positions) <= max_new_tokens)
         may_end = in_time if may_end is None else may_end & in_time
-    on_device = _on_device(automaton, device)
+    on_device = _convert(Automaton.to, automaton, device)
     return RunLanguage(on_device, start.to(device), ends.to(device), None if may_end is None else may_end.to(device))
 
 
@@ -214,30 +214,36 @@ class _Factors:
         return any_by(usable[:, 0], self.automaton.token_class.long(), self.automaton.num_classes)
 
 
-class _Kept:
-    """Keeps the last results of a function that converts an automaton, up to 128 MiB.
+class Kept:
+    """The last results of builds by their keys, up to `most_bytes`. Runs and requests with one constraint share it."""
 
-    So runs with the same constraint share one automaton, also when they are batched.
-    """
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes, self._kept = most_bytes, OrderedDict[Any, tuple[Any, int]]()
 
-    def __init__(self, build: Callable[..., Automaton]) -> None:
-        self._build, self._results = build, OrderedDict[Any, tuple[Any, Automaton, int]]()
+    def __contains__(self, key: object) -> bool:
+        return key in self._kept
 
-    def __call__(self, source: Any, *settings: Any) -> Automaton:
-        key = (id(source.next_state), *settings)
-        # `source` is stored too: while it exists, no other object has its id.
-        found = self._results.get(key)
-        if found is None:
-            built = self._build(source, *settings)
-            num_bytes = sum(leaf.nbytes for leaf in tree_leaves((source, built)) if hasattr(leaf, "nbytes"))
-            self._results[key] = found = (source, built, num_bytes)
-        while len(self._results) > 1 and sum(kept[2] for kept in list(self._results.values())) > _MOST_BYTES:
-            self._results.popitem(last=False)
-        return found[1]
+    def find(self, key: Any, build: Callable[[], tuple[Any, int]]) -> Any:
+        """Return the result for a key. `build` makes it and counts its bytes, unless it is kept."""
+        found = self._kept.get(key) or self._kept.setdefault(key, build())
+        while len(self._kept) > 1 and sum(size for _, size in list(self._kept.values())) > self._most_bytes:
+            self._kept.popitem(last=False)
+        return found[0]
 
 
-_with_stops = _Kept(with_stops)
-_on_device = _Kept(Automaton.to)
+_automata = Kept(_MOST_BYTES)
+
+
+def _convert(convert: Callable[..., Automaton], source: Any, *settings: Any) -> Automaton:
+    """Return `convert(source, *settings)`, which is kept."""
+
+    def build() -> tuple[Any, int]:
+        built = convert(source, *settings)
+        # `source` is kept too: while it exists, no other object has its id.
+        return (source, built), sum(leaf.nbytes for leaf in tree_leaves((source, built)) if hasattr(leaf, "nbytes"))
+
+    pair: tuple[Any, Automaton] = _automata.find((convert, id(source.next_state), *settings), build)
+    return pair[1]
 
 
 def _unite(

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import secrets
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,6 +17,7 @@ from starlette.concurrency import run_in_threadpool
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import require
 from dgemma.constraints.languages import JsonSchema, Regex, ToolCalls
+from dgemma.constraints.run_language import Kept
 from dgemma.constraints.token_text import token_texts
 from dgemma.many.batch import BatchRow
 from dgemma.model.denoiser import Denoiser
@@ -55,37 +55,17 @@ _ANY_OBJECT = {"type": "object", "additionalProperties": _ANY_VALUE}
 _COLDEST = 1e-3  # the temperature that replaces 0 for samplers that always draw
 
 
-class KeptConstraints:
-    """The most recent constraints of requests and the errors of those that cannot be built, up to `most_bytes`."""
-
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes, self._kept = most_bytes, OrderedDict[str, tuple[Regex | ValueError, int]]()
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._kept
-
-    def find(self, key: str, tokenizer: Tokenizer) -> Regex:
-        """Return the constraint of a schema or of tools, and build it if it is not kept; raise its ValueError."""
-        found, _ = self._kept.get(key) or self._add(key, tokenizer)
-        if isinstance(found, ValueError):
-            raise found
-        return found
-
-    def _add(self, key: str, tokenizer: Tokenizer) -> tuple[Regex | ValueError, int]:
-        ((kind, source),) = json.loads(key).items()
-        num_bytes = len(key)
-        built: Regex | ValueError
-        try:
-            built = JsonSchema(source, tokenizer) if kind == "schema" else ToolCalls(source, tokenizer)
-            num_bytes += len(built.pattern) + sum(table.nbytes for table in built.automaton)
-            rule = f"have at most {_MOST_STATES} states on this server"
-            require(built.automaton.num_states <= _MOST_STATES, "The schema", rule, built.automaton.num_states)
-        except ValueError as error:
-            built = ValueError(str(error))  # without the frames that the first one holds
-        self._kept[key] = (built, num_bytes)
-        while len(self._kept) > 1 and sum(size for _, size in list(self._kept.values())) > self._most_bytes:
-            self._kept.popitem(last=False)
+def build_constraint(key: str, tokenizer: Tokenizer) -> tuple[Regex | ValueError, int]:
+    """Return the constraint of a schema or of tools, or the error of one that cannot be built; and its bytes."""
+    ((kind, source),) = json.loads(key).items()
+    try:
+        built = JsonSchema(source, tokenizer) if kind == "schema" else ToolCalls(source, tokenizer)
+        num_bytes = len(key) + len(built.pattern) + sum(table.nbytes for table in built.automaton)
+        rule = f"have at most {_MOST_STATES} states on this server"
+        require(built.automaton.num_states <= _MOST_STATES, "The schema", rule, built.automaton.num_states)
         return built, num_bytes
+    except ValueError as error:
+        return ValueError(str(error)), len(key)  # without the frames that the first one holds
 
 
 @dataclass(frozen=True)
@@ -99,7 +79,7 @@ class Service:
     limits: Limits
     metrics: Metrics
     builders: Builders
-    constraints: KeptConstraints = field(default_factory=lambda: KeptConstraints(_MOST_BYTES))
+    constraints: Kept = field(default_factory=lambda: Kept(_MOST_BYTES))
 
     def describe(self) -> dict[str, Any]:
         """Return the model as /v1/models lists it."""
@@ -220,7 +200,10 @@ class Service:
             if body.num_top is not None:
                 token_texts(self.tokenizer)
             if key is not None:
-                options["constraint"] = self.constraints.find(key, self.tokenizer)
+                found = self.constraints.find(key, partial(build_constraint, key, self.tokenizer))
+                if isinstance(found, ValueError):
+                    raise found
+                options["constraint"] = found
             for tokens, images in [self._read_chat(body)] if is_chat else ((prompt, None) for prompt in body.prompts):
                 if isinstance(tokens, str):
                     tokens = self.tokenizer.encode(tokens, markers=False)
