@@ -96,17 +96,10 @@ def train_tokenizer(
     rule, fix = f"be reachable from the texts, which give {found}", "Use more text, or a smaller vocab_size."
     require(found == vocab_size, "train_tokenizer vocab_size", rule, vocab_size, fix)
     pad, eos, bos, unk, mask = SPECIAL_TOKENS
+    names = {"pad_token": pad, "eos_token": eos, "bos_token": bos, "unk_token": unk, "mask_token": mask}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained, add_bos_token=True, **names)
+    tokenizer.chat_template = chat_template
     with tempfile.TemporaryDirectory() as folder:  # then copied in one go, so that `out` is complete or absent
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=trained,
-            pad_token=pad,
-            eos_token=eos,
-            bos_token=bos,
-            unk_token=unk,
-            mask_token=mask,
-            add_bos_token=True,
-        )
-        tokenizer.chat_template = chat_template
         tokenizer.save_pretrained(folder)
         Tokenizer.from_pretrained(folder).save_pretrained(out)
     return Tokenizer.from_pretrained(out)

@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 
 _MOST_BYTES = 16 << 20
 _SECONDS = 10.0
-_CHUNK = 1 << 16
 _GATEWAYS = [ipaddress.ip_network(each) for each in ("64:ff9b::/96", "2002::/16")]  # lead to any IPv4 address
 
 
@@ -60,11 +59,9 @@ def _public_address(host: str, port: int) -> str:
 def _read(response: http.client.HTTPResponse, end: float) -> bytes:
     if response.status != 200:
         raise ValueError(f"its server answered {response.status}")
-    data = bytearray()
-    while chunk := response.read1(_CHUNK):
-        data += chunk
-        if len(data) > _MOST_BYTES:
-            raise ValueError(f"it has more than {_MOST_BYTES >> 20} MiB")
+    data = response.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"it has more than {_MOST_BYTES >> 20} MiB")
     if time.monotonic() > end:
         raise ValueError(f"it took more than {_SECONDS:.0f} s")
-    return bytes(data)
+    return data

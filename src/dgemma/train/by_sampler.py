@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dgemma.checks import require
 from dgemma.diffusion.noise import Noise
 from dgemma.model.cache import Cache
 from dgemma.model.denoiser import Denoiser
@@ -19,13 +18,6 @@ from dgemma.sampling.base import Sampler
 from dgemma.sampling.temperature import ConstantTemperature
 from dgemma.train.canvases import Canvases
 from dgemma.train.predictors import ByCanvas
-
-
-def check_sampler(sampler: Sampler, noise: Noise) -> None:
-    """Raise ValueError unless texts have one run each."""
-    fix = "Use Threshold(), EntropyBound() or another sampler whose positions follow from the predictions."
-    require(sampler.has_fixed_order, "evaluate sampler", "have a fixed order", sampler, fix)
-    require(noise.kind == "mask", "evaluate noise", "be MaskNoise for a sampler's likelihood", noise)
 
 
 def nats_of_texts(model: Denoiser, canvases: Canvases, noise: Noise, sampler: Sampler, num_steps: int) -> Tensor:

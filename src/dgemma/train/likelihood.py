@@ -28,7 +28,7 @@ from dgemma.run.knobs import warn_of_noise
 from dgemma.sampling.base import Sampler
 from dgemma.train import nelbo
 from dgemma.train.batch import BatchSource, TrainBatch, check_ids, row_seeds
-from dgemma.train.by_sampler import check_sampler, nats_of_texts
+from dgemma.train.by_sampler import nats_of_texts
 from dgemma.train.canvases import Canvases, cut_canvases
 from dgemma.train.config import SHARE
 from dgemma.train.estimates import Likelihood, RowSums
@@ -92,16 +92,20 @@ def evaluate(
     Example: `print(evaluate(model, tokens, MaskNoise(512, mask_token_id=4), num_samples=16))`.
     """
     check_denoiser("evaluate", model)
-    _check_noise(model, noise)
+    vocab_size = model.config.vocab_size
+    require(noise.vocab_size == vocab_size, "evaluate noise", f"cover the model's {vocab_size} tokens", noise)
+    nelbo.check_process(noise)
+    warn_of_noise(model, noise)
     source, num_rows = _as_source(source, num_rows)
     canvas_len = model.config.canvas_length if canvas_len is None else canvas_len
     fill_token = _end_of_text(model) if fill_token is None else fill_token
-    vocab_size = model.config.vocab_size
     require(0 <= fill_token < vocab_size, "evaluate fill_token", f"be in [0, {vocab_size})", fill_token)
     are_seeds = not isinstance(seed, Tensor) or (seed.shape == (num_rows,) and seed.dtype == torch.int64)
     require(are_seeds, "evaluate seed", f"be an integer, or one per row, int64 ({num_rows},)", seed)
     if sampler is not None:
-        check_sampler(sampler, noise)
+        fix = "Use Threshold(), EntropyBound() or another sampler whose positions follow from the predictions."
+        require(sampler.has_fixed_order, "evaluate sampler", "have a fixed order", sampler, fix)
+        require(noise.kind == "mask", "evaluate noise", "be MaskNoise for a sampler's likelihood", noise)
     estimator = _Estimator(
         model=model,
         noise=replace(noise, schedule=Linear()),  # the integral is over the noise level
@@ -120,7 +124,7 @@ def evaluate(
             rows = range(start, min(start + batch_size, num_rows))
             seeds = seed[rows.start : rows.stop] if isinstance(seed, Tensor) else row_seeds(seed, 0, rows)
             batch = source(0, rows)
-            check_ids(batch, model.config.vocab_size, "evaluate")
+            check_ids(batch, vocab_size, "evaluate")
             parts.append(estimator.measure(batch.to(model.device), seeds.to(model.device)))
             if bool(parts[-1].nats.isnan().any()):
                 refuse_nan(f"in row {start + int(parts[-1].nats.isnan().nonzero()[0])} of the evaluation")
@@ -288,10 +292,3 @@ def _as_source(source: BatchSource | TrainBatch | Tensor, num_rows: int | None) 
         return lambda step, rows: batch.select(slice(rows.start, rows.stop)), num_rows
     require(num_rows is not None, "evaluate num_rows", "be a number for a source that is a function", None)
     return source, cast(int, num_rows)
-
-
-def _check_noise(model: Denoiser, noise: Noise) -> None:
-    covers = noise.vocab_size == model.config.vocab_size
-    require(covers, "evaluate noise", f"cover the model's {model.config.vocab_size} tokens", noise)
-    nelbo.check_process(noise)
-    warn_of_noise(model, noise)

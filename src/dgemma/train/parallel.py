@@ -14,7 +14,6 @@ Nothing is unpickled: the place of each part in its tensor is JSON in the file's
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -135,14 +134,12 @@ def load_state(folder: Path, state: Mapping[str, Tensor]) -> None:
             raise ValueError(f"{name} has shape {first.whole}, the model's is {tuple(tensor.shape)}")
         if first.dtype != tensor.dtype:
             raise ValueError(f"{name} has dtype {first.dtype}, the model's is {tensor.dtype}")
-    with ExitStack() as stack, torch.no_grad():
-        files: dict[Path, Any] = {}
-        for name, tensor in state.items():
-            for offset, target in _local_parts(tensor):
-                for part in stored[name]:
-                    if part.file not in files:
-                        files[part.file] = stack.enter_context(open_tensors(part.file))
-                    _copy(files[part.file], name, part, offset, target)
+    wanted = [(name, part) for name in state for part in stored[name]]
+    for path in sorted({part.file for _, part in wanted}):
+        with open_tensors(path) as file, torch.no_grad():
+            for name, part in wanted:
+                for offset, target in _local_parts(state[name]) if part.file == path else ():
+                    _copy(file, name, part, offset, target)
 
 
 def _read_parts(folder: Path) -> dict[str, list[TensorPart]]:
@@ -167,8 +164,7 @@ def _read_part(path: Path, file: Any, name: str, place: Any) -> TensorPart:
     entry = file.get_slice(name)
     shape = tuple(entry.get_shape())
     dtype = entry[:0].dtype if shape else file.get_tensor(name).dtype
-    if place is None:  # the whole tensor
-        return TensorPart(path, shape, (0,) * len(shape), shape, dtype)
+    place = {"whole": shape, "offset": [0] * len(shape)} if place is None else place  # the whole tensor
     try:
         whole, offset = (tuple(map(index, place[key])) for key in ("whole", "offset"))
         fits = all(o >= 0 and o + s <= w for w, o, s in zip(whole, offset, shape, strict=True))
