@@ -214,7 +214,7 @@ class _Factors:
         return any_by(usable[:, 0], self.automaton.token_class.long(), self.automaton.num_classes)
 
 
-class Kept:
+class KeptResults:
     """The last results of builds by their keys, up to `most_bytes`. Runs and requests with one constraint share it."""
 
     def __init__(self, most_bytes: int) -> None:
@@ -231,7 +231,7 @@ class Kept:
         return found[0]
 
 
-_automata = Kept(_MOST_BYTES)
+_automata = KeptResults(_MOST_BYTES)
 
 
 def _convert(convert: Callable[..., Automaton], source: Any, *settings: Any) -> Automaton:

@@ -17,7 +17,7 @@ from starlette.concurrency import run_in_threadpool
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import require
 from dgemma.constraints.languages import JsonSchema, Regex, ToolCalls
-from dgemma.constraints.run_language import Kept
+from dgemma.constraints.run_language import KeptResults
 from dgemma.constraints.token_text import token_texts
 from dgemma.many.batch import BatchRow
 from dgemma.model.denoiser import Denoiser
@@ -79,7 +79,7 @@ class Service:
     limits: Limits
     metrics: Metrics
     builders: Builders
-    constraints: Kept = field(default_factory=lambda: Kept(_MOST_BYTES))
+    constraints: KeptResults = field(default_factory=lambda: KeptResults(_MOST_BYTES))
 
     def describe(self) -> dict[str, Any]:
         """Return the model as /v1/models lists it."""
