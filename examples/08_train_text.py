@@ -10,8 +10,7 @@ Commands that train a text model on one GPU, and sample from it:
 
 One step in three is of running text (train.txt), the others are of answers (answers.jsonl). Prompts are clean and not
 scored, and the canvases of an answer begin where its prompt ends, as in generation. --holes is the share of canvases
-that are frozen except for holes, to learn infilling. Canvases get uniform noise or masks. --own is the share of those
-that show tokens which the model proposed, in place of some of the noise, to learn from its own mistakes.
+that are frozen except for holes, to learn infilling. Canvases get uniform noise or masks.
 
 The --out folder will contain `checkpoint` (bfloat16, for `from_pretrained` and transformers), `results.json` and `run`,
 with the log of the losses. Run the same command again to resume. The likelihood is measured under both noises, on
@@ -228,7 +227,6 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
         canvas_len=shape.canvas_length,
         canvases="all",
         num_draws=args.draws,
-        own_prob=args.own,
         causal_weight=0.25,
     )
     config = TrainConfig(
@@ -298,7 +296,6 @@ if __name__ == "__main__":
         default = on_gpu if torch.cuda.is_available() else without
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (%(default)s)")
     parser.add_argument("--holes", type=float, default=0.3, help="share of canvases with holes (%(default)s)")
-    parser.add_argument("--own", type=float, default=0.5, help="share of canvases with own tokens (%(default)s)")
     parser.add_argument("--minutes", type=float, help="train for this long, instead of a number of steps")
     parser.add_argument("--prepare-only", action="store_true", help="only make the tokenizer and the token files")
     parser.add_argument("--fast", action="store_true", help="train with kernels, on a GPU: slower start, faster steps")

@@ -517,7 +517,6 @@ def test_the_loss_runs_under_autocast_with_recomputed_activations(model):
         ({"allowed": (1, VOCAB)}, "allowed must be ids"),
         ({"loss": Bound(), "allowed": (1, 2)}, "allowed must be None"),
         ({"loss": Bound(), "masks": MaskNoise(VOCAB)}, "masks must have .* loss be CrossEntropy"),
-        ({"loss": Bound(), "own_prob": 0.5}, "own_prob must be 0 unless loss is CrossEntropy"),
         ({"masks": MaskNoise(41)}, "masks must have the noise's 40 tokens"),
     ],
 )

@@ -58,7 +58,7 @@ def distance(found, expected):
 
 # With few layers, all experts and small adapters, rounding to bfloat16 changes the gradients by a few percent only.
 STABLE = {"num_hidden_layers": 2, "layer_types": ("sliding_attention", "full_attention"), "top_k_experts": 4}
-CASES = ["one canvas", "all canvases", "packed texts", "own tokens", "quantised"]
+CASES = ["one canvas", "all canvases", "packed texts", "quantised"]
 
 
 @pytest.mark.parametrize("case", [*CASES, pytest.param("mixed precision", marks=pytest.mark.slow)])
@@ -67,8 +67,7 @@ def test_text_and_canvases_together_have_the_loss_and_gradients_of_separate_pass
     changes = STABLE if case == "mixed precision" else {}
     model, trained = adapted_model(dtype, quantized=case == "quantised", **changes)
     canvases = "all" if case in ("all canvases", "packed texts") else "one"
-    own_prob = float(case == "own tokens")
-    objective = Objective(noise=dgemma.UniformNoise(512), canvas_len=12, canvases=canvases, own_prob=own_prob)
+    objective = Objective(noise=dgemma.UniformNoise(512), canvas_len=12, canvases=canvases)
     model.to(device)
     batch, runs = rows(packed=case == "packed texts").to(device), []
     run = TogetherPass.denoise_again

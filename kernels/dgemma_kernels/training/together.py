@@ -46,7 +46,7 @@ def run_text_and_canvases(
     self_cond_off: Literal["zero_signal", "zero_logits"] = "zero_signal",
 ) -> LastHidden:
     """Run text and canvases together if the step allows it; otherwise one after the other."""
-    if noisy is None or not noisy.needs_first_pass or not canvases.prefix_len or not can_run_together(model):
+    if noisy is None or noisy.self_cond is None or not canvases.prefix_len or not can_run_together(model):
         return plain(one_pass.run_text_and_canvases)(model, canvases, noisy, self_cond_off=self_cond_off)
     tokens, documents = one_pass.text_read(canvases, noisy)
     text, image_index = model.embed_prompt(tokens, canvases.images)
@@ -57,12 +57,12 @@ def run_text_and_canvases(
     run = TogetherPass(model, of_text, of_canvases, canvases.prefix_len)
     level = one_pass.position_levels(model, canvases, noisy)
 
-    def predict(z: Tensor, signal: Tensor | None) -> Tensor:
-        first = run.read_and_denoise(text, one_pass.embed_canvases(model, z, signal, level))
-        return first.view(*z.shape, -1)
+    def predict(signal: Tensor | None) -> Tensor:
+        first = run.read_and_denoise(text, one_pass.embed_canvases(model, noisy.z, signal, level))
+        return first.view(*noisy.z.shape, -1)
 
-    z, signal = one_pass.after_first_pass(model, noisy, self_cond_off, predict)
-    text_hidden, hidden = run.denoise_again(text, one_pass.embed_canvases(model, z, signal, level))
+    signal = one_pass.self_cond_signal(model, noisy, self_cond_off, predict)
+    text_hidden, hidden = run.denoise_again(text, one_pass.embed_canvases(model, noisy.z, signal, level))
     return LastHidden(text_hidden, hidden.view(*noisy.z.shape, -1))
 
 

@@ -21,9 +21,9 @@ from dgemma.model.vision.images import Images
 from dgemma.model.vision.places import join_images
 from dgemma.train.batch import TrainBatch
 
-_CANVAS, _TIME, _EVENT, _TOKEN, _SELF_COND, _MASKED, _HOLES, _OWN, _OWN_TOKEN = (
+_CANVAS, _TIME, _EVENT, _TOKEN, _SELF_COND, _MASKED, _HOLES = (
     draws.purpose_word(f"training {name}")
-    for name in ("canvas", "time", "event", "token", "self_cond", "masked", "holes", "own", "own token")
+    for name in ("canvas", "time", "event", "token", "self_cond", "masked", "holes")
 )
 
 _MOST_CANVASES = 1 << 20  # of a row
@@ -211,14 +211,6 @@ def _score_successors(
     return scored
 
 
-class OwnDraws(NamedTuple):
-    """Draws for own tokens: the canvases that show them, their share of the positions with noise, and the tokens."""
-
-    is_shown: Tensor  # (B, K, 1) bool
-    share: Tensor  # (B, K, 1)
-    u_token: Tensor  # (B, K, C)
-
-
 class NoisyCanvases(NamedTuple):
     """Canvases with noise on them, and the noise."""
 
@@ -231,12 +223,6 @@ class NoisyCanvases(NamedTuple):
     noise: Noise
     allowed: Tensor | None  # (V,) bool: the tokens that uniform noise draws from; None for all
     seeds: Tensor  # (B,)
-    own: OwnDraws | None  # None: no canvas shows own tokens
-
-    @property
-    def needs_first_pass(self) -> bool:
-        """True if anything that canvases see comes from a first prediction."""
-        return self.self_cond is not None or self.own is not None
 
     @property
     def position_level(self) -> Tensor:
@@ -280,19 +266,16 @@ def noise_canvases(
     masks_prob: float = 0.5,
     allowed: Tensor | None = None,
     scored: Literal["all", "noised"] = "all",
-    own_prob: float = 0.0,
 ) -> NoisyCanvases:
     """Put noise on canvases, each at its own time, uniform on `t_range`; frozen tokens stay.
 
     seeds: (B,). masks: replaces `noise` on a canvas, with probability `masks_prob`. allowed: (V,) bool, the
     tokens that uniform noise draws from; None for all. scored: "noised" scores only positions that noise replaced. With
-    "all", canvases of `masks` are still scored only there. own_prob: the probability of showing own tokens, on canvases
-    with `noise`.
+    "all", canvases of `masks` are still scored only there.
     """
     canvas_len, (low, high) = canvases.x.shape[-1], t_range
     sizes = {_TIME: 1, _EVENT: canvas_len, _TOKEN: canvas_len, _SELF_COND: 1, _MASKED: 1}
-    sizes |= {_OWN: 2, _OWN_TOKEN: canvas_len} if own_prob else {}
-    u_time, u_event, u_token, u_self_cond, u_masked, *u_own = _draw(seeds, canvases.index, sizes)
+    u_time, u_event, u_token, u_self_cond, u_masked = _draw(seeds, canvases.index, sizes)
     time = low + (high - low) * u_time  # (B, K, 1) float64
 
     def put(noise: Noise) -> tuple[Tensor, Tensor, Tensor]:
@@ -311,11 +294,6 @@ def noise_canvases(
         counted = canvases.scored & replaced
     else:
         counted = canvases.scored if masked is None else canvases.scored & (replaced | ~masked)
-    own = None
-    if u_own:
-        (u_shown, share), u_token = u_own[0].split(1, -1), u_own[1]
-        is_shown = u_shown < own_prob
-        own = OwnDraws(is_shown if masked is None else is_shown & ~masked, share, u_token)
     return NoisyCanvases(
         z=torch.where(canvases.frozen, canvases.x, z),
         replaced=replaced,
@@ -326,7 +304,6 @@ def noise_canvases(
         noise=noise,
         allowed=allowed,
         seeds=seeds,
-        own=own,
     )
 
 

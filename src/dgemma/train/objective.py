@@ -113,10 +113,6 @@ class Objective:
     masks: MaskNoise | None = None
     masks_prob: Probability = 0.5
     holes_prob: Probability = 0.0  # probability that a canvas is frozen except for holes, to train infilling
-    # Probability that a canvas with `noise` shows the model's own tokens at some positions with noise. Canvases of
-    # `masks` show none: under masks, texts of few steps are better if the model trusts what it sees. Only for
-    # `CrossEntropy`.
-    own_prob: Probability = 0.0
     allowed: tuple[int, ...] | None = None  # the ids that uniform noise and self-conditioning are restricted to
 
     loss: Loss = _PUBLISHED_LOSS  # of a canvas: `CrossEntropy`, `LeaveOneOut`, `Bound` or your own
@@ -149,8 +145,6 @@ class Objective:
         if self.masks is not None:
             has_masks = isinstance(self.loss, CrossEntropy) and self.masks.vocab_size == vocab_size
             require_field(has_masks, self, "masks", f"have the noise's {vocab_size} tokens, and loss be CrossEntropy")
-        can_show = not self.own_prob or isinstance(self.loss, CrossEntropy)
-        require_field(can_show, self, "own_prob", "be 0 unless loss is CrossEntropy")
         if self.allowed is not None:
             are_ids = bool(self.allowed) and all(0 <= token < vocab_size for token in self.allowed)
             require_field(are_ids, self, "allowed", f"be ids in [0, {vocab_size})", "Use None for all.")
@@ -260,7 +254,6 @@ class Objective:
             masks_prob=self.masks_prob,
             allowed=None if self.allowed is None else flags_of_ids(self.allowed, self.noise.vocab_size, seeds.device),
             scored=self.loss.scored,
-            own_prob=self.own_prob,
         )
         return Drawn(canvases, noisy)
 

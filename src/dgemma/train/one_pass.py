@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dgemma.diffusion.prediction import Prediction
 from dgemma.doors import replaceable
 from dgemma.model.attention import Mask
 from dgemma.model.backbone import KeysValues
@@ -19,11 +18,8 @@ from dgemma.model.config import LayerShape
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.masks import same_image
 from dgemma.model.vision.images import Images
-from dgemma.sampling.ranking import best
 from dgemma.train import head
 from dgemma.train.canvases import Canvases, NoisyCanvases
-
-_OWN_TEMPERATURE = 0.7  # of the draws of own tokens. Samplers of small models use less than 1, too.
 
 
 class CleanText(NamedTuple):
@@ -190,10 +186,10 @@ def run_text_and_canvases(
     seen = None if clean is None else clean.first(canvases.prefix_len)
     masks, level = masks_of(model, canvases), position_levels(model, canvases, noisy)
 
-    def predict(z: Tensor, signal: Tensor | None) -> Tensor:
-        return predict_canvases(model, z, canvases.starts, seen, masks, signal=signal, noise_level=level)
+    def predict(signal: Tensor | None) -> Tensor:
+        return predict_canvases(model, noisy.z, canvases.starts, seen, masks, signal=signal, noise_level=level)
 
-    return LastHidden(text, predict(*after_first_pass(model, noisy, self_cond_off, predict)))
+    return LastHidden(text, predict(self_cond_signal(model, noisy, self_cond_off, predict)))
 
 
 def text_read(canvases: Canvases, noisy: NoisyCanvases | None) -> tuple[Tensor, Tensor | None]:
@@ -213,52 +209,18 @@ def position_levels(model: DiffusionGemma, canvases: Canvases, noisy: NoisyCanva
     return torch.where(canvases.frozen, 0.0, noisy.level[..., None]) if model.takes_noise_level else None
 
 
-def after_first_pass(
-    model: DiffusionGemma,
-    noisy: NoisyCanvases,
-    self_cond_off: str,
-    predict: Callable[[Tensor, Tensor | None], Tensor],
-) -> tuple[Tensor, Tensor | None]:
-    """Return what the canvases show, (B, K, C), and the self-conditioning signal, (B, K, C, D).
-
-    Both come from a first pass, if there is one: `predict` returns the hidden states of canvases and their signal.
-    """
+def self_cond_signal(
+    model: DiffusionGemma, noisy: NoisyCanvases, self_cond_off: str, predict: Callable[[Tensor | None], Tensor]
+) -> Tensor | None:
+    """Return the self-conditioning signal (B, K, C, D) from a first pass, whose hidden states `predict` returns."""
     off = None
     if self_cond_off == "zero_logits":
         mean = model.soft_embedding(model.embed_tokens.weight.new_zeros(1, 1, model.config.vocab_size))
         off = mean.expand(*noisy.z.shape, -1)
-    if not noisy.needs_first_pass:
-        return noisy.z, off
-    with torch.no_grad():
-        first = predict(noisy.z, off)
-        proposable = noisy.noise.proposable(noisy.allowed, first.device)  # as in `generate`
-        z = noisy.z if noisy.own is None else show_own_tokens(model, noisy, first, proposable)
     if noisy.self_cond is None:
-        return z, off
+        return off
+    with torch.no_grad():
+        first = predict(off)
+    proposable = noisy.noise.proposable(noisy.allowed, first.device)  # as in `generate`
     signal = head.soft_embedding(model, first, allowed=proposable)
-    return z, torch.where(noisy.self_cond[..., None, None], signal, 0.0 if off is None else off)
-
-
-def show_own_tokens(model: DiffusionGemma, noisy: NoisyCanvases, hidden: Tensor, proposable: Tensor | None) -> Tensor:
-    """Return canvases (B, K, C) with own tokens, from the last hidden states (B, K, C, D) of a first pass.
-
-    Random noise never makes the mistakes of a sampler, such as a doubled word whose halves support each other. A model
-    that has seen only such noise trusts them (SUNDAE, arXiv:2112.06749). The proposals come from the first pass, which
-    self-conditioning needs anyway. proposable: the tokens that may be drawn; None for all.
-    """
-    assert noisy.own is not None
-    is_shown, share, u_token = noisy.own
-
-    def draw(logits: Tensor, u: Tensor) -> Tensor:
-        prediction = Prediction(logits[None]).shaped(temperature=_OWN_TEMPERATURE, allowed=proposable)
-        token = prediction.sample(u[None])
-        log_prob = prediction.logits.log_softmax(-1).gather(-1, token[..., None])[0, :, 0]
-        return torch.stack((token[0].to(log_prob.dtype), log_prob), 1)  # ids below 2²⁴ are exact in float32
-
-    cap = model.config.final_logit_softcapping
-    drawn = head.map_logits(draw, hidden.flatten(0, 2), model.embed_tokens.weight, u_token.flatten(), cap=cap)
-    token, log_prob = drawn.view(*noisy.z.shape, 2).unbind(-1)
-    candidates = (noisy.replaced & is_shown).flatten(0, 1)
-    count = (share * noisy.replaced.sum(-1, keepdim=True)).flatten()
-    written = best(log_prob.flatten(0, 1), candidates, count).view_as(noisy.z)
-    return torch.where(written, token.long(), noisy.z)
+    return torch.where(noisy.self_cond[..., None, None], signal, 0.0 if off is None else off)
