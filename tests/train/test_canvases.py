@@ -38,19 +38,6 @@ def test_rows_are_aligned_if_each_has_one_canvas_right_after_the_prefix(prompt_l
     assert cut(prompt_len, length).aligned is aligned
 
 
-def test_canvases_start_after_the_prompt_and_the_last_one_is_filled():
-    canvases = cut([3, 1], [9, 4])
-    assert canvases.starts.tolist() == [[3, 7], [1, 5]]
-    assert canvases.x[0].tolist() == [[8, 9, 10, 11], [12, 13, 1, 1]]
-    assert canvases.x[1, 0].tolist() == [6, 7, 8, 1]
-    assert canvases.scored.flatten(1).sum(1).tolist() == [8, 4]  # the second row's second canvas is padding
-    assert canvases.fill[0].tolist() == [[False] * 4, [False, False, True, True]]
-
-
-def test_the_uniform_of_a_row_chooses_one_canvas():
-    assert cut([3, 3, 3], [12, 12, 12], choose=[0.3, 0.4, 0.99]).starts.tolist() == [[3], [7], [11]]
-
-
 def test_the_fill_belongs_to_the_document_before_it():
     documents = torch.tensor([[7] * 5 + [8] * 4 + [3] * 11])
     canvases = cut([1], [9], documents=documents)  # canvases at 1 and 5, then nothing
