@@ -3,7 +3,7 @@
 import inspect
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -82,227 +82,204 @@ def _objects(model: dgemma.DiffusionGemma) -> list[Any]:
     ]
 
 
+class Fresh:
+    """An argument that is made anew for each call, because calls change it."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
+
+
 class Target:
-    """A function and some arguments of a valid call. `make(context)` builds them anew for every case.
+    """A function and some arguments of a valid call: its required ones from `pool`, by name, and its `own`.
 
     A case replaces any parameter of the function, whether the valid call passes it or not.
     """
 
-    def __init__(self, function: Callable[..., Any], make: Callable[[Any], dict[str, Any]], name: str = "") -> None:
-        self.function, self.make = function, make
-        self.name, self.parameters = name or function.__qualname__, signature_names(function)
+    def __init__(self, function: Callable[..., Any], pool: dict[str, Any], own: dict[str, Any], name: str) -> None:
+        self.function, self.name = function, name or function.__qualname__
+        self.parameters = signature_names(function)
+        signature = inspect.signature(function).parameters
+        needed = [key for key in self.parameters if signature[key].default is inspect.Parameter.empty or key in _SMALL]
+        self.arguments = {key: pool[key] for key in needed if key not in own} | own
+
+    def make(self) -> dict[str, Any]:
+        return {key: value.make() if isinstance(value, Fresh) else value for key, value in self.arguments.items()}
 
 
-def _samplers(context: Any) -> Iterator[Target]:
-    for name in dgemma.sampling.__all__:
-        kind = getattr(dgemma.sampling, name)
-        if inspect.isclass(kind) and issubclass(kind, dgemma.Sampler | dgemma.StopRule) and is_dataclass(kind):
-            yield Target(kind, lambda context, name=name: dict(_MINIMAL.get(name, {})))
+_SMALL: dict[str, Any] = {"steps": 2, "max_new_tokens": C, "num_draws": 1, "num_samples": 1, "progress": False}
 
 
-_MINIMAL: dict[str, dict[str, Any]] = {
-    "FactorThreshold": {"factor": 1.0},
-    "StepCap": {"steps": 3},
-    "Threshold": {"tau": 0.9},
-}
-
-
-def _run(**options: Any) -> Callable[[Any], dict[str, Any]]:
-    return lambda context: {
-        "model": context.model,
+def _pool(context: Any) -> dict[str, Any]:
+    """A valid argument for each name of a parameter. Relative paths lead into the folder of the case."""
+    model, noise, byte, run = context.model, dgemma.UniformNoise(V), dgemma.ByteTokenizer(), context.trajectory
+    u, level, tokens = torch.full((2, C), 0.5).double(), torch.tensor([0.5, 0.5]), torch.full((2, C), 130)
+    knobs = dgemma.Knobs(sampler=dgemma.EntropyBound(), temperature=dgemma.LinearTemperature())
+    start = {"knobs": knobs, "noise": noise, "seeds": torch.arange(2), "canvas_len": C, "num_steps": 2}
+    template, puzzles = ["a ", dgemma.Slot(["b", "cd"]), " e"], sudoku.generate_puzzles(2, givens=60)
+    return {
+        **_SMALL,
+        **start,
+        "model": model,
+        "denoiser": model,
+        "tokenizer": byte,
+        "config": TINY,
+        "cache": Fresh(_cache_of(model)),
         "prompt_tokens": prompt(),
-        "max_new_tokens": C,
-        "steps": 2,
-        "progress": False,
-        **options,
+        "tokens": tokens,
+        "canvas": tokens,
+        "prompts": [[130, 131], [140]],
+        "seed": 3,
+        "holes": [(2, 4)],
+        "template": template,
+        "templates": [template],
+        "options": ["a", "b"],
+        "frozen": None,
+        "state": Fresh(lambda: dgemma.start_state(**start)),
+        "changes": {"top_k": 3},
+        "block": 0,
+        "step": 1,
+        "sampler": knobs.sampler,
+        "temperature": knobs.temperature,
+        "vocab_size": V,
+        "mask_token_id": 4,
+        "u": u,
+        "u_event": u,
+        "u_token": u,
+        "noise_level": level,
+        "logits": torch.zeros(2, C, V),
+        "k": 3,
+        "rows": torch.tensor([0]),
+        "mark": Fresh(_cache_of(model)().mark),
+        "batch_size": 2,
+        "strength": 1.0,
+        "unconditional": 4,
+        "plan": run.plan,
+        "name": "entropy",
+        "path": Path("out"),
+        "folder": Path("none"),
+        "path_or_repo": context.checkpoint,
+        "trajectory": run,
+        "text": "1" * 81,
+        "token": "a",
+        "value": 3,
+        "messages": [{"role": "user", "content": "x"}],
+        "file": context.file,
+        "num_canvases": 2,
+        "max_len": 20,
+        "row_len": 16,
+        "context": 8,
+        "paths": context.text,
+        "digits": puzzles.puzzles,
+        "puzzles": puzzles.puzzles,
+        "grids": torch.from_numpy(puzzles.solutions),
+        "count": 1,
+        "kind": "mask",
+        "lr": 0.1,
+        "factor": 1.0,
+        "parameters": dict(model.named_parameters()),
+        "prompt_len": torch.ones(2).long(),
+        "tau": 0.9,
     }
 
 
-def _full_run(context: Any) -> dict[str, Any]:
-    canvas = torch.full((2, C), -1)
-    canvas[:, 2] = 200
-    names = {"canvas": canvas, "frozen": canvas >= 0, "allowed": torch.ones(V, dtype=torch.bool), "seed": 3}
-    knobs = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "stop": None, "eos_token_ids": [1], "noise_level": 1.0}
-    extra = {"attention_mask": torch.ones(2, 4), "record": True, "record_top": 2, "noise": None, "sampler": None}
-    return {**_run()(context), **names, **knobs, **extra, "cache": None, "on_step": None}
-
-
-def _state(context: Any) -> dict[str, Any]:
-    knobs = dgemma.Knobs(sampler=dgemma.EntropyBound(), temperature=dgemma.LinearTemperature())
-    noise, seeds = dgemma.UniformNoise(V), torch.arange(2)
-    return {"knobs": knobs, "noise": noise, "seeds": seeds, "canvas_len": C, "num_steps": 2}
-
-
-def _step(context: Any) -> dict[str, Any]:
-    state = _state(context)
-    cache, knobs = context.model.encode(prompt()), state["knobs"]
-    return {"denoiser": context.model, "state": dgemma.start_state(**state), "cache": cache, "knobs": knobs}
-
-
-def _evaluate(context: Any) -> dict[str, Any]:
-    batch = _steady_source(0, range(2))
-    return {"model": context.model, "source": batch, "noise": dgemma.UniformNoise(V), "num_samples": 1, "batch_size": 2}
-
-
-def _train(context: Any) -> dict[str, Any]:
-    objective = train.recipes.dgemma(TINY, noise=dgemma.UniformNoise(V), fill_token=1)
-    config = train.TrainConfig(steps=1, batch_size=2, precision="weights", progress=False)
-    out = context.folder / "run"
-    return {"model": tiny_model(), "objective": objective, "source": _steady_source, "config": config, "out": out}
-
-
-def _batch(context: Any) -> dict[str, Any]:
-    batch = _steady_source(0, range(2))
-    return {name: getattr(batch, name) for name in ("tokens", "prompt_len", "length")}
+def _cache_of(model: Any) -> Callable[[], Any]:
+    return lambda: model.encode(prompt())
 
 
 def targets(context: Any) -> list[Target]:
     """Return the public functions, each with a valid call."""
-    model, noise = context.model, dgemma.UniformNoise(V)
-    prediction = lambda: dgemma.Prediction(torch.zeros(2, C, V))  # noqa: E731
-    u = torch.full((2, C), 0.5, dtype=torch.float64)
-    tokens, level = torch.full((2, C), 130), torch.tensor([0.5, 0.5])
-    byte = dgemma.ByteTokenizer()
-    puzzles = sudoku.generate_puzzles(2, givens=60)
-    run, file = context.trajectory, context.file
-    template, short = ["a ", dgemma.Slot(["b", "cd"]), " e"], {"steps": 2, "progress": False}
+    model, run, byte, pool = context.model, context.trajectory, dgemma.ByteTokenizer(), _pool(context)
+    noise, canvas = dgemma.UniformNoise(V), torch.full((2, C), -1).index_fill(1, torch.tensor([2]), 200)
+
+    def call(function: Callable[..., Any], name: str = "", /, **own: Any) -> Target:
+        return Target(function, pool, own, name)
+
+    def predict(method: str, **own: Any) -> Target:
+        """A method of a prediction, under the names of its parameters."""
+        return call(getattr(dgemma.Prediction(torch.zeros(2, C, V)), method), f"Prediction.{method}", **own)
+
+    def change(name: str) -> Target:
+        made = pool["state"].make
+        return call(lambda value: apply_changes({name: value}, made(), pool["knobs"]), f"apply_changes {name}")
+
+    everything = {"canvas": canvas, "frozen": canvas >= 0, "allowed": torch.ones(V, dtype=torch.bool), "seed": 3}
+    everything |= {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "stop": None, "eos_token_ids": [1], "noise_level": 1.0}
+    everything |= {"attention_mask": torch.ones(2, 4), "record": True, "record_top": 2, "cache": None, "on_step": None}
+    source = TextSource(file=context.file, canvas_len=8, num_canvases=2, batch_size=2)
+    training = {"config": train.TrainConfig(steps=1, batch_size=2, precision="weights", progress=False)}
+    training["objective"] = train.recipes.dgemma(TINY, noise=noise, fill_token=1)
+    fresh, saved = Fresh(tiny_model), {"path": context.saved}
+    plain = (
+        *(dgemma.generate, dgemma.stream, dgemma.generate_many, dgemma.infill, dgemma.Slot, dgemma.start_state),
+        *(dgemma.step, apply_changes, dgemma.Knobs, dgemma.LinearTemperature, dgemma.UniformNoise, dgemma.Prediction),
+        *(noise.prior, noise.refill, noise.corrupt, model.denoise, model.new_cache, dgemma.DiffusionGemma),
+        *(dgemma.DiffusionGemma.from_pretrained, model.save_pretrained, run.array, run.at, run.replay, run.save),
+        *(dgemma.Tokenizer.from_pretrained, byte.encode_batch, byte.chat, byte.token_id, LiveView, describe_noise),
+        *(describe_sampler, train.TrainConfig, train.Objective, train.muon, TextSource, PromptSource, scan),
+        *(read_documents, TrainLog, sudoku.parse, sudoku.to_text, sudoku.solve, sudoku.canvas_tokens),
+        *(sudoku.prompt_tokens, sudoku.sudoku_noise, Board),
+    )
     return [
-        Target(dgemma.generate, _full_run),
-        Target(dgemma.generate, _run()),
-        Target(dgemma.stream, lambda c: {k: v for k, v in _run()(c).items() if k != "progress"}),
-        Target(
-            dgemma.generate_many,
-            lambda c: {"model": model, "prompts": [[130, 131], [140]], "max_new_tokens": C, "batch_size": 2, **short},
-        ),
-        Target(dgemma.infill, lambda c: {"model": model, "tokens": tokens, "holes": [(2, 4)], **short}),
-        Target(dgemma.edit, lambda c: {"model": model, "tokens": tokens, "noise_level": 0.5, **short}),
-        Target(
-            dgemma.generate_causal,
-            lambda c: {"model": model, "prompt_tokens": prompt(), "max_new_tokens": 2, "top_k": 3},
-        ),
-        Target(dgemma.slots, lambda c: {"model": model, "template": template, "tokenizer": byte, "num_draws": 1}),
-        Target(dgemma.decide_many, lambda c: {"model": model, "templates": [template], "tokenizer": byte}),
-        Target(dgemma.Slot, lambda c: {"options": ["a", "b"]}),
-        Target(dgemma.start_state, _state),
-        Target(dgemma.step, _step),
-        Target(
-            apply_changes, lambda c: {"changes": {"top_k": 3}, "state": _step(c)["state"], "knobs": _step(c)["knobs"]}
-        ),
+        *map(call, plain),
+        call(dgemma.generate, **everything),
+        call(dgemma.edit, noise_level=0.5),
+        call(dgemma.generate_causal, top_k=3),
+        call(dgemma.slots, tokenizer=byte),
+        call(dgemma.decide_many, tokenizer=byte),
+        *map(change, ("canvas", "frozen", "allowed", "top_k", "sampler", "temperature", "self_cond", "seeds")),
+        call(dgemma.MaskNoise, mask_token_id=4),
+        call(dgemma.HybridNoise, mask_token_id=4),
+        predict("shaped", temperature=torch.ones(2), allowed=None, top_k=3, top_p=0.5),
+        *(predict(method) for method in ("top", "log_prob", "sample")),
+        call(model.encode, tokens=prompt(), cache=pool["cache"], attention_mask=torch.ones(2, 8)),
+        call(model.causal_logits, tokens=prompt(), attention_mask=torch.ones(2, 4)),
+        call(lambda rows: model.encode(prompt()).select(rows), "PrefixCache.select"),
+        call(lambda mark: model.encode(prompt()).rollback(mark), "PrefixCache.rollback"),
         *(
-            Target(
-                lambda value, name=name: apply_changes({name: value}, _step(context)["state"], _step(context)["knobs"]),
-                lambda c: {"value": 3},
-                f"apply_changes {name}",
-            )
-            for name in ("canvas", "frozen", "allowed", "top_k", "sampler", "temperature", "self_cond", "seeds")
-        ),
-        Target(dgemma.Knobs, lambda c: {"sampler": dgemma.EntropyBound(), "temperature": dgemma.LinearTemperature()}),
-        Target(dgemma.LinearTemperature, lambda c: {}),
-        Target(dgemma.UniformNoise, lambda c: {"vocab_size": V}),
-        Target(dgemma.MaskNoise, lambda c: {"vocab_size": V, "mask_token_id": 4}),
-        Target(dgemma.HybridNoise, lambda c: {"vocab_size": V, "mask_token_id": 4}),
-        Target(noise.prior, lambda c: {"u": u}),
-        Target(noise.refill, lambda c: {"u": u, "noise_level": level}),
-        Target(noise.corrupt, lambda c: {"tokens": tokens, "noise_level": level, "u_event": u, "u_token": u}),
-        Target(dgemma.Prediction, lambda c: {"logits": torch.zeros(2, C, V)}),
-        Target(
-            lambda **arguments: prediction().shaped(**arguments).entropy,
-            lambda c: {"temperature": torch.ones(2), "allowed": None, "top_k": 3, "top_p": 0.5},
-            "Prediction.shaped",
-        ),
-        Target(lambda k: prediction().top(k), lambda c: {"k": 3}, "Prediction.top"),
-        Target(lambda tokens: prediction().log_prob(tokens), lambda c: {"tokens": tokens}, "Prediction.log_prob"),
-        Target(lambda u: prediction().sample(u), lambda c: {"u": u}, "Prediction.sample"),
-        Target(
-            model.encode,
-            lambda c: {"tokens": prompt(), "cache": model.encode(prompt()), "attention_mask": torch.ones(2, 4)},
-        ),
-        Target(model.causal_logits, lambda c: {"tokens": prompt(), "attention_mask": torch.ones(2, 4)}),
-        Target(model.denoise, lambda c: {"canvas": tokens, "cache": model.encode(prompt())}),
-        Target(
-            lambda rows: model.encode(prompt()).select(rows),
-            lambda c: {"rows": torch.tensor([0])},
-            "PrefixCache.select",
-        ),
-        Target(
-            lambda mark: model.encode(prompt()).rollback(mark),
-            lambda c: {"mark": model.encode(prompt()).mark()},
-            "PrefixCache.rollback",
-        ),
-        Target(model.new_cache, lambda c: {"batch_size": 2}),
-        Target(dgemma.DiffusionGemma, lambda c: {"config": TINY}),
-        Target(dgemma.DiffusionGemma.from_pretrained, lambda c: {"path_or_repo": c.checkpoint}),
-        Target(model.save_pretrained, lambda c: {"path": c.folder / "saved"}),
-        *(
-            Target(
-                lambda value, name=name: TINY.replace(**{name: value}), lambda c: {"value": 4}, f"ModelConfig.{name}"
-            )
+            call(lambda value, name=name: TINY.replace(**{name: value}), f"ModelConfig.{name}")
             for name in ("canvas_length", "layer_types", "rope_parameters", "rms_norm_eps", "vocab_size")
         ),
-        Target(dgemma.ModelConfig.from_hf, lambda c: {"source": TINY.to_hf()}),
-        Target(
-            lambda **arguments: dgemma.generate(dgemma.Guided(**arguments), prompt(), max_new_tokens=C, **short),
-            lambda c: {"denoiser": model, "strength": 1.0, "unconditional": 4},
+        call(dgemma.ModelConfig.from_hf, source=TINY.to_hf()),
+        call(
+            lambda **arguments: dgemma.generate(dgemma.Guided(**arguments), prompt(), **_RUN),
             "Guided",
+            **{name: pool[name] for name in ("denoiser", "strength", "unconditional")},
         ),
-        Target(dgemma.observe, lambda c: {"model": model, "residuals": [0]}),
-        Target(dgemma.Trajectory, lambda c: {"plan": run.plan, "top": 3}),
-        Target(run.array, lambda c: {"name": "entropy"}),
-        Target(run.at, lambda c: {"block": 0, "step": 1}),
-        Target(run.fork, lambda c: {"model": model, "block": 0, "step": 1, "seed": 4}),
-        Target(run.moment, lambda c: {"model": model, "block": 0, "step": 1}),
-        Target(run.replay, lambda c: {"model": model}),
-        Target(run.save, lambda c: {"path": c.folder / "run.safetensors"}),
-        Target(dgemma.Trajectory.load, lambda c: {"path": c.saved}),
-        Target(to_html, lambda c: {"trajectory": run, "path": c.folder / "page.html", "tokenizer": byte}),
-        Target(LiveView, lambda c: {"tokenizer": byte}),
-        Target(byte.encode, lambda c: {"text": "hi"}),
-        Target(byte.decode, lambda c: {"tokens": [130]}),
-        Target(byte.encode_batch, lambda c: {"prompts": ["a", [1, 2]]}),
-        Target(byte.decode_batch, lambda c: {"tokens": [[1, 2]]}),
-        Target(byte.chat, lambda c: {"messages": [{"role": "user", "content": "x"}]}),
-        Target(byte.reply, lambda c: {"tokens": [130]}),
-        Target(byte.token_id, lambda c: {"token": "a"}),
-        Target(dgemma.Tokenizer.from_pretrained, lambda c: {"path_or_repo": c.checkpoint}),
-        Target(describe_sampler, lambda c: {"sampler": dgemma.EntropyBound()}),
-        Target(describe_noise, lambda c: {"noise": noise}),
-        Target(train.LoRA, lambda c: {"rank": 2}),
-        Target(train.add_lora, lambda c: {"model": tiny_model(), "lora": train.LoRA(rank=2)}),
-        Target(train.load_lora, lambda c: {"model": tiny_model(), "path": c.folder / "none"}),
-        Target(train.TrainConfig, lambda c: {"steps": 3, "batch_size": 2}),
-        Target(train.TrainBatch, _batch),
-        Target(train.Objective, lambda c: {"noise": noise, "canvas_len": C}),
-        Target(train.recipes.dgemma, lambda c: {"config": TINY, "noise": noise, "fill_token": 1}),
-        Target(train.recipes.mdlm, lambda c: {"config": TINY, "mask_token_id": 4}),
-        Target(train.evaluate, _evaluate),
-        Target(train.train, _train),
-        Target(train.muon, lambda c: {"parameters": dict(model.named_parameters()), "lr": 0.1}),
-        Target(TextSource, lambda c: {"file": file, "canvas_len": 8, "num_canvases": 2, "batch_size": 2}),
-        Target(
-            TextSource(file=file, canvas_len=8, num_canvases=2, batch_size=2),
-            lambda c: {"step": 0, "rows": range(2)},
-            "TextSource()",
-        ),
-        Target(PromptSource, lambda c: {"file": file, "max_len": 20, "batch_size": 2}),
-        Target(scan, lambda c: {"file": file, "row_len": 16, "context": 8}),
-        Target(TokenFile.open, lambda c: {"folder": c.tokens}),
-        Target(read_documents, lambda c: {"paths": c.text}),
-        Target(TrainLog, lambda c: {"path": c.folder / "log.jsonl"}),
-        Target(sudoku.parse, lambda c: {"text": "1" * 81}),
-        Target(sudoku.to_text, lambda c: {"digits": puzzles.puzzles}),
-        Target(sudoku.solve, lambda c: {"puzzles": puzzles.puzzles}),
-        Target(
-            sudoku.is_solution,
-            lambda c: {"puzzles": torch.from_numpy(puzzles.puzzles), "grids": torch.from_numpy(puzzles.solutions)},
-        ),
-        Target(sudoku.canvas_tokens, lambda c: {"digits": puzzles.puzzles}),
-        Target(sudoku.prompt_tokens, lambda c: {"puzzles": puzzles.puzzles}),
-        Target(sudoku.canvas_digits, lambda c: {"tokens": sudoku.canvas_tokens(puzzles.puzzles)}),
-        Target(sudoku.generate_puzzles, lambda c: {"count": 1, "givens": 60}),
-        Target(sudoku.sudoku_noise, lambda c: {"kind": "mask"}),
-        Target(Board, lambda c: {}),
-        *_samplers(context),
+        call(dgemma.observe, residuals=[0]),
+        call(dgemma.Trajectory, top=3),
+        call(run.fork, block=0, step=1, seed=4),
+        call(run.moment, block=0, step=1),
+        call(dgemma.Trajectory.load, **saved),
+        call(to_html, path=Path("page.html"), tokenizer=byte),
+        call(byte.encode, text="hi"),
+        call(byte.decode, tokens=[130]),
+        call(byte.decode_batch, tokens=[[1, 2]]),
+        call(byte.reply, tokens=[130]),
+        call(train.LoRA, rank=2),
+        call(train.add_lora, model=fresh, lora=train.LoRA(rank=2)),
+        call(train.load_lora, model=fresh),
+        call(train.TrainBatch, length=torch.full((2,), C)),
+        call(train.recipes.dgemma, noise=noise, fill_token=1),
+        call(train.recipes.mdlm, mask_token_id=4),
+        call(train.evaluate, source=_steady_source(0, range(2)), batch_size=2),
+        call(train.train, model=fresh, source=_steady_source, out=Path("run"), **training),
+        call(source, "TextSource()", step=0, rows=range(2)),
+        call(TokenFile.open, folder=context.tokens),
+        call(sudoku.is_solution, puzzles=torch.from_numpy(pool["puzzles"])),
+        call(sudoku.canvas_digits, tokens=sudoku.canvas_tokens(pool["puzzles"])),
+        call(sudoku.generate_puzzles, givens=60),
+        *map(call, _rules()),
     ]
+
+
+def _rules() -> list[type]:
+    """The samplers and stop rules."""
+    kinds = [getattr(dgemma.sampling, name) for name in dgemma.sampling.__all__]
+    bases = (dgemma.Sampler, dgemma.StopRule)
+    return [kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, bases) and is_dataclass(kind)]
+
+
+_RUN: dict[str, Any] = {"max_new_tokens": C, "steps": 2, "progress": False}
 
 
 def prepare(folder: Path) -> Any:
@@ -324,9 +301,8 @@ def prepare(folder: Path) -> Any:
 
 
 def attempt(context: Any, source: random.Random, folder: Path) -> None:
-    context.folder = folder
     target = source.choice(context.targets)
-    arguments = target.make(context)
+    arguments = target.make()
     for _ in range(source.choice((1, 1, 1, 2))):
         if names := sorted({*arguments, *target.parameters}):
             name, value = source.choice(names), odd_value(context, source)
@@ -351,7 +327,7 @@ def _use(context: Any, rule: Any) -> None:
     options: dict[str, Any] = {"stop": rule} if isinstance(rule, dgemma.StopRule) else {"sampler": rule, "stop": None}
     if isinstance(rule, dgemma.Sampler) and "uniform" not in rule.valid_for:
         options["noise"] = dgemma.MaskNoise(V, mask_token_id=4)
-    dgemma.generate(context.model, prompt(1), max_new_tokens=C, steps=2, progress=False, **options)
+    dgemma.generate(context.model, prompt(1), **_RUN, **options)
 
 
 _CALLBACKS = {"source", "evaluate", "on_step", "optimizer"}
