@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import pytest
@@ -11,15 +11,10 @@ import torch
 from torch import Tensor
 
 import dgemma
-from dgemma.checks import Checked, Count, Probability, above, check_types, typed
+from dgemma.checks import Checked, Count, Probability, above, typed
 
 if TYPE_CHECKING:
     from nowhere import Absent
-
-
-@dataclass
-class Order:
-    direction: Literal["up", "down"] = "up"
 
 
 @dataclass
@@ -82,12 +77,6 @@ def test_elements_are_checked_too():
     for ids in (["a"], [1.5], [[1]], "12", 3):
         with pytest.raises(ValueError, match=r"^scale ids must be Sequence\[int\], got "):
             scale(ids=ids)
-
-
-def test_fields_are_checked_like_arguments():
-    check_types(Order())
-    with pytest.raises(ValueError, match=r"^Order.direction must be 'up' or 'down', got 'left'"):
-        check_types(Order("left"))
 
 
 @pytest.mark.parametrize(

@@ -61,18 +61,6 @@ def test_attention_rows_sum_to_one_and_weigh_the_values_as_torch_does(model, can
         torch.testing.assert_close(layer.self_attn.o_proj(weighed.transpose(1, 2).flatten(2)), output)
 
 
-def test_padding_is_never_attended_to(model, canvas, prompt):
-    mask = torch.ones_like(prompt)
-    mask[0, :30] = 0
-    cache = model.encode(prompt, attention_mask=mask)
-    with torch.no_grad(), observe(model, attention=[2]) as seen:  # the full layer
-        model.denoise(canvas, cache)
-    weights = seen.steps[0].attention[2]
-    assert list(seen.steps[0].attention) == [2]
-    assert bool((weights[0, :, :, 10:P] == 0).all())  # slots are left-aligned: 10 tokens, then none until the canvas
-    assert bool((weights[1, :, :, :P] > 0).all())
-
-
 def test_router_choices_equal_a_direct_call(model, canvas, cache):
     inputs = []
     handles = [
