@@ -68,19 +68,22 @@ def _assert_same_tensors(ours, theirs):
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", "100KB"], ids=["single", "sharded"])
 def test_our_checkpoint_loads_in_transformers(tmp_path, max_shard_size):
-    ours = _shake(DiffusionGemma(presets.tiny()), seed=0)
+    sees = max_shard_size == "5GB"
+    ours = _shake(DiffusionGemma(presets.tiny(vision=sees)), seed=0)
     ours.generation = replace(ours.generation, noise={"kind": "uniform"}, sampler={"name": "ancestral"})
     ours.save_pretrained(tmp_path, max_shard_size=max_shard_size)
     theirs, info = DiffusionGemmaForBlockDiffusion.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["unexpected_keys"]
     assert not info["mismatched_keys"]
-    assert all(".vision_tower." in key or ".embed_vision." in key for key in info["missing_keys"])
+    assert all(not sees and "vision" in key for key in info["missing_keys"])
     _assert_same_tensors(ours, theirs)
     _assert_same_logits(ours, theirs.eval())
     assert theirs.generation_config.eos_token_id == [1, 106, 50]
     assert theirs.generation_config.sampler_config.entropy_bound == 0.1
     theirs.save_pretrained(tmp_path / "theirs")
-    assert DiffusionGemma.from_pretrained(tmp_path / "theirs").generation == ours.generation
+    again = DiffusionGemma.from_pretrained(tmp_path / "theirs")
+    assert again.generation == ours.generation
+    assert again.config.layer_types == ours.config.layer_types
 
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", "100KB"], ids=["single", "sharded"])
@@ -107,18 +110,6 @@ def test_a_tokenizer_that_the_folder_has_already_stays(tmp_path):
     DiffusionGemma.from_pretrained("dgemma/text").save_pretrained(tmp_path)
     assert isinstance(Tokenizer.from_pretrained(tmp_path), ByteTokenizer)
     assert not (tmp_path / "tokenizer.json").exists()
-
-
-def test_a_round_trip_through_transformers_is_bit_for_bit(tmp_path):
-    first = _shake(DiffusionGemma(presets.tiny(vision=True)), seed=3)
-    first.save_pretrained(tmp_path / "ours")
-    theirs, info = DiffusionGemmaForBlockDiffusion.from_pretrained(tmp_path / "ours", output_loading_info=True)
-    assert not any(info.values())
-    theirs.save_pretrained(tmp_path / "theirs")
-    again = DiffusionGemma.from_pretrained(tmp_path / "theirs")
-    assert again.config.layer_types == first.config.layer_types
-    for name, tensor in first.state_dict().items():
-        assert torch.equal(again.state_dict()[name], tensor), name
 
 
 def _gemma4_text(**changes):

@@ -110,19 +110,6 @@ def test_no_network_is_below_the_entropy(noise):
     assert (JOINT * actual).sum().item() > 2.424411  # the text's entropy
 
 
-@pytest.mark.parametrize("noise", [mask_noise(), uniform_noise(), hybrid_noise()], ids=lambda n: n.kind)
-def test_drawing_times_and_canvases_estimates_the_same_number(noise):
-    """Within four standard errors. Both sides use the same wrong network, so neither is the likelihood."""
-    rows = 40_000
-    network = a_wrong_network(noise)
-    expected = (JOINT * expected_nelbo(noise, network, "loo", both_ends=True)).sum().item()
-    x = SEQUENCES[JOINT.multinomial(rows, replacement=True)]
-    level = torch.rand(rows, dtype=torch.float64)
-    z = noise.corrupt(x, level, *torch.rand(2, rows, LENGTH, dtype=torch.float64))
-    actual = nelbo.integrand(noise, network.denoise(z).logits, x, z, level, parametrisation="loo").sum(-1)
-    assert abs(actual.mean().item() - expected) < 4 * actual.std().item() / rows**0.5
-
-
 def random_case(vocab_size, mask=None):
     """Return logits, clean and noisy tokens in all combinations."""
     logits = 2 * torch.randn(3, 40, vocab_size, dtype=torch.float64)
