@@ -11,21 +11,19 @@ import faulthandler
 import functools
 import gc
 import inspect
-import json
 import mmap
+import multiprocessing
 import os
 import random
 import resource
 import shutil
-import signal
-import struct
 import sys
 import tempfile
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +69,7 @@ class Counts:
     outcomes: dict[str, Counter[str]] = field(default_factory=dict)
     examples: dict[tuple[str, str], list[str]] = field(default_factory=dict)
 
-    def add(self, family: str, outcome: str, seed: int, note: str) -> None:
+    def add(self, family: str, seed: int, outcome: str, note: str) -> None:
         self.outcomes.setdefault(family, Counter())[outcome] += 1
         if outcome in BAD:
             self.examples.setdefault((family, outcome), []).append(f"seed {seed}: {note}")
@@ -109,80 +107,47 @@ def run_families(families: list[Family], num_cases: int, *, first_seed: int = 0)
 
 def _run_worker(family: Family, context: Any, folder: Path, seed: int, end: int, counts: Counts) -> int:
     """Run cases in a forked process until `end`, or until it dies; return the next seed."""
-    progress = mmap.mmap(-1, 16)  # the current seed, and a counter that shows life
-    progress[:8] = struct.pack("q", seed)
-    read_end, write_end = os.pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    process = os.fork()
-    if process == 0:
-        os.close(read_end)
-        status = 1
-        try:
-            _work(family, context, folder, seed, end, progress, write_end)
-            status = 0
-        except BaseException:
-            traceback.print_exc(file=sys.__stderr__)
-        finally:
-            os._exit(status)
-    os.close(write_end)
-    hung = _watch(process, progress)
-    with os.fdopen(read_end, "rb") as pipe:
-        lines = pipe.read().decode(errors="replace").splitlines()
-    _, status = os.waitpid(process, 0)
-    last = seed - 1
-    for line in lines:
-        try:
-            last, outcome, note = json.loads(line)
-        except ValueError:
-            break
-        counts.add(family.name, outcome, last, note)
-    if last + 1 >= end:
+    fork = multiprocessing.get_context("fork")
+    reader, writer = fork.Pipe(duplex=False)
+    process = fork.Process(target=_work, args=(family, context, folder, range(seed, end), writer))
+    process.start()
+    writer.close()
+    what = "crash"
+    try:
+        while seed < end:
+            if not reader.poll(HANG_SECONDS):
+                what = "hang"
+                break
+            counts.add(family.name, *reader.recv())
+            seed += 1
+    except EOFError:  # the process has ended
+        process.join()
+    process.kill()
+    process.join()
+    if seed == end:
         return end
-    current = last + 1
-    what = "hang" if hung else "crash"
-    counts.add(family.name, what, current, f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "exit")
-    return current + 1
+    counts.add(family.name, seed, what, f"exit status {process.exitcode}")
+    return seed + 1
 
 
-def _watch(process: int, progress: mmap.mmap) -> bool:
-    """Wait for a worker; kill it if one case takes too long."""
-    before, since = bytes(progress[:8]), time.monotonic()
-    while True:
-        info = os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if info is not None:
-            return False
-        now = bytes(progress[:8])
-        if now != before:
-            before, since = now, time.monotonic()
-        elif time.monotonic() - since > HANG_SECONDS:
-            os.kill(process, signal.SIGKILL)
-            return True
-        time.sleep(0.02)
-
-
-def _work(family: Family, context: Any, folder: Path, seed: int, end: int, progress: mmap.mmap, pipe: int) -> None:
+def _work(family: Family, context: Any, folder: Path, seeds: range, results: Connection) -> None:
     faulthandler.disable()
     used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
     resource.setrlimit(resource.RLIMIT_AS, (used + ADDRESS_SLACK,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     canary = folder / "executed"
     os.environ["DGEMMA_FUZZ_CANARY"] = str(canary)
-    with os.fdopen(pipe, "w") as results:
-        for current in range(seed, end):
-            progress[:8] = struct.pack("q", current)
-            own = folder / "case"
-            os.chdir(folder)
-            shutil.rmtree(own, ignore_errors=True)
-            own.mkdir()
-            os.chdir(own)  # so that an odd relative path such as "x" leads into this folder
-            outcome, note = _attempt(family, context, random.Random(f"{family.name} {current}"), own)
-            if canary.exists():
-                canary.unlink()
-                outcome = "executed"
-            # The pipe is read at the end, so what all cases write must fit into it.
-            results.write(json.dumps([current, outcome, note[:300] if outcome in BAD else ""]) + "\n")
-            results.flush()
+    for seed in seeds:
+        own = folder / "case"
+        os.chdir(folder)
+        shutil.rmtree(own, ignore_errors=True)
+        own.mkdir()
+        os.chdir(own)  # so that an odd relative path such as "x" leads into this folder
+        outcome, note = _attempt(family, context, random.Random(f"{family.name} {seed}"), own)
+        if canary.exists():
+            canary.unlink()
+            outcome = "executed"
+        results.send((seed, outcome, note[:300]))
 
 
 def _attempt(family: Family, context: Any, source: random.Random, folder: Path) -> tuple[str, str]:
