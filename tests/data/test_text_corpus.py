@@ -139,14 +139,6 @@ def test_records_have_values_that_are_in_no_list():
     assert len(set(new)) > 0.9 * len(new) > 0.25 * len(names) > 10
 
 
-def test_two_draws_of_one_list_differ():
-    (match,) = (record for record in dialogues.phrases["records"] if "int [goals2]" in record["fields"].values())
-    for seed in range(50):
-        scene = dialogues.Scene(random.Random(seed))
-        dialogues._record(scene, match)
-        assert scene.expand("[goals]") != scene.expand("[goals2]")
-
-
 def test_arguments_of_tool_calls_occur_in_the_request_and_their_names_in_the_declaration():
     for number in range(400):
         dialogue = dialogues.write_dialogue(number, seed=6, kind="tool")
@@ -177,15 +169,6 @@ def test_the_chat_template_renders_dialogues_as_the_corpus_does(chat_tokenizer):
         for at, (prompt, answer) in zip(own, dialogues.turns(dialogue), strict=True):
             found = chat_tokenizer.chat_turn(dialogue.messages[: at + 1], tools=dialogue.tools or None)
             assert found == (chat_tokenizer.encode(prompt), chat_tokenizer.encode(answer, bos=False))
-
-
-def test_tool_calls_are_parsed_back(chat_tokenizer):
-    for number in range(100):
-        messages = dialogues.write_dialogue(number, seed=8, kind="tool").messages
-        if calls := messages[1].get("tool_calls"):
-            text = dialogues.turns(dialogues.write_dialogue(number, seed=8, kind="tool"))[0][1]
-            (call,) = chat_tokenizer.reply(chat_tokenizer.encode(text, bos=False)).tool_calls
-            assert {"name": call.name, "arguments": call.arguments} == calls[0]["function"]
 
 
 def test_answers_continue_their_prompts():
@@ -248,13 +231,3 @@ def test_the_canvases_of_an_answer_begin_where_its_prompt_ends(answer_source, ch
                 prompt, answer = batch.tokens[row, same[0] : at], batch.tokens[row, at : same[-1] + 1]
                 seen.append((chat_tokenizer.decode(prompt), chat_tokenizer.decode(answer)))
     assert sorted(seen) == sorted(pairs)
-
-
-def test_settings_are_compared_by_the_share_of_right_validation_answers(monkeypatch):
-    choose = importlib.import_module("choose")
-    judge = choose.Judge("dgemma/text", "cpu", count=3, batch_size=3)
-    assert [json.loads(answer) for _, answer in judge.json] != [{}] * 3
-    for cases, is_right in ((judge.json, choose.right_json), (judge.short, choose.right_words)):
-        written = [SimpleNamespace(text=f" {answer}") for _, answer in cases[:2]] + [SimpleNamespace(text="?")]
-        monkeypatch.setattr(judge, "_write", lambda prompts, options, written=written: written)
-        assert judge._share(cases, {}, is_right) == 2 / 3

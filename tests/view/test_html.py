@@ -106,25 +106,20 @@ def test_the_page_plays_and_steps_with_mouse_and_keys(recorded, browser, page):
     assert browser.run("document.getElementById('total').textContent").endswith(speed)
     browser.press("Home")
     assert browser.run("document.getElementById('place').textContent") == "Block 1 of 2, noise"
-    for key, expected in [("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("End", last), ("Home", 0)]:
+    for key, expected in [("ArrowRight", 1), ("End", last), ("ArrowLeft", last - 1), ("Home", 0)]:
         browser.press(key)
         assert frame() == expected
     for button, expected in [("#forward", 1), ("#last", last), ("#back", last - 1), ("#first", 0)]:
         browser.click(button)
         assert frame() == expected
-
-    x, y = browser.centre("#strip svg")
-    browser.mouse("mousePressed", x, y)
-    browser.mouse("mouseReleased", x, y)
+    for kind in ("mousePressed", "mouseReleased"):
+        browser.mouse(kind, *browser.centre("#strip svg"))
     assert frame() == (last + 1) // 2
-
     browser.run("document.getElementById('speed').value = '4'")
     browser.run("document.activeElement.blur()")
     browser.press(" ")
     browser.wait(f"document.getElementById('scrub').value === '{last}'", seconds=60)
     assert browser.run("document.getElementById('play').textContent") == "Play"
-    shown = browser.run("[...document.querySelectorAll('#canvas .t:not(.dropped)')].map(e => e.dataset.w).join('')")
-    assert shown.removesuffix("<eos>") == tokenizer.decode(out.new_tokens[0])
     text = browser.run("[...document.querySelectorAll('#canvas .t:not(.dropped)')].map(e => e.innerText).join('')")
     assert text.replace("<eos>", "") == tokenizer.decode(out.new_tokens[0]).replace(" ", "")
     browser.wait(f"location.hash === '#step={last}&row=0'")
