@@ -3,11 +3,9 @@
 import hashlib
 import importlib.util
 import json
-import random
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 

@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 import dgemma
 from dgemma import values
 from dgemma.run.recorded.trajectory import Trajectory
-from dgemma.run.step import step
 from dgemma.sampling import Ancestral, Confidence, EntropyBound, StepCap
 from dgemma.sampling.stopping import StopRule
 
@@ -268,16 +267,6 @@ def test_a_new_seed_applies_to_all_rows_and_later_blocks(model, recorded):
     assert fork.at(block=0, step=1).seeds.tolist() == [3, 4, 5]
     assert fork.at(block=0, step=2).seeds.tolist() == [91, 92]
     assert fork.at(block=1, step=0).seeds.tolist() == [90, 91, 92]
-
-
-def test_a_moment_can_be_stepped_by_hand(model, recorded):
-    state, cache, knobs = recorded.trajectory.moment(model, block=1, step=1)
-    for index in (1, 2):
-        kept = recorded.trajectory.at(block=1, step=index)
-        alive = torch.isin(state.rows, kept.rows.long())
-        assert torch.equal(state.canvas[alive], kept.canvas.long())
-        state, record = step(model, state, cache=cache, knobs=knobs)
-        assert torch.equal(record.argmax[alive], kept.argmax.long())
 
 
 def test_a_spliced_row_continues_like_the_donor_did(model, prompt):

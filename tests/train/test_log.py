@@ -23,12 +23,6 @@ def log(tmp_path) -> TrainLog:
     return log
 
 
-def test_lines_are_read_back_as_written(log):
-    assert log.lines() == LINES
-    assert log.column("loss") == ([1, 2], [2.0, 1.0])
-    assert log.column("evaluation/accuracy") == ([2], [0.75])
-
-
 def test_an_incomplete_last_line_is_ignored(log):
     with log.path.open("a") as file:
         file.write('{"step": 3, "lo')
