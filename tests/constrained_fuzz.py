@@ -92,30 +92,13 @@ def random_schema(draw: random.Random, depth: int = 2) -> Any:
     if kind == "nested":
         kind = draw.choice(["array", "object", "object", "anyOf", "oneOf"])
     if kind == "string":
-        return {
-            "type": "string",
-            **draw.choice(
-                [
-                    {},
-                    {"maxLength": draw.randint(0, 5)},
-                    {"minLength": 1, "maxLength": draw.randint(1, 6)},
-                    {
-                        "pattern": draw.choice(
-                            ["^[a-z]{2,4}$", "^[A-Z]\\d+$", "ab", "^x.y", "[^q]$", "^\\S+$", "^.*$", "^[ -~]+$"]
-                        )
-                    },
-                    {"format": draw.choice(["date", "time", "uuid"])},
-                ]
-            ),
-        }
+        lengths = [{"maxLength": draw.randint(0, 5)}, {"minLength": 1, "maxLength": draw.randint(1, 6)}]
+        patterns = ["^[a-z]{2,4}$", "^[A-Z]\\d+$", "ab", "^x.y", "[^q]$", "^\\S+$", "^.*$", "^[ -~]+$"]
+        others = [{"pattern": draw.choice(patterns)}, {"format": draw.choice(["date", "time", "uuid"])}]
+        return {"type": "string", **draw.choice([{}, *lengths, *others])}
     if kind in ("integer", "number"):
         low, high = sorted((draw.randint(-200, 200), draw.randint(-200, 200)))
-        bounds: dict[str, Any] = {
-            "minimum": low,
-            "maximum": high + 1,
-            "exclusiveMinimum": low,
-            "exclusiveMaximum": high + 2,
-        }
+        bounds = {"minimum": low, "maximum": high + 1, "exclusiveMinimum": low, "exclusiveMaximum": high + 2}
         chosen = draw.choice(
             [(), ("minimum",), ("maximum",), ("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")]
         )

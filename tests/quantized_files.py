@@ -140,14 +140,11 @@ def _encode(format, value, symmetric, generator):
         wide = np.repeat(scale.double().numpy(), GROUP, axis=1)
         return stored, torch.tensor((codes - np.repeat(zeros, GROUP, axis=1)) * wide)
     if format == "nvfp4-pack-quantized":
-        codes = generator.integers(0, 16, (rows, width))
-        scale = torch.tensor(generator.uniform(0.5, 300, (rows, width // 16))).to(torch.float8_e4m3fn)
+        packed, scale, values = _nvfp4(generator, rows, width)
         divisor = torch.tensor([generator.uniform(1e4, 1e5)], dtype=torch.float32)
-        packed = torch.tensor(codes[:, 0::2] + 16 * codes[:, 1::2], dtype=torch.uint8)
         stored = {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": divisor}
         stored["input_global_scale"] = torch.tensor([384.0])  # as published, for activations in four bits
-        wide = np.repeat(scale.double().numpy(), 16, axis=1) / float(divisor)
-        return stored, torch.tensor(np.take(E2M1, codes) * wide)
+        return stored, torch.tensor(values / float(divisor))
     scale = torch.tensor(generator.uniform(1e-5, 1e-4, (rows, 1)), dtype=torch.bfloat16)
     if format == "int-quantized":
         codes = torch.tensor(generator.integers(-128, 128, (rows, width)), dtype=torch.int8)
@@ -180,6 +177,14 @@ def _library_encoder(format, symmetric):
     return encode
 
 
+def _nvfp4(generator, rows, width):
+    """Random packed codes and scales of groups of 16, and the codes' values times these scales."""
+    codes = generator.integers(0, 16, (rows, width))
+    scales = torch.tensor(generator.uniform(0.5, 300, (rows, width // 16))).to(torch.float8_e4m3fn)
+    packed = torch.tensor(codes[:, 0::2] + 16 * codes[:, 1::2], dtype=torch.uint8)
+    return packed, scales, np.take(E2M1, codes) * np.repeat(scales.double().numpy(), 16, axis=1)
+
+
 def _words(unsigned):
     return torch.tensor(unsigned.astype(np.uint32).view(np.int32))
 
@@ -192,16 +197,11 @@ def modelopt(folder):
         if ".experts." not in name:
             files[name] = values[name] = value
             continue
-        rows, width = value.shape
-        codes = generator.integers(0, 16, (rows, width))
-        scales = torch.tensor(generator.uniform(0.5, 300, (rows, width // 16))).to(torch.float8_e4m3fn)
+        module, (packed, scales, scaled) = name.removesuffix(".weight"), _nvfp4(generator, *value.shape)
         second = torch.tensor(generator.uniform(1e-5, 1e-4), dtype=torch.float32)
-        module = name.removesuffix(".weight")
-        files[f"{module}.weight"] = torch.tensor(codes[:, 0::2] + 16 * codes[:, 1::2], dtype=torch.uint8)
-        files[f"{module}.weight_scale"] = scales
+        files[f"{module}.weight"], files[f"{module}.weight_scale"] = packed, scales
         files[f"{module}.weight_scale_2"], files[f"{module}.input_scale"] = second, torch.tensor(0.01)
-        wide = np.repeat(scales.double().numpy(), 16, axis=1) * float(second)
-        values[name] = torch.tensor(np.take(E2M1, codes) * wide)
+        values[name] = torch.tensor(scaled * float(second))
     patterns = ["*embed_vision*", "*mlp*", "*router*", "*self_attn*", "*self_conditioning*", "*vision_tower*"]
     four_bits = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
     config = {
