@@ -69,6 +69,11 @@ def test_a_single_position_is_drawn_from_the_tilted_law(noise, strength):
     assert (law - expected).abs().sum().item() < 1e-12
 
 
+def test_strength_zero_returns_the_conditional_bit_for_bit():
+    conditional, unconditional = torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(0)) * 30
+    assert torch.equal(mix(conditional, unconditional, 0.0), conditional)
+
+
 def test_tokens_that_either_side_forbids_stay_forbidden():
     conditional = torch.tensor([0.0, -torch.inf, 0.0, -torch.inf])
     unconditional = torch.tensor([0.0, 0.0, -torch.inf, -torch.inf])

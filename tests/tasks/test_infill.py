@@ -389,6 +389,12 @@ def test_arguments_that_do_not_fit_are_refused_before_any_work(arguments, senten
         infill(NoWork(16), call.pop("tokens"), call.pop("holes"), **call)
 
 
+def test_a_recorded_infill_under_a_constraint_can_be_replayed(model):
+    words = dgemma.Regex("[a-z]{3,6}", dgemma.ByteTokenizer())
+    out = infill(model, text(2, 40), [(3, 8)], constraint=words, record=True, **options("mask"))
+    assert out.trajectories[0].replay(model).difference(out.trajectories[0]) is None
+
+
 def test_an_allowed_table_that_is_shorter_than_the_text_leaves_the_rest_free_under_a_constraint(model):
     words = dgemma.Regex("[a-z]{5}", dgemma.ByteTokenizer())
     allowed = torch.ones(1, 4, VOCAB, dtype=torch.bool)
