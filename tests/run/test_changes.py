@@ -20,6 +20,13 @@ def fresh(sampler, noise=None, stop=None):
     return start_state(knobs, noise, seeds=torch.arange(2), canvas_len=CANVAS_LEN, num_steps=4), knobs
 
 
+def test_a_new_temperature_applies_to_the_next_step():
+    state, knobs = fresh(EntropyBound())
+    state, knobs = apply_changes({"temperature": 0.25}, state, knobs)
+    assert state.temperature.tolist() == [0.25, 0.25]
+    assert knobs.temperature == ConstantTemperature(0.25)
+
+
 def test_a_temperature_tensor_applies_to_one_step_only():
     state, knobs = fresh(EntropyBound())
     state, changed = apply_changes({"temperature": torch.tensor([0.5, 2.0])}, state, knobs)
