@@ -13,7 +13,7 @@ import torch
 
 import dgemma
 from constrained_fuzz import CANVAS_LEN, RandomModel, run_case
-from dgemma.constraints import token_automaton
+from dgemma.constraints import build, token_automaton
 from dgemma.constraints.builder import read_pattern
 from dgemma.diffusion.prediction import Prediction
 
@@ -275,6 +275,23 @@ def test_spelling_is_bounded_while_it_grows(monkeypatch):
             with pytest.raises(token_automaton.TooLarge):
                 token_automaton.spell_tokens(read, [b"a", b"b", b"c", b"ab"])
     assert token_automaton.spell_tokens(read, [b"a", b"b", b"c", b"ab"]).num_states == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: dgemma.Regex("(a|b)*a(a|b){25}", TOKENIZER),
+        lambda: dgemma.JsonSchema({"type": "string", "pattern": ".*a.{30}"}, TOKENIZER),
+        lambda: dgemma.Grammar('start: LETTER* "a" TAIL\nLETTER: /[ab]/\nTAIL: /[ab]{30}/', TOKENIZER),
+        lambda: dgemma.Regex("x.{30}", TOKENIZER).within(),
+    ],
+    ids=["regex", "schema", "grammar", "within"],
+)
+def test_an_automaton_with_billions_of_states_is_refused_within_the_limits(make, monkeypatch):
+    monkeypatch.setattr(build, "SECONDS", 1)
+    with pytest.raises(ValueError, match=r"at most 20000 states, built in 1 s and 1 GiB, got 'more time or memory'"):
+        make().automaton  # noqa: B018
 
 
 @pytest.mark.parametrize("pattern", ["x[^y]{0,200}y", "x.{0,200}x", r"\n\s{0,200}\n", r"0\D{0,200}0", '"[^"]{0,200}"'])

@@ -1,4 +1,4 @@
-"""A server with one hostile client next to honest ones: python tests/serve/hostile.py --seconds 600.
+"""A server with one hostile client next to honest ones: python kernels/benchmarks/hostile.py --seconds 600.
 
 Each client connects from an address of its own, as from a machine of its own. The hostile one sends schemas that
 explode, infillings, more requests at once than the server takes, slow and idle connections, answers that it does not
