@@ -1,20 +1,10 @@
 """Accept, renoise and stop against the library's sampler and stop rule, and against cases worked by hand."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
-import dgemma
 from dgemma.diffusion import draws
-from dgemma.diffusion.noise import UniformNoise
-from dgemma.diffusion.prediction import Prediction
-from dgemma.run.knobs import Knobs
-from dgemma.run.step import start_state
-from dgemma.sampling.entropy_bound import EntropyBound
-from dgemma.sampling.stopping import StableAndConfident
-from dgemma.sampling.temperature import ConstantTemperature
 from dgemma_kernels.ops.accept import kernel, reference
 from dgemma_kernels.ops.accept.kernel import Before
 
@@ -111,69 +101,36 @@ def test_the_verdict_reports_sampled_tokens_outside_the_vocabulary_that_were_not
     assert result.verdict[2].tolist() == [1]
 
 
-LOGITS = torch.randn(4, 3, 24, 50, generator=torch.Generator().manual_seed(4)) * torch.linspace(1, 9, 24)[:, None]
-LOGITS[2:, :2] = LOGITS[
-    1, :2
-]  # two rows repeat their logits from the second step on; the other is too uncertain to stop
-LOGITS[:, 1] *= 0.1
-
-
-class Replayed(dgemma.Denoiser):
-    """A denoiser that returns the same four logits, one per step."""
-
-    def __init__(self) -> None:
-        self.logits = iter(LOGITS)
-
-    def denoise(self, canvas, cache, self_cond=None):
-        return Prediction(next(self.logits))
-
-
-@TWINS
 @pytest.mark.parametrize(
-    ("commit", "stop", "ends_at"),
+    ("stability", "options", "ends"),
     [
-        ("canvas", None, None),
-        ("argmax", StableAndConfident(stability=1, confidence=2.5), 2),
-        ("canvas", StableAndConfident(stability=2, confidence=2.5), 3),
-        ("argmax", StableAndConfident(stability=0, confidence=2.5), 0),
-        ("argmax", StableAndConfident(stability=2, confidence=2.5, compare="canvas"), None),
+        (None, {"commit_canvas": True}, []),
+        (1, {}, [0]),
+        (2, {"commit_canvas": True}, [0]),
+        (0, {}, [0, 1]),
+        (2, {"compare_canvas": True}, [0]),
     ],
     ids=["never", "stable", "patient", "confident", "canvas"],
 )
-def test_accept_equals_the_librarys_step_after_sampling(twin, commit, stop, ends_at, device):
-    knobs = Knobs(sampler=EntropyBound(bound=0.5, commit=commit), temperature=ConstantTemperature(1.0), stop=stop)
-    frozen = torch.arange(24) % torch.tensor([[7], [5], [1]]) == 0  # all of the last row
-    seeds = torch.tensor([3, 4, 5])
-    state = start_state(knobs, UniformNoise(50), seeds=seeds, canvas_len=24, num_steps=3, frozen=frozen)
-    state = replace(state, open=state.open & (torch.arange(24) != 9))  # one unfrozen position is closed
-    denoiser = Replayed()
-    for number in range(len(LOGITS)):
-        after, record = dgemma.step(denoiser, state, cache=None, knobs=knobs)
-        tensors = {
-            "entropy": record.entropy,
-            "tokens": record.prediction.sample(state.uniform("token")),
-            "argmax": record.argmax,
-            "recent": state.stop_memory,
-            **{name: getattr(state, name) for name in ("canvas", "open", "frozen", "draft", "done")},
-            **{name: getattr(state, name) for name in ("seeds", "block", "step", "num_steps")},
-        }
-        options = {} if stop is None else {"confidence": stop.confidence, "compare_canvas": stop.compare == "canvas"}
-        result = run(
-            twin,
-            {name: None if tensor is None else tensor.contiguous().to(device) for name, tensor in tensors.items()},
-            bound=0.5,
-            vocab_size=50,
-            commit_canvas=commit == "canvas",
-            **options,
-        )
-        for name in ("canvas", "open", "draft", "done"):
-            assert torch.equal(getattr(result, name).cpu(), getattr(after, name)), name
-        for name in ("accepted", "renoised", "verdict"):
-            assert torch.equal(getattr(result, name).cpu(), getattr(record, name)), name
-        if stop is None:
-            assert result.recent is None
-        else:
-            assert torch.equal(result.recent.cpu(), after.stop_memory)
-        assert after.done.tolist() == [ends_at is not None and number >= ends_at, False, True]
-        assert (0 < record.accepted[0].sum() < 24) == bool(record.active[0])
-        state = after
+def test_every_field_is_that_of_the_librarys_settle(stability, options, ends, device):
+    """The reference calls the library's sampler and `settle`."""
+    generator = torch.Generator().manual_seed(4)
+    entropy = torch.rand(5, 24, generator=generator).to(device)
+    frozen, closed = torch.rand(2, 5, 24, generator=generator).to(device) < 0.2
+    frozen[0, :2], frozen[2] = torch.tensor([True, False]), True
+    entropy[0, 0], entropy[4] = 100.0, 20 * entropy[4]  # frozen; a row that is too uncertain to stop
+    tensors = inputs(entropy, frozen=frozen)
+    tensors["open"] &= ~closed
+    tensors["done"][3] = True
+    if stability is None:
+        tensors["recent"] = None
+    else:
+        tensors["recent"] = tensors["argmax"][:, None].repeat(1, stability, 1)
+        tensors["recent"][0, :, 0] = 0  # frozen
+        tensors["recent"][1, -1:] = 0  # the newest of a row's argmaxes is another one
+    got, want = (run(twin, tensors, bound=0.5, confidence=0.8, **options) for twin in (kernel, reference))
+    for name, theirs in want._asdict().items():
+        ours = getattr(got, name)
+        assert ours is theirs if theirs is None else torch.equal(ours, theirs), name
+    assert got.done.nonzero().flatten().tolist() == [*ends, 2, 3]
+    assert 0 < got.accepted[1].sum() < got.accepted.shape[1] - got.renoised[1].sum()

@@ -119,23 +119,6 @@ def test_one_graph_takes_the_steps_of_languages_with_tables_of_one_shape(sampler
     assert len(built) == 2
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize(
-    "store", [copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))], ids=["copy", "pickle"]
-)
-def test_a_stored_state_with_a_language_takes_the_same_step(store, device):
-    fast = accelerate(make_model(device))
-    knobs = Knobs(sampler=dgemma.EntropyBound(bound=0.5), temperature=dgemma.LinearTemperature(), stop=None)
-    cache = fast.encode(draw_tokens(1, 3))
-    start = {"seeds": torch.tensor([5], device=device), "canvas_len": 4, "num_steps": 4}
-    state = start_state(knobs, dgemma.UniformNoise(40), language=shift_language(0, device), **start)
-    first, _ = fast.step(state, cache=cache, knobs=knobs)
-    want, _ = fast.step(first, cache=cache, knobs=knobs)
-    got, _ = fast.step(store(first), cache=cache, knobs=knobs)
-    assert torch.equal(got.canvas, want.canvas)
-
-
 def test_the_tables_of_an_automaton_are_built_once_per_device_and_copies_have_their_own(device):
     automaton = draw_language(torch.device("cpu")).automaton
     known = tables.with_tables(automaton)

@@ -15,7 +15,7 @@ from dgemma.train import LoRA, Objective, TrainConfig, add_lora, train
 from dgemma_kernels import accelerate
 from dgemma_kernels.engine import forward
 from dgemma_kernels.formats import ENCODERS, packed
-from dgemma_kernels.formats.packed import Packed, pack
+from dgemma_kernels.formats.packed import pack
 from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.experts import kernel as experts
 from dgemma_kernels.ops.experts import reference as experts_reference
@@ -235,12 +235,6 @@ def test_products_match_float64(routing, outliers, width, hidden, dtype, device)
     want = experts_reference.expert_down(hidden_rows.double(), down.double(), weights.double(), tiles)
     assert got.dtype == dtype
     assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).max() < LIMITS[dtype]
-
-
-def draw(index: Tensor, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Packed, Packed, Tensor]:
-    shapes = [(index.shape[0], D), (E, 2 * F, D), (E, D, F)]
-    x, gate_up, down = (draw_ordinary(*shape, seed=i).to(device, dtype) for i, shape in enumerate(shapes))
-    return x, pack(gate_up, gated=True), pack(down), torch.ones(index.shape, device=device)
 
 
 def make_rounded_model(device: torch.device) -> dgemma.DiffusionGemma:
