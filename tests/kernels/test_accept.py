@@ -122,13 +122,14 @@ def test_every_field_is_that_of_the_librarys_settle(stability, options, ends, de
     tensors = inputs(entropy, frozen=frozen)
     tensors["open"] &= ~closed
     tensors["done"][3] = True
+    tensors["tokens"][~tensors["open"] | tensors["done"][:, None]] = VOCAB  # not proposed, so not reported
     if stability is None:
         tensors["recent"] = None
     else:
         tensors["recent"] = tensors["argmax"][:, None].repeat(1, stability, 1)
         tensors["recent"][0, :, 0] = 0  # frozen
         tensors["recent"][1, -1:] = 0  # the newest of a row's argmaxes is another one
-    got, want = (run(twin, tensors, bound=0.5, confidence=0.8, **options) for twin in (kernel, reference))
+    got, want = (run(twin, tensors, bound=3.0, confidence=0.8, **options) for twin in (kernel, reference))
     for name, theirs in want._asdict().items():
         ours = getattr(got, name)
         assert ours is theirs if theirs is None else torch.equal(ours, theirs), name
