@@ -8,7 +8,7 @@ import json
 import torch
 import triton
 import triton.language as tl
-from absent_gpu import AbsentGPU
+from absent_gpu import absent_gpu
 from triton.runtime.jit import JITFunction
 
 from dgemma_kernels.engine.graphs import compile_together
@@ -26,7 +26,7 @@ def cached_kernels(kernel: JITFunction) -> list[str]:
 
 
 def main() -> None:
-    gpu, launchers = AbsentGPU(), []
+    gpu, launchers = absent_gpu(), []
     gpu.launcher_cls = lambda source, metadata: launchers.append(metadata.name)
     triton.runtime.driver.set_active(gpu)
     configs.gpu_name = lambda device: "NVIDIA H200"

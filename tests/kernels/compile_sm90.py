@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from absent_gpu import AbsentGPU
+from absent_gpu import absent_gpu
 
 from dgemma_kernels.engine.graphs import only_compiling
 from dgemma_kernels.ops import configs
@@ -54,7 +54,7 @@ def compile_case(table: str, case: str) -> list[tuple[dict[str, Any], bytes | No
 
 
 def main() -> None:
-    triton.runtime.driver.set_active(AbsentGPU())
+    triton.runtime.driver.set_active(absent_gpu())
     configs.gpu_name = lambda device: "NVIDIA H200"
     for path in sorted(Path(__file__).parent.glob("compile_cases_*.py")):
         if not sys.argv[1:] or path.stem.removeprefix("compile_cases_") in sys.argv[1:]:
