@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention_cases import draw
 from dgemma_kernels.ops.attention import reference
 from dgemma_kernels.ops.attention.kernel import AttentionTile, attention, choose_num_splits, default_tile
 from kernel_inputs import error
@@ -21,7 +22,7 @@ MODES = pytest.mark.parametrize(
     ],
     ids=["bidirectional", "causal", "window", "then-canvas", "window-then-canvas"],
 )
-# Ragged rows: one without a prefix, one whose prefix fills the buffer; tokens that do not fill a tile of rows.
+# Ragged rows, one without a prefix; tokens that do not fill a tile of rows.
 TILES = pytest.mark.parametrize(
     ("tile", "num_splits", "heads", "dtype"),
     [
@@ -36,24 +37,10 @@ TILES = pytest.mark.parametrize(
 )
 
 
-def draw(
-    lengths: list[int], *, num_tokens: int, heads: tuple[int, int], head_dim: int, capacity: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Draw random queries, keys, values and lengths; slots without a token are NaN."""
-    generator = torch.Generator().manual_seed(sum(lengths) + num_tokens)
-    queries = torch.randn(len(lengths), num_tokens, heads[0], head_dim, generator=generator) * 0.3
-    keys, values = (torch.randn(len(lengths), heads[1], capacity, head_dim, generator=generator) for _ in range(2))
-    for row, length in enumerate(lengths):
-        keys[row, :, length + num_tokens :] = torch.nan
-        values[row, :, length + num_tokens :] = torch.nan
-    return queries.to(dtype), keys.to(dtype), values.to(dtype), torch.tensor(lengths)
-
-
 @MODES
 @TILES
 def test_attention_matches_float64_over_ragged_prefixes(mode, tile, num_splits, heads, dtype, device):
-    case = draw([0, 27], num_tokens=11, heads=heads, head_dim=32, capacity=40, dtype=dtype)
-    queries, keys, values, length = (tensor.to(device) for tensor in case)
+    queries, keys, values, length = draw([0, 27], 11, (heads[1], 32), heads=heads[0], dtype=dtype, device=device)
     got = attention(queries, keys, values, length, **mode, tile=tile, num_splits=num_splits)
     want = reference.attention(queries.double(), keys.double(), values.double(), length, **mode)
     assert error(got, want) < LIMITS[dtype]
@@ -63,8 +50,7 @@ def test_attention_matches_float64_over_ragged_prefixes(mode, tile, num_splits, 
     "options", [{"num_splits": 1}, {"num_splits": 3}, {"part": 64}], ids=["whole", "parts", "fixed"]
 )
 def test_attention_in_float8_is_the_nearest_value_in_units_of_one_scale(options, device):
-    case = draw([0, 27], num_tokens=11, heads=(4, 2), head_dim=32, capacity=40, dtype=torch.float32)
-    queries, keys, values, length = (tensor.to(device) for tensor in case)
+    queries, keys, values, length = draw([0, 27], 11, (2, 32), heads=4, dtype=torch.float32, device=device)
     values = torch.nn.functional.normalize(values, dim=-1) * 32**0.5  # root mean square 1, as after a norm
     got = attention(queries, keys, values, length, **options, float8=True)
     twin = reference.attention(queries.double(), keys.double(), values.double(), length, float8=True)
@@ -80,8 +66,8 @@ def test_attention_in_float8_is_the_nearest_value_in_units_of_one_scale(options,
 @pytest.mark.parametrize("heads", [(8, 1), (2, 2)], ids=["eight-share-a-key-head", "one-each"])
 @pytest.mark.parametrize("num_splits", [1, 4])
 def test_one_token_attends_to_all_earlier_tokens(heads, num_splits, device):
-    case = draw([40, 0], num_tokens=1, heads=heads, head_dim=16, capacity=48, dtype=torch.float32)
-    queries, keys, values, length = (tensor.to(device) for tensor in case)
+    case = draw([40, 0], 1, (heads[1], 16), heads=heads[0], dtype=torch.float32, device=device)
+    queries, keys, values, length = case
     got = attention(queries, keys, values, length, causal=True, num_splits=num_splits)
     group = heads[0] // heads[1]
     keys, values = (x.double().repeat_interleave(group, 1)[0, :, :41] for x in (keys, values))  # (N, 41, H)
@@ -89,14 +75,13 @@ def test_one_token_attends_to_all_earlier_tokens(heads, num_splits, device):
     want = torch.einsum("nj,njh->nh", scores.softmax(-1), values)
     assert error(got[0, 0], want) < 2e-6
     # With no prefix a token sees only itself, whatever the scores.
-    own = case[2][1, :, 0].repeat_interleave(group, 0).to(device)
+    own = case[2][1, :, 0].repeat_interleave(group, 0)
     assert torch.allclose(got[1, 0], own, atol=1e-6)
 
 
 @pytest.mark.parametrize("window", [None, 9], ids=["full", "window"])
 def test_tokens_and_a_canvas_in_one_call_equal_two_calls(window, device):
-    case = draw([13], num_tokens=11, heads=(2, 1), head_dim=16, capacity=24, dtype=torch.float32)
-    queries, keys, values, length = (tensor.to(device) for tensor in case)
+    queries, keys, values, length = draw([13], 11, (1, 16), heads=2, dtype=torch.float32, device=device)
     keep = 13 + 6 if window is None else window - 1
     together = attention(queries, keys, values, length, causal=True, window=window, canvas_len=5, keep=keep)
     tokens = attention(queries[:, :6].contiguous(), keys, values, length, causal=True, window=window)
@@ -106,22 +91,12 @@ def test_tokens_and_a_canvas_in_one_call_equal_two_calls(window, device):
 
 
 def test_large_scores_do_not_overflow(device):
-    queries, keys, values, length = draw(
-        [30], num_tokens=8, heads=(2, 1), head_dim=16, capacity=48, dtype=torch.float32
-    )
-    queries, keys, values, length = (queries * 1e4).to(device), keys.to(device), values.to(device), length.to(device)
+    queries, keys, values, length = draw([30], 8, (1, 16), heads=2, dtype=torch.float32, device=device)
+    queries *= 1e4
     got = attention(queries, keys, values, length, num_splits=3)
     # Scores this far apart leave one key per row: the output is its value.
     winner = torch.einsum("tnh,jh->tnj", queries[0], keys[0, 0, :38]).argmax(-1)
     assert torch.allclose(got[0], values[0, 0][winner], atol=1e-5)
-
-
-def test_a_rows_result_does_not_depend_on_its_batch(device):
-    case = draw([21, 3], num_tokens=9, heads=(2, 1), head_dim=16, capacity=32, dtype=torch.float32)
-    queries, keys, values, length = (tensor.to(device) for tensor in case)
-    together = attention(queries, keys, values, length, num_splits=2)
-    alone = attention(queries[1:], keys[1:], values[1:], length[1:], num_splits=2)
-    assert torch.equal(together[1:], alone)
 
 
 PART = 64 if torch.cuda.is_available() else 16  # the keys of a tile
@@ -184,7 +159,8 @@ def test_fixed_parts_give_a_token_the_same_bits_in_any_batch_slot_chunk_and_capa
 
 def test_reference_matches_transformers_eager_attention():
     modeling = pytest.importorskip("transformers.models.diffusion_gemma.modeling_diffusion_gemma")
-    queries, keys, values, length = draw([7], num_tokens=5, heads=(4, 2), head_dim=16, capacity=12, dtype=torch.float64)
+    queries, keys, values, length = draw([7], 5, (2, 16), heads=4, dtype=torch.float64, device="cpu")
+    keys, values = keys[:, :, :12], values[:, :, :12]
     mask = torch.full((5, 12), -torch.inf, dtype=torch.float64)
     for query in range(5):
         mask[query, 7 + query - 3 : 7 + query + 1] = 0.0  # a window of four, its own slot included

@@ -100,17 +100,13 @@ def assert_rounded(got: Quantized, want: Tensor) -> None:
 
 
 @SHAPES
-@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
-def test_round_rows_rounds_to_the_nearest_float8(shape, many, device, monkeypatch):
-    monkeypatch.setattr(blocks, "MANY_ROWS", 1 if many else 1000)
+def test_round_rows_rounds_to_the_nearest_float8(shape, device):
     x = draw(*shape, dtype=torch.float16, device=device, seed=1)
     assert_rounded(norms.round_rows(x), x.double())
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (3, 2 * 256), (5, 2 * 600)], ids=["one", "one-block", "ragged"])
-@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
-def test_geglu_float8_scales_its_inputs_and_rounds_its_outputs(shape, many, device, monkeypatch):
-    monkeypatch.setattr(blocks, "MANY_ROWS", 1 if many else 1000)
+def test_geglu_float8_scales_its_inputs_and_rounds_its_outputs(shape, device):
     gate_up = draw(*shape, dtype=torch.float32, device=device, seed=1)
     scales = (torch.linspace(0.5, 2, shape[0], device=device), torch.linspace(2, 0.5, shape[1], device=device))
     want = mlp_reference.geglu(gate_up.double() * scales[0][:, None] * scales[1])

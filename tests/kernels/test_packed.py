@@ -266,13 +266,9 @@ def test_tokens_are_sorted_into_tiles_of_the_weights_format(weights, table, devi
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["packed", "fp8"])
-def test_the_model_still_works_and_its_experts_are_freed_with_it(weights, device):
+def test_the_experts_of_a_model_are_freed_with_it_and_the_denoiser_still_works(weights, device):
     model = make_rounded_model(device)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
     fast = accelerate(model, weights)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    taken = fast._forward.weights.layers[0]
-    assert model.layers[0].self_attn.q_proj.weight.data_ptr() == taken.qkv.data_ptr()
     parameter = weakref.ref(model.layers[0].experts.gate_up_proj)
     del model
     gc.collect()

@@ -81,6 +81,8 @@ def test_prepare_qkv_matches_transformers(layout, dtype, twin, device):
         slots = slice(length, length + TOKENS)
         torch.testing.assert_close(case["keys"][row, :, slots].transpose(0, 1), want_key[row], **close)
         torch.testing.assert_close(case["values"][row, :, slots].transpose(0, 1), want_value[row], **close)
+    for cache, written in ((case["keys"], want_key), (case["values"], want_value)):
+        assert (~cache.isnan()).sum() == written.numel()  # no other slot was written
 
 
 @pytest.mark.parametrize("twin", [qkv, reference], ids=["kernel", "reference"])
@@ -116,16 +118,6 @@ def test_prepare_qkv_rounds_where_transformers_rounds(device):
     case = draw((4, 2, 32, True), torch.float16, device)
     query = qkv.prepare_qkv(**case, num_heads=4, eps=EPS)
     assert (query != published(case, 4)[0]).float().mean() < 0.01
-
-
-@LAYOUTS
-def test_prepare_qkv_writes_only_its_slots(layout, device):
-    case = draw(layout, torch.float32, device)
-    qkv.prepare_qkv(**case, num_heads=layout[0], eps=EPS)
-    for row, length in enumerate(LENGTH):
-        for cache in (case["keys"][row], case["values"][row]):
-            written = ~cache.isnan().any(0).any(-1)
-            assert written.nonzero().flatten().tolist() == list(range(length, length + TOKENS))
 
 
 @DTYPES

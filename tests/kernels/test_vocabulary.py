@@ -197,11 +197,3 @@ def test_soft_probabilities_are_the_softmax_of_rounded_logits(twin, vocab_size, 
     if dtype == torch.bfloat16 and vocab_size > CHUNK:
         plain = processed.softmax(-1)
         assert ((plain.double() - want.double()).norm() / want.double().norm()).item() > 2e-3
-
-
-def test_one_row_does_not_depend_on_the_others(device):
-    logits, temperature = draw(CHUNK + 1, torch.float16, device)
-    together = vocabulary.vocabulary_statistics(logits, Shaping(temperature))
-    alone = vocabulary.vocabulary_statistics(logits[2:3].contiguous(), Shaping(temperature[1:]))
-    for all_rows, one_row in zip(together, alone, strict=True):
-        assert torch.equal(all_rows[2:3], one_row)
