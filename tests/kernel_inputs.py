@@ -7,6 +7,9 @@ from torch import Tensor
 
 import dgemma
 from dgemma.model.config import FULL, SLIDING
+from dgemma_kernels.ops import configs
+from dgemma_kernels.ops.router import reference
+from dgemma_kernels.ops.router.kernel import ExpertTiles
 
 NUM_EXPERTS = 6
 
@@ -29,6 +32,12 @@ def draw_routing(name: str) -> Tensor:
         "one-expert-has-every-row": torch.full((75, 1), 4),
         "two-experts-have-no-rows": inner + 1,
     }[name].int()
+
+
+def sort_choices(index: Tensor, format: str = "bf16", *, rows: int | None = None) -> ExpertTiles:
+    """Sort choices of `draw_routing` into tiles, by default with the rows of tiles for weights of this format."""
+    rows = rows or configs.expert_config(index.shape[0], index.device, format).rows
+    return reference.sort_by_expert(index, reference.count_pairs(index, NUM_EXPERTS), rows)
 
 
 def draw_tokens(*shape: int, seed: int = 0) -> Tensor:

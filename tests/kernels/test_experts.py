@@ -11,9 +11,7 @@ from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.configs import gpu_name
 from dgemma_kernels.ops.experts import kernel as experts
 from dgemma_kernels.ops.experts import reference as experts_reference
-from dgemma_kernels.ops.router import kernel as router
-from dgemma_kernels.ops.router import reference as router_reference
-from kernel_inputs import NUM_EXPERTS, draw_routing
+from kernel_inputs import NUM_EXPERTS, draw_routing, sort_choices
 
 E, D, F = NUM_EXPERTS, 72, 88  # neither width is a multiple of any tile
 # float32: sums of 88 products. float16: roundings of hidden value, product and weighted row, 2**-11 each.
@@ -28,13 +26,8 @@ def draw(index: Tensor, width: int, hidden: int, dtype: torch.dtype, device: tor
     return [*(t.to(dtype).to(device) for t in (x, gate_up, down)), weights.to(device)]
 
 
-def sort(index: Tensor, rows_per_tile: int) -> router.ExpertTiles:
-    return router.sort_by_expert(index, router_reference.count_pairs(index, E), rows_per_tile)
-
-
 def run(index: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
-    tiles = sort(index, configs.expert_config(index.shape[0], index.device).rows)
-    return experts.multiply_experts(x, gate_up, down, weights, tiles)
+    return experts.multiply_experts(x, gate_up, down, weights, sort_choices(index))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
@@ -44,9 +37,7 @@ def run(index: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor
 def test_experts_match_float64(routing, width, hidden, dtype, device):
     index = draw_routing(routing).to(device)
     x, gate_up, down, weights = draw(index, width, hidden, dtype, device)
-    tiles = router_reference.sort_by_expert(
-        index, router_reference.count_pairs(index, E), configs.expert_config(index.shape[0], index.device).rows
-    )
+    tiles = sort_choices(index)
 
     got_hidden = experts.expert_gate_up(x, gate_up, tiles)
     want_hidden = experts_reference.expert_gate_up(x.double(), gate_up.double(), tiles)
@@ -69,7 +60,7 @@ def test_every_tile_is_computed(rows_of_experts, num_tiles, grid, device, monkey
     monkeypatch.setitem(configs.EXPERTS["bf16"], "default", (config,))
     index = torch.arange(E).repeat_interleave(torch.tensor(rows_of_experts))[:, None].int().to(device)
     inputs = draw(index, D, F, torch.float32, device)
-    tiles = sort(index, 16)
+    tiles = sort_choices(index, rows=16)
     assert (tiles.tiles[:, 2] > 0).sum() == num_tiles
     assert experts._grid_tiles(tiles) == grid
     hidden = experts_reference.expert_gate_up(inputs[0].double(), inputs[1].double(), tiles)
@@ -81,7 +72,7 @@ def test_every_tile_is_computed(rows_of_experts, num_tiles, grid, device, monkey
 def test_down_reads_a_tile_only_after_gate_up_counted_it():
     index = draw_routing("even")
     x, gate_up, down, weights = draw(index, 16, 16, torch.float32, index.device)
-    tiles = sort(index, 32)
+    tiles = sort_choices(index, rows=32)
     hidden = experts.expert_gate_up(x, gate_up, tiles)
     want = experts.expert_down(hidden, down, weights, tiles)
     late, counted, rows = torch.full_like(hidden, torch.nan), tiles.finished.clone(), []
@@ -133,7 +124,7 @@ def test_weights_that_are_not_aligned_to_16_bytes_are_read_by_pointers(width, of
     x, gate_up, _, _ = draw(index, width, F, torch.float16, device)
     memory = torch.empty(gate_up.numel() + offset, dtype=gate_up.dtype, device=device)
     weights = memory[offset:].view_as(gate_up).copy_(gate_up)
-    tiles = sort(index, 32)
+    tiles = sort_choices(index, rows=32)
     want = experts_reference.expert_gate_up(x.double(), gate_up.double(), tiles)
     assert (experts.expert_gate_up(x, weights, tiles) - want).norm() / want.norm() < LIMITS[torch.float16]
 

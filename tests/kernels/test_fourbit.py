@@ -19,9 +19,8 @@ from dgemma_kernels.formats.fourbit import arrange
 from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.experts import kernel as experts
 from dgemma_kernels.ops.experts import reference as experts_reference
-from dgemma_kernels.ops.router import kernel as router
-from dgemma_kernels.ops.router import reference as router_reference
-from kernel_inputs import NUM_EXPERTS, draw_routing, logits_of, make_model
+from dgemma_kernels.ops.router import reference as router
+from kernel_inputs import NUM_EXPERTS, draw_routing, logits_of, make_model, sort_choices
 
 E = NUM_EXPERTS
 NATIVE = torch.cuda.is_available()
@@ -73,24 +72,17 @@ def test_every_code_and_every_scale_of_nvfp4_is_decoded_exactly(device):
     want = torch.tensor(E2M1, dtype=torch.float64) * scale.double()[:, None]
     assert torch.equal(arrange(weight.to(device), dtype=torch.bfloat16).decode()[0].cpu(), want)
     # The kernel's own decoding, by the product with a unit matrix.
-    tiles = router_reference.sort_by_expert(*route_all(16, device), 16)
+    index = torch.zeros(16, 1, dtype=torch.int32, device=device)  # every token to the only expert
+    tiles = router.sort_by_expert(index, router.count_pairs(index, 1), 16)
     eye = torch.eye(16, dtype=torch.bfloat16 if NATIVE else torch.float32, device=device)
     down = arrange(weight.to(device), dtype=eye.dtype)
     got = experts.expert_down(eye, down, torch.ones(16, 1, device=device), tiles)  # (16, 1, N)
     assert torch.equal(got[:, 0].T.double().cpu(), want)
 
 
-def route_all(num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Route every token to the only expert."""
-    index = torch.zeros(num_tokens, 1, dtype=torch.int32, device=device)
-    return index, router_reference.count_pairs(index, 1)
-
-
 def check_products(kind: str, routing: str, width: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
     index = draw_routing(routing).to(device)
-    format = kind.partition("/")[0]
-    rows = configs.expert_config(index.shape[0], index.device, format).rows
-    tiles: router.ExpertTiles = router_reference.sort_by_expert(index, router_reference.count_pairs(index, E), rows)
+    tiles = sort_choices(index, kind.partition("/")[0])
     gate_up, down = (draw_weight(kind, *shape).to(device) for shape in ((2 * hidden, width), (width, hidden)))
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(index.shape[0], width, generator=generator).to(device, dtype) * 0.1

@@ -18,9 +18,7 @@ from dgemma_kernels.ops.experts import kernel as experts
 from dgemma_kernels.ops.experts import reference as experts_reference
 from dgemma_kernels.ops.norms import kernel as norms
 from dgemma_kernels.ops.norms import reference as norms_reference
-from dgemma_kernels.ops.router import kernel as router
-from dgemma_kernels.ops.router import reference as router_reference
-from kernel_inputs import NUM_EXPERTS, draw_routing, logits_of, make_model
+from kernel_inputs import NUM_EXPERTS, draw_routing, logits_of, make_model, sort_choices
 
 E, D, F = NUM_EXPERTS, 72, 88  # no width is a multiple of a tile; the 88 hidden values have blocks of 64 and 24
 EPS, FLOAT8 = 1e-6, torch.float8_e4m3fn
@@ -135,11 +133,6 @@ def draw(index: Tensor, width: int, hidden: int, dtype: torch.dtype, device: tor
     return *(quantize(x) for x in drawn), torch.rand(index.shape, generator=torch.Generator().manual_seed(3)).to(device)
 
 
-def sort(index: Tensor) -> router.ExpertTiles:
-    rows = configs.expert_config(index.shape[0], index.device, "fp8").rows
-    return router.sort_by_expert(index, router_reference.count_pairs(index, E), rows)
-
-
 @pytest.mark.usefixtures("described")
 @pytest.mark.parametrize(
     ("routing", "width", "hidden", "dtype"),
@@ -157,7 +150,7 @@ def test_products_match_float64_of_the_rounded_operands(routing, width, hidden, 
     # program loads four scales: the number must be a power of two.
     index = draw_routing(routing).to(device)
     x, gate_up, down, weights = draw(index, width, hidden, dtype, device)
-    tiles = sort(index)
+    tiles = sort_choices(index, "fp8")
 
     got_hidden = experts.expert_gate_up(x, gate_up, tiles)
     want_hidden = experts_reference.expert_gate_up(x, gate_up, tiles)
@@ -180,7 +173,7 @@ def test_a_large_block_of_hidden_values_does_not_coarsen_another_block(device):
     # would be below 2**-6, where float8 loses bits.
     index = draw_routing("even").to(device)
     x, gate_up, _, _ = draw(index, D, F, torch.float32, device)
-    tiles, scale = sort(index), gate_up.scale.clone()
+    tiles, scale = sort_choices(index, "fp8"), gate_up.scale.clone()
     before = experts.expert_gate_up(x, gate_up, tiles)
     scale[:, F : F + 64] *= 1000
     after = experts.expert_gate_up(x, replace(gate_up, scale=scale), tiles)
@@ -195,7 +188,7 @@ def test_a_nan_row_stays_nan_and_does_not_affect_other_rows(bad, device):
     # A scale that ignored NaN, or a cast of NaN to the largest value, would give a number.
     index = draw_routing("even").to(device)
     _, gate_up, down, weights = draw(index, D, F, torch.float32, device)
-    tiles, ones, rows = sort(index), torch.ones(D, device=device), []
+    tiles, ones, rows = sort_choices(index, "fp8"), torch.ones(D, device=device), []
     for value in (0.0, bad):
         residual = random(index.shape[0], D).to(device)
         residual[7, 3] = value
@@ -209,7 +202,7 @@ def test_a_nan_row_stays_nan_and_does_not_affect_other_rows(bad, device):
 def test_a_tile_shallower_than_a_block_of_hidden_values_uses_the_blocks_scale(device, monkeypatch):
     index = draw_routing("even").to(device)
     x, gate_up, down, weights = draw(index, D, F, torch.float32, device)
-    tiles, config = sort(index), configs.EXPERTS["fp8"]["default"][0]
+    tiles, config = sort_choices(index, "fp8"), configs.EXPERTS["fp8"]["default"][0]
     hidden = experts.expert_gate_up(x, gate_up, tiles)
     monkeypatch.setitem(configs.EXPERTS["fp8"], "default", (replace(config, down=replace(config.down, depth=32)),))
     got = experts.expert_down(hidden, down, weights, tiles)
@@ -225,7 +218,7 @@ def test_with_one_scale_per_row_products_match_float64_of_the_rounded_operands(d
     config = configs.EXPERTS["fp8"]["default"][0]
     wide = replace(config, rows=48, one_scale=True, down=replace(config.down, depth=128))
     monkeypatch.setitem(configs.EXPERTS["fp8"], "default", (wide,))
-    tiles = sort(index)
+    tiles = sort_choices(index, "fp8")
     hidden = experts.expert_gate_up(x, gate_up, tiles)
     want_hidden = experts_reference.expert_gate_up(x, gate_up, tiles)
     assert hidden.block is None

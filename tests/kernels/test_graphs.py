@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -127,6 +128,14 @@ def test_a_failed_capture_ends_and_is_tried_again_only_for_lack_of_memory(absent
     assert Replay(function, memory).result == "result"
     failed = [] if error is None else [*capture, "renew", "empty cache"]
     assert absent_gpu == [*start, *failed, *capture, "leave"]
+
+
+@pytest.mark.usefixtures("absent_gpu")
+def test_a_kernel_that_fails_before_capture_is_not_reported_as_a_failed_capture(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", MagicMock(side_effect=RuntimeError("an illegal memory access")))
+    with pytest.raises(RuntimeError, match="illegal memory access") as raised:  # at the next wait for the device
+        Replay(lambda: None, GraphMemory(torch.device("cuda")))
+    assert not isinstance(raised.value, CaptureError)
 
 
 def test_many_samplers_drop_no_forward_and_a_larger_arena_no_sampler(device, monkeypatch):

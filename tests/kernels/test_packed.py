@@ -19,9 +19,7 @@ from dgemma_kernels.formats.packed import pack
 from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.experts import kernel as experts
 from dgemma_kernels.ops.experts import reference as experts_reference
-from dgemma_kernels.ops.router import kernel as router
-from dgemma_kernels.ops.router import reference as router_reference
-from kernel_inputs import NUM_EXPERTS, draw_routing, draw_tokens, logits_of, make_model
+from kernel_inputs import NUM_EXPERTS, draw_routing, draw_tokens, logits_of, make_model, sort_choices
 
 E, D, F = NUM_EXPERTS, 72, 88  # neither width is a multiple of any tile, nor of the 64 columns of a plane
 pytestmark = pytest.mark.usefixtures("small_chunks")
@@ -153,11 +151,6 @@ def test_rows_whose_scale_or_outliers_overflow_are_refused(others, value):
         pack(weights)
 
 
-def sort(index: Tensor) -> router.ExpertTiles:
-    rows = configs.expert_config(index.shape[0], index.device, "packed").rows
-    return router_reference.sort_by_expert(index, router_reference.count_pairs(index, E), rows)
-
-
 def draw_ordinary(*shape: int, seed: int) -> Tensor:
     """Draw normal weights without outliers, in rows of different magnitudes."""
     generator = torch.Generator().manual_seed(seed)
@@ -222,7 +215,7 @@ def test_products_match_float64(routing, outliers, width, hidden, dtype, device)
     index, x, hidden_rows, gate_up, down = (
         t.to(device) for t in (index, x.to(dtype), hidden_rows.to(dtype), gate_up, down)
     )
-    weights, tiles = torch.rand(index.shape, device=device), sort(index)
+    weights, tiles = torch.rand(index.shape, device=device), sort_choices(index, "packed")
     lists = pack(gate_up.to(dtype), gated=True), pack(down.to(dtype))
     assert [len(packed.places) > 0 for packed in lists] == [outliers != "none"] * 2
 
