@@ -96,7 +96,7 @@ def decide_and_settle(state: DenoiseState, prediction: Prediction, early: Early,
         done=taken.done,
         memory=None,
         stop_memory=state.stop_memory if stop is None else taken.recent,
-        self_cond=prediction,
+        self_cond=prediction.unconditioned,
         **early.clock,
     )
     return Settled(after, taken.accepted, taken.renoised, early.active, taken.verdict)

@@ -84,8 +84,9 @@ class Stepper:
             captured = self.graphs.remembered(key, lambda: CapturedStep(make()))
             captured.load(leaves)
         after, record, prediction = captured.replay(state, logits)
-        prediction.soften = self.finish
-        self._last, self._pending = captured, weakref.ref(prediction)
+        shown: Any = prediction.unconditioned
+        shown.soften = self.finish
+        self._last, self._pending = captured, weakref.ref(shown)
         before = replace(state, self_cond=None)
         return after, StepRecord(**record, prediction=prediction, before=before, state=after, cache=cache, knobs=knobs)
 
@@ -230,7 +231,7 @@ class CapturedStep:
         # Uses the state's own tensors, because the next step overwrites those of the graph.
         shaped: Any = shape_prediction(FusedPrediction(logits, (self._softcap,)), state, self._knobs)
         prediction = shaped.with_statistics(statistics)
-        fields_after |= {"language": state.language, "self_cond": prediction}  # the automaton without its tables
+        fields_after |= {"language": state.language, "self_cond": prediction.unconditioned}  # the automaton without its tables
         after = replace(state, **fields_after)
         if self._can_hold:
             self._held = weakref.ref(after), watch(*_tensors(tree_leaves(_carried(after))))
@@ -293,7 +294,7 @@ class _StaticStep:
         after, fields_of_record, statistics = tree_map(
             lambda x: x.contiguous() if isinstance(x, Tensor) else x, results
         )
-        return _Outcome(after, fields_of_record, statistics, prediction.sweep)
+        return _Outcome(after, fields_of_record, statistics, prediction.unconditioned.sweep)
 
     def find_changes(self, outcome: _Outcome) -> list[tuple[Tensor, Tensor]] | None:
         """Return the inputs that the step changes, with their next values.
@@ -308,7 +309,7 @@ class _StaticStep:
 
     def soften(self, changes: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Return the soft embedding of the last `run`. Load it and the changes as the inputs of the next step."""
-        swept = self._prediction.only_swept(self._logits)
+        swept = self._prediction.unconditioned.only_swept(self._logits)
         signal = self.workspace.soft_embedding(swept, self._state.canvas.shape)
         self._place.signal.copy_(signal)
         # A new value may share memory with an input, which the copies below overwrite. So it is cloned first.

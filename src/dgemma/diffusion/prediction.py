@@ -182,6 +182,15 @@ class Prediction:
             self._known_logits = logits
         return logits
 
+    @property
+    def unconditioned(self) -> "Prediction":
+        """The prediction before conditioning on a language, which self-conditioning shows to the next forward.
+
+        The model has seen its own predictions in training. Conditioned ones are sharp even where it is unsure, and it
+        would trust them.
+        """
+        return self if self.joint is None else self.joint.prediction
+
     def as_self_cond(self) -> Any:
         """The logits, for self-conditioning. A subclass may return other tensors with the batch first."""
         return self.logits

@@ -127,7 +127,7 @@ def settle(state: DenoiseState, prediction: Prediction, decision: Decision, knob
         canvas=canvas,
         open=still_open,
         memory=decision.memory,
-        self_cond=prediction,
+        self_cond=prediction.unconditioned,
         **fields_at_step(state.noise, knobs.temperature, state.step + 1, state.num_steps),
     )
     after = replace(after, draft=_draft(state, after, prediction, knobs))

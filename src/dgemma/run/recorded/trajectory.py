@@ -349,7 +349,7 @@ class Trajectory:
                 yield taken, prediction, law
                 number += 1
                 if not through_self_cond:
-                    state = replace(state, self_cond=Prediction(prediction.logits.detach()))
+                    state = replace(state, self_cond=Prediction(prediction.unconditioned.logits.detach()))
 
     @typed
     def moment(self, model: Denoiser, *, block: int = 0, step: int = 0, cache: Cache | None = None) -> Moment:
