@@ -2,7 +2,7 @@
 
 import torch
 import triton
-from compile_inputs import DENSE, HEADS, A, D, E, F, empty, empty_float8, run_experts
+from compile_inputs import DENSE, HEADS, A, D, E, F, calls_by_tokens, empty, empty_float8, run_experts
 
 from dgemma_kernels.ops import configs
 from dgemma_kernels.ops.attention.parts import combine_parts
@@ -49,16 +49,7 @@ def run_attention(kv_heads: int, head_dim: int, projections: int) -> None:
     combine_parts(partial, torch.empty(partial.shape[:4]), out, scale, in_order=True)
 
 
-# Tiles were measured with Triton 3.6, so only this version compiles all of them. Other versions compile the tiles for
-# one canvas and for the most tokens.
-SIZES = {"NVIDIA H200": (256, 4096), "default": (1024,)}
-if triton.__version__.startswith("3.6."):
-    SIZES = {"NVIDIA H200": (1, 256, 512, 1024, 1536, 2048, 4096), "default": (256, 1024)}
-CALLS = {
-    f"{gpu}, {tokens} tokens": lambda case=(gpu, tokens): run_float8(*case)
-    for gpu, sizes in SIZES.items()
-    for tokens in sizes
-}
+CALLS = calls_by_tokens(run_float8, h200=(1, 256, 512, 1024, 1536, 2048, 4096), default=(256, 1024))
 CALLS["4096 tokens, without Gluon"] = lambda: run_float8("NVIDIA H200", 4096, configs.EXPERTS["fp8"]["NVIDIA H200"][-1])
 CALLS["dense product"] = lambda: multiply_beside(empty_float8(256, D), empty_float8(2 * DENSE, D))
 if not triton.__version__.startswith("3.6."):  # kernels without measured tiles

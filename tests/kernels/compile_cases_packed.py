@@ -1,8 +1,7 @@
 """Packed experts at the published sizes, on Hopper and on GPUs without measured tiles."""
 
 import torch
-import triton
-from compile_inputs import D, E, F, empty, run_experts
+from compile_inputs import D, E, F, calls_by_tokens, empty, run_experts
 
 from dgemma_kernels.formats.packed import Packed
 
@@ -24,13 +23,4 @@ def run_packed(gpu: str, tokens: int, dtype: torch.dtype = torch.bfloat16) -> No
     run_experts(gpu, "packed", empty(tokens, D, dtype=dtype), *weights)
 
 
-# Tiles were measured with Triton 3.6, so only this version compiles all of them. Other versions compile the tiles for
-# one canvas and for the most tokens.
-SIZES = {"NVIDIA H200": (256, 4096), "default": (1024,)}
-if triton.__version__.startswith("3.6."):
-    SIZES = {"NVIDIA H200": (1, 256, 512, 4096), "default": (256, 1024)}
-CALLS = {
-    f"{gpu}, {tokens} tokens": lambda case=(gpu, tokens): run_packed(*case)
-    for gpu, sizes in SIZES.items()
-    for tokens in sizes
-}
+CALLS = calls_by_tokens(run_packed, h200=(1, 256, 512, 4096), default=(256, 1024))

@@ -1,8 +1,11 @@
 """Sizes of the published model, and uninitialised tensors, for the `compile_cases_*.py` next to this file."""
 
+from collections.abc import Callable
+from functools import partial
 from unittest.mock import patch
 
 import torch
+import triton
 
 from dgemma_kernels.formats import ExpertWeights, Quantized
 from dgemma_kernels.ops import configs
@@ -21,6 +24,20 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def empty_float8(*shape: int) -> Quantized:
     values, scale = empty(*shape, dtype=torch.float8_e4m3fn), empty(*shape[:-1], dtype=torch.float32)
     return Quantized(values=values, scale=scale, dtype=torch.bfloat16)
+
+
+def calls_by_tokens(
+    run: Callable[[str, int], None], h200: tuple[int, ...], default: tuple[int, ...]
+) -> dict[str, Callable[[], None]]:
+    """Return a call of `run` for each GPU and number of tokens.
+
+    Tiles were measured with Triton 3.6, so only this version compiles all of them. Other versions compile the tiles for
+    one canvas and for the most tokens.
+    """
+    if not triton.__version__.startswith("3.6."):
+        h200, default = (256, 4096), (1024,)
+    sizes = [("NVIDIA H200", tokens) for tokens in h200] + [("default", tokens) for tokens in default]
+    return {f"{gpu}, {tokens} tokens": partial(run, gpu, tokens) for gpu, tokens in sizes}
 
 
 def run_experts(

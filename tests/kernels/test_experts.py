@@ -129,14 +129,6 @@ def test_weights_that_are_not_aligned_to_16_bytes_are_read_by_pointers(width, of
     assert (experts.expert_gate_up(x, weights, tiles) - want).norm() / want.norm() < LIMITS[torch.float16]
 
 
-def test_a_row_does_not_depend_on_its_batch(device):
-    index = draw_routing("even").to(device)
-    x, gate_up, down, weights = draw(index, D, F, torch.float32, device)
-    together = run(index, x, gate_up, down, weights)
-    alone = run(index[7:8], x[7:8], gate_up, down, weights[7:8])
-    assert torch.equal(together[7], alone[0])
-
-
 @pytest.mark.parametrize(
     ("format", "name"), [(format, name) for format in ("bf16", "packed", "fp8") for name in configs.EXPERTS[format]]
 )

@@ -25,11 +25,6 @@ VISION = {"vision_config": presets.tiny(vision=True).vision_config, "carried": {
 ROWS = [[2, (3, 3), 1], [(3, 3), (9, 6), 3]]  # the last has an image of 6 tokens, longer than the window of 5
 
 
-@pytest.fixture
-def device():
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def small_prompts(device, rows=ROWS, seed=0):
     tokens, mask, images = prompts(rows, seed=seed)
     tokens = torch.where(tokens > 100, tokens % 50, tokens)  # text in a vocabulary of 60

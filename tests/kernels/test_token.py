@@ -51,12 +51,6 @@ def test_the_experts_of_a_token_match_float64(device, num_experts, num_active, d
         assert got.tolist() == want.tolist() if isinstance(want, torch.Tensor) else got == want
 
 
-def test_equal_scores_choose_the_lower_experts(device):
-    weights, tiles = kernel.choose_token(torch.zeros(12, device=device), torch.ones(12, device=device), 4, 16)
-    assert tiles.tiles[:, 0].tolist() == [0, 1, 2, 3]
-    assert weights.tolist() == [[0.25] * 4]
-
-
 def test_the_experts_multiply_the_tiles_of_a_token(device):
     """The tiles of a single token are in the order of the choice, not of the experts."""
     generator = torch.Generator().manual_seed(5)
