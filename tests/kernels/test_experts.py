@@ -171,10 +171,6 @@ def test_float32_weights_get_the_default_tiles_at_half_the_depth_on_every_gpu(mo
     monkeypatch.setattr(configs, "gpu_name", lambda device: "NVIDIA H200")
     wide, narrow = (configs.expert_config(256, torch.device("cpu"), format) for format in ("float32", "bf16"))
     default = configs.EXPERTS["bf16"]["default"][0]
-    assert (wide.rows, wide.gate_up.cols, wide.gate_up.depth, wide.down.depth) == (
-        default.rows,
-        default.gate_up.cols,
-        default.gate_up.depth // 2,
-        default.down.depth // 2,
-    )
+    halved = (replace(product, depth=product.depth // 2) for product in (default.gate_up, default.down))
+    assert (wide.rows, wide.gate_up, wide.down) == (default.rows, *halved)
     assert narrow in configs.EXPERTS["bf16"]["NVIDIA H200"]

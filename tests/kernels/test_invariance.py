@@ -161,14 +161,10 @@ def test_two_layers_of_the_published_size_have_the_same_bits_in_any_batch(two_la
         texts.check(*texts.draw_batch(7, 3))
 
 
-@pytest.fixture(scope="module")
-def storyteller() -> FusedDenoiser:
-    model = dgemma.DiffusionGemma.from_pretrained("dgemma/text", device=DEVICE, dtype=torch.bfloat16)
-    return accelerate(model, batch_invariant=True)
-
-
 @needs_gpu
-def test_texts_are_the_same_alone_in_a_batch_and_in_changing_batches(storyteller):
+def test_texts_are_the_same_alone_in_a_batch_and_in_changing_batches():
+    model = dgemma.DiffusionGemma.from_pretrained("dgemma/text", device=DEVICE, dtype=torch.bfloat16)
+    storyteller = accelerate(model, batch_invariant=True)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(5, 8000, (length,), generator=generator) for length in (3, 20, 64, 130, 200, 300, 400)]
     options: Any = {"max_new_tokens": 128, "progress": False}
