@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import cache
 from multiprocessing import forkserver, get_context
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from unittest.mock import patch
 
 import torch
 
@@ -18,13 +19,8 @@ def fork_server() -> ForkServerContext:
     context = get_context("forkserver")
     commands = [f"dgemma.cli.{name}" for name in ("main", "writing", "training")]
     context.set_forkserver_preload(["several_processes", "dgemma._public", *commands])
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the server reads its import path from here
-    forkserver.ensure_running()
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # the server reads its import path from here
+        forkserver.ensure_running()
     return context
 
 

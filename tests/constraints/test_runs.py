@@ -276,45 +276,20 @@ def test_runs_with_greedy_masks_have_another_law():
     assert sum(distances) / len(distances) == pytest.approx(0.2495, abs=1e-3)  # 0 is unbiased
 
 
-class Remembering(dgemma.Denoiser):
-    """Predicts the same for every canvas, and remembers the logits that self-conditioning shows it."""
-
-    generation = dgemma.GenerationDefaults()
-    device = torch.device("cpu")
-    config = dgemma.presets.tiny().replace(vocab_size=NUM_TOKENS + 1, canvas_length=2)
-
-    def __init__(self):
-        self.logits = torch.randn(1, 2, NUM_TOKENS + 1, generator=torch.Generator().manual_seed(0))
-        self.shown = []
-
-    def encode(self, tokens, cache=None, attention_mask=None):
-        return Prefix(torch.full((len(tokens),), tokens.shape[1]))
-
-    def denoise(self, canvas, cache, self_cond=None, self_cond_mask=None):
-        self.shown.append(None if self_cond is None else self_cond.logits)
-        return dgemma.Prediction(self.logits)
-
-
-def test_self_conditioning_shows_the_prediction_before_the_constraint():
+def test_self_conditioning_shows_the_prediction_before_the_constraint(monkeypatch):
     """The model was trained on its own predictions. Those that a constraint has made sharp would mislead it."""
-    model = Remembering()
-    table = np.array([[-1, 1, -1, -1], [-1, -1, 2, -1], [-1, -1, -1, -1]], np.int32)  # the text "0 1" alone
-    only_0_1 = TokenAutomaton(np.array([1, 2, 3, 0]), table, np.array([False, False, True]))
-    noise = dgemma.MaskNoise(NUM_TOKENS + 1, mask_token_id=MASK, schedule=Linear())
-    out = dgemma.generate(
-        model,
-        torch.zeros(1, 1, dtype=torch.int64),
-        constraint=Listed(only_0_1),
-        noise=noise,
-        sampler=dgemma.Confidence(),  # one token per step
-        steps=2,
-        temperature=0.5,
-        max_new_tokens=2,
-        stop=None,
-        eos_token_ids=[],
-    )
-    assert out.new_tokens.tolist() == [[0, 1]]
-    expected = (model.logits / 0.5).index_fill(-1, torch.tensor([MASK]), -torch.inf)
-    first, second = model.shown
-    assert first is None
-    assert torch.equal(second, expected)
+    tokenizer = dgemma.ByteTokenizer()
+    model = dgemma.DiffusionGemma(dgemma.presets.tiny().replace(vocab_size=tokenizer.vocab_size, canvas_length=2))
+    shown, predicted, denoise = [], [], model.denoise
+
+    def remember(canvas, cache, self_cond=None, **options):
+        shown.append(self_cond)
+        predicted.append(denoise(canvas, cache, self_cond=self_cond, **options))
+        return predicted[-1]
+
+    monkeypatch.setattr(model, "denoise", remember)
+    options = {"sampler": dgemma.Ancestral(), "steps": 2, "temperature": 0.5, "max_new_tokens": 2, "stop": None}
+    out = dgemma.generate(model, torch.tensor([[97]]), constraint=dgemma.Regex("ab", tokenizer), **options)
+    assert tokenizer.decode(out.new_tokens[0]) == "ab"
+    assert shown[0] is None
+    assert torch.equal(shown[1].logits, predicted[0].logits / 0.5)

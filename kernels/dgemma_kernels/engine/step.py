@@ -231,7 +231,8 @@ class CapturedStep:
         # Uses the state's own tensors, because the next step overwrites those of the graph.
         shaped: Any = shape_prediction(FusedPrediction(logits, (self._softcap,)), state, self._knobs)
         prediction = shaped.with_statistics(statistics)
-        fields_after |= {"language": state.language, "self_cond": prediction.unconditioned}  # the automaton without its tables
+        # The graph's language has an automaton with tables; the state's has none.
+        fields_after |= {"language": state.language, "self_cond": prediction.unconditioned}
         after = replace(state, **fields_after)
         if self._can_hold:
             self._held = weakref.ref(after), watch(*_tensors(tree_leaves(_carried(after))))
