@@ -63,5 +63,6 @@ def test_cells_run_in_order_and_something_is_drawn(path, monkeypatch, tmp_path):
     assert pictures
     assert all(picture.startswith(b"\x89PNG") for picture in pictures)
     assert all(page.startswith("<") for page in pages)
-    assert pages or path.name[:2] in ("03", "04")
+    tables = [value for value in shown if hasattr(value, "_repr_markdown_")]
+    assert pages or tables or path.name[:2] in ("03", "04")
     assert not list(tmp_path.iterdir())  # a notebook writes no files

@@ -6,6 +6,7 @@ then runs the harness's own command; in Python, importing this module is enough.
 
 import json
 import logging
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
@@ -159,8 +160,12 @@ class DiffusionLM(TemplateLM):
         )
         self._details_path, self._details = details, list[dict[str, Any]]()
         if details is not None:
+            target = Path(os.path.realpath(details))
+            is_new = not target.exists()
             with writing(details):  # an error is raised before the first task
-                Path(details).open("ab").close()
+                target.open("ab").close()
+            if is_new:
+                target.unlink()
 
     @property
     def device(self) -> torch.device:

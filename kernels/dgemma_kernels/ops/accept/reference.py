@@ -34,7 +34,7 @@ def accept(
     knobs = Knobs(sampler=sampler, temperature=ConstantTemperature(1.0), stop=stop)
     # The parts of a prediction and of a language that the sampler, the stop rule and `settle` read.
     prediction: Any = SimpleNamespace(
-        entropy=before.entropy, argmax=before.argmax, sample=lambda u: before.tokens, joint=None
+        entropy=before.entropy, argmax=before.argmax, sample=lambda u: before.tokens, joint=None, unconditioned=None
     )
     language: Any = None if ended is None else SimpleNamespace(ended=lambda draft: ended)
     noise = UniformNoise(vocab_size)
