@@ -115,7 +115,9 @@ def read_json_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
                 try:
                     value = json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    raise ValueError(f"{_name(path)}:{number} must be JSON, got {printable(str(error))}.") from None
+                    reason = printable(str(getattr(error, "msg", error)))
+                    got = f"{_name(path)}:{number} must be JSON, got {line.strip()[:60]!r}: {reason}."
+                    raise ValueError(f"{got} Mend or delete this line.") from None
                 yield f"{_name(path)}:{number}", value
 
 
