@@ -31,7 +31,8 @@ def test_generate_prints_prompt_and_continuation_and_nothing_else(command, check
     note = "-n 1 is rounded up to 32, a multiple of the canvas length 32.\n"
     assert ran == (0, "Once upon" + tokenizer.decode(write(model, tokenizer.encode("Once upon"))) + "\n", note)
     assert command("generate", "-m", checkpoint, "-n", "32", "--steps", "1", "Once").err == ""
-    assert command("generate", "-m", checkpoint, *QUICK, "--regex", "[a-z]?", "Once").err == ""
+    for pattern, err in (("[a-z]", ""), ("[a-z]{2}", note)):  # one token fits into -n 1, two do not
+        assert command("generate", "-m", checkpoint, *QUICK, "--regex", pattern, "Once").err == err
     assert "\x1b[" not in ran.out
 
 

@@ -169,7 +169,9 @@ def _write(
 def _note_length(arguments: argparse.Namespace, writer: Writer) -> None:
     """Print one line if -n is rounded up. Under a constraint a text ends within -n if it can."""
     num_tokens, canvas_len = arguments.max_new_tokens, writer.denoiser.config.canvas_length
-    if num_tokens % canvas_len and not arguments.quiet and "constraint" not in writer.settings:
+    constraint = writer.settings.get("constraint")
+    fits = constraint is not None and constraint.automaton.shortest()[0] <= num_tokens
+    if num_tokens % canvas_len and not fits and not arguments.quiet:
         whole = num_tokens + -num_tokens % canvas_len
         output.print_note(f"-n {num_tokens} is rounded up to {whole}, a multiple of the canvas length {canvas_len}.")
 
