@@ -199,9 +199,9 @@ def test_choices_that_the_parser_lists_without_torch_are_those_of_the_library():
     assert all(isinstance(getattr(torch, name), torch.dtype) for name in choices["dtype"])
 
 
-# Optional packages slow the start: importing transformers takes as long as writing a canvas.
+# They slow the start: importing transformers takes as long as writing a canvas, training a twentieth of the start.
 @pytest.mark.slow
-def test_the_module_runs_the_command_without_importing_optional_packages():
+def test_the_module_runs_the_command_without_importing_optional_packages_or_training():
     script = """
 import runpy, sys
 for words in ("--help", "generate -n 64 --steps 1 Once", "infill --steps 1 A____."):
@@ -210,7 +210,7 @@ for words in ("--help", "generate -n 64 --steps 1 Once", "infill --steps 1 A____
         runpy.run_module("dgemma", run_name="__main__")
     except SystemExit as left:
         assert left.code == 0, words
-    assert not {"transformers", "matplotlib", "PIL"} & set(sys.modules), words
+    assert not {"transformers", "matplotlib", "PIL", "dgemma.train"} & set(sys.modules), words
 """
     command = [sys.executable, "-c", script]
     ran = subprocess.run(command, capture_output=True, text=True, env=_source_path(), timeout=120)

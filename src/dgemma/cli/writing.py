@@ -1,4 +1,4 @@
-"""`dgemma generate`, `chat`, `infill`, `edit` and `sudoku`: text and boards from noise, with a live view."""
+"""`dgemma generate`, `chat`, `infill` and `edit`: text from noise, with a live view."""
 
 import argparse
 import re
@@ -7,30 +7,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 
 from dgemma.checkpoint.images import encode_text, processor_of
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.cli import loading, output
 from dgemma.cli.loading import Writer
-from dgemma.data import sudoku
 from dgemma.many.prompts import PromptFile, generate_many
 from dgemma.model.vision.images import Images
 from dgemma.run.generate import generate
-from dgemma.run.knobs import warn_of_noise
 from dgemma.run.recorded.trajectory import Generation
-from dgemma.sampling import EntropyBound, StableAndConfident
 from dgemma.tasks.infill import Infilling, edit, infill
-from dgemma.view.board import Board
-from dgemma.view.terminal import BoardView, LiveView
+from dgemma.view.terminal import LiveView
 
 _HOLE = re.compile(r"_{2,}|\[\.\.\.\]|\[…\]")
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12)  # tokens that are tried for a hole of any length
-_BLANKS = ".0_*"  # of a Sudoku
-_SOLVER = EntropyBound(bound=0.01, greedy=True)
 
 
 def run_generate(arguments: argparse.Namespace) -> None:
@@ -318,61 +310,3 @@ def _written(out: Generation, writer: Writer) -> list[int]:
 
 def _counts(out: Generation | Infilling) -> dict[str, Any]:
     return {"steps": int(out.steps.sum()), "tokens_per_forward": round(float(out.tokens_per_forward[0]), 3)}
-
-
-def run_sudoku(arguments: argparse.Namespace) -> int:
-    """Solve a puzzle; return 1 if the answer breaks a rule."""
-    puzzles = _read_puzzle(arguments)
-    solution = sudoku.solve(puzzles)
-    if solution.counts[0] == 0:
-        raise ValueError("The puzzle must have a solution, but its clues contradict each other.")
-    denoiser = loading.load_denoiser(arguments)
-    noise = sudoku.sudoku_noise(arguments.noise) if arguments.noise else None
-    if noise is not None:
-        warn_of_noise(denoiser, noise)  # now, before the live view starts
-    is_watched = output.is_watched(arguments)
-    settings: dict[str, Any] = {
-        "keep_clues": not arguments.write_clues,
-        "noise": noise,
-        "sampler": arguments.sampler or _SOLVER,
-        "steps": arguments.steps,
-        "stop": StableAndConfident(),
-        "temperature": 1.0,
-        "seed": arguments.seed,
-        "record": output.is_recorded(arguments),
-        "progress": not arguments.quiet,
-    }
-    with BoardView(givens=puzzles[0].tolist(), leave=True) if is_watched else nullcontext() as view:
-        completion = sudoku.complete(denoiser, puzzles, on_step=view, **settings)
-    is_shown = view is not None and view.has_room and sys.stdout.isatty()
-    runs = [completion.generation]
-    while not bool(completion.solved[0]) and len(runs) <= arguments.retry:
-        with BoardView() if is_watched else nullcontext() as view:
-            completion = sudoku.retry(denoiser, completion, moves_seed=len(runs), on_step=view, **settings)
-        runs.append(completion.generation)
-    output.write_pictures(arguments, Board(), *(run.recorded for run in runs))
-    is_right, num_steps = bool(completion.solved[0]), int(completion.steps[0])
-    (puzzle,), (answer,) = sudoku.to_text(puzzles), sudoku.to_text(completion.grids)
-    if arguments.json:
-        result = {"puzzle": puzzle, "solution": answer, "right": is_right, "steps": num_steps, "attempts": len(runs)}
-        output.print_json(result)
-        return 0 if is_right else 1
-    if not is_shown and not arguments.puzzle:
-        print(puzzle)
-    if not is_shown or len(runs) > 1:  # otherwise the board shows it
-        print(answer)
-    verdict = "Solved" if is_right else "Wrong: the answer breaks a rule"
-    steps, blanks = output.counted(num_steps, "step"), output.counted(int((puzzles == 0).sum()), "blank")
-    attempts = f" and {len(runs)} attempts" if len(runs) > 1 else ""
-    several = "" if solution.counts[0] == 1 else " The puzzle has more than one solution."
-    hint = "" if is_right or arguments.retry else " --retry 3 would try again."
-    print(f"{verdict}, in {steps}{attempts}, {blanks}.{several}{hint}", file=sys.stderr)
-    return 0 if is_right else 1
-
-
-def _read_puzzle(arguments: argparse.Namespace) -> NDArray[np.int8]:
-    """Return the puzzle (1, 81), or a new one from grids that no checkpoint of dgemma was trained on."""
-    if not arguments.puzzle:
-        return sudoku.generate_puzzles(1, givens=arguments.givens, split="test", seed=arguments.seed).puzzles
-    text = loading.read_input() if arguments.puzzle == ["-"] else "".join(arguments.puzzle)
-    return sudoku.parse("".join(text.split()).translate(str.maketrans(_BLANKS, "0" * len(_BLANKS))))
