@@ -23,7 +23,6 @@ from starlette.testclient import TestClient
 import dgemma
 from dgemma.checkpoint.tokenizer import ToolCall
 from dgemma.constraints import build
-from dgemma.constraints.run_language import KeptResults
 from dgemma.many.batch import BatchRow
 from dgemma.serve.app import create_app
 from dgemma.serve.engine import Draft, Engine, Written, read_events
@@ -664,7 +663,7 @@ def test_a_client_that_does_not_read_is_dropped():
 @pytest.mark.slow
 def test_constraints_are_kept_by_size_and_errors_are_kept_too():
     pytest.importorskip("outlines_core")
-    kept, size = KeptResults(30_000), 0
+    kept, size = build.KeptResults(30_000), 0
 
     def find(key):
         return kept.find(key, lambda: build_constraint(key, TOKENIZER))

@@ -1,4 +1,4 @@
-"""Builds of automata in other processes: at most two at a time, each with limits on time and memory."""
+"""Builds of automata in other processes, at most two at a time and with limits; results of builds that are kept."""
 
 import json
 import os
@@ -7,6 +7,9 @@ import re
 import subprocess
 import sys
 import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
 
 from dgemma.constraints.builder import MOST_STATES, build_tokens
 from dgemma.constraints.token_automaton import TokenAutomaton, TooLarge
@@ -76,3 +79,20 @@ def _run(task: bytes) -> bytes:
     if process.returncode > 0:
         raise RuntimeError(f"The build of a constraint failed: {error.decode(errors='replace')[-500:]}")
     return out
+
+
+class KeptResults:
+    """The last results of builds by their keys, up to `most_bytes`. Runs and requests with one constraint share it."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes, self._kept = most_bytes, OrderedDict[Any, tuple[Any, int]]()
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._kept
+
+    def find(self, key: Any, build: Callable[[], tuple[Any, int]]) -> Any:
+        """Return the result for a key. `build` makes it and counts its bytes, unless it is kept."""
+        found = self._kept.get(key) or self._kept.setdefault(key, build())
+        while len(self._kept) > 1 and sum(size for _, size in list(self._kept.values())) > self._most_bytes:
+            self._kept.popitem(last=False)
+        return found[0]

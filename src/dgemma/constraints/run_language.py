@@ -5,7 +5,6 @@ All of it is computed before the first forward. So a constraint that cannot be m
 
 import itertools
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from dgemma.checks import require
 from dgemma.constraints.automaton import Automaton, any_by
+from dgemma.constraints.build import KeptResults
 from dgemma.constraints.canvas_language import Language
 from dgemma.constraints.languages import Regex
 from dgemma.constraints.tables import with_gaps, with_stops
@@ -212,23 +212,6 @@ class _Factors:
         if usable is None:
             usable = torch.ones(1, 1, self.noise.vocab_size, dtype=torch.bool)
         return any_by(usable[:, 0], self.automaton.token_class.long(), self.automaton.num_classes)
-
-
-class KeptResults:
-    """The last results of builds by their keys, up to `most_bytes`. Runs and requests with one constraint share it."""
-
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes, self._kept = most_bytes, OrderedDict[Any, tuple[Any, int]]()
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._kept
-
-    def find(self, key: Any, build: Callable[[], tuple[Any, int]]) -> Any:
-        """Return the result for a key. `build` makes it and counts its bytes, unless it is kept."""
-        found = self._kept.get(key) or self._kept.setdefault(key, build())
-        while len(self._kept) > 1 and sum(size for _, size in list(self._kept.values())) > self._most_bytes:
-            self._kept.popitem(last=False)
-        return found[0]
 
 
 _automata = KeptResults(_MOST_BYTES)

@@ -16,8 +16,8 @@ from starlette.concurrency import run_in_threadpool
 
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import require
+from dgemma.constraints.build import KeptResults
 from dgemma.constraints.languages import JsonSchema, Regex, ToolCalls
-from dgemma.constraints.run_language import KeptResults
 from dgemma.constraints.token_text import token_texts
 from dgemma.many.batch import BatchRow
 from dgemma.model.denoiser import Denoiser
