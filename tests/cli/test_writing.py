@@ -177,6 +177,13 @@ def test_a_hole_of_any_length_gives_the_text_that_is_most_likely_from_left_to_ri
     assert loss(found) <= best + 1e-3
 
 
+def test_a_hole_of_any_length_has_a_length_that_the_constraint_allows(command, checkpoint):
+    words = ("infill", "-m", checkpoint, "--steps", "1")
+    found = command(*words, "--choice", "small", "--choice", "tiny", "The [...] sat.").out
+    assert found in ("The small sat.\n", "The tiny sat.\n")
+    assert "no text has" in command(*words, "--regex", "[a-z]{13}", "The [...] sat.").err
+
+
 def test_a_prompt_that_ends_with_a_space_is_noted(command, checkpoint):
     assert "ends with a space" in command("generate", "-m", checkpoint, *QUICK, "Once ").err
     assert "ends with a space" not in command("generate", "-m", checkpoint, *QUICK, "Once").err

@@ -180,8 +180,9 @@ def run_infill(arguments: argparse.Namespace) -> None:
         """Return ids and holes, with this length for holes of any length."""
         return _tokenise(text, _HOLE.pattern, writer.tokenizer, lambda hole: [pad] * (hole.count("_") or length))
 
-    has_any_length = any("[" in hole for hole in _HOLE.findall(text))
-    texts = [cut(length) for length in _LENGTHS]
+    has_any_length, constraint = any("[" in hole for hole in _HOLE.findall(text)), writer.settings.get("constraint")
+    lengths = constraint.automaton.lengths(_LENGTHS[-1]) if constraint is not None else _LENGTHS
+    texts = [cut(length) for length in lengths or _LENGTHS]  # if no length fits, `infill` refuses
     ids, is_hole = texts[_find_likeliest(arguments, writer, texts) if has_any_length else 0]
     _fill(arguments, text, writer, infill, ids, holes=writer.tokens(is_hole))
 

@@ -144,6 +144,15 @@ class TokenAutomaton(NamedTuple):
             distance[newest] = steps
         return distance
 
+    def lengths(self, most: int) -> list[int]:
+        """The numbers of tokens, from 1 to `most`, that a text can have."""
+        states, found = np.array([0]), []
+        for length in range(1, most + 1):
+            ahead = np.unique(self.next_state[states])
+            states = ahead[ahead >= 0]
+            found += [length] if self.is_final[states].any() else []
+        return found
+
     def reaches(self) -> np.ndarray:
         """The states that some text leads to, (Q,) bool."""
         seen = np.zeros(self.num_states, dtype=bool)
