@@ -418,9 +418,10 @@ def test_every_text_of_a_schema_with_a_pattern_is_json_and_valid(pattern):
 
 
 @pytest.mark.parametrize(
-    "pattern", ['"', r"\\", r"\b", r"\x{22}", "[]a]", "[b-a]", r"[\S]", "a$|b", "(?s:.)", "a++a", "(?=a)a"]
+    "pattern",
+    ['"', r"\\", r"\b", r"\x{22}", "[]a]", "[b-a]", r"[\S]", "a$|b", "(?s:.)", "a++a", "(?=a)a", "a)|(?:b", "(a"],
 )
-def test_patterns_that_the_standards_read_differently_are_refused(pattern):
+def test_patterns_that_the_standards_read_differently_or_not_at_all_are_refused(pattern):
     with pytest.raises(ValueError, match=r"must have a pattern without .* at #\."):
         dgemma.JsonSchema({"type": "string", "pattern": pattern}, TOKENIZER)
 

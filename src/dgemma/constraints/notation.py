@@ -1,5 +1,6 @@
 """The notation of values, such as JSON, and patterns of JSON schemas (ECMA-262) as patterns of strings in it."""
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -78,7 +79,11 @@ class Notation:
         tail = re.search(r"(?<!\\)(?:\\\\)*\$$", body)
         before = "" if pattern.startswith("^") else f"{any_char}*"
         after = f"{any_char}*" if tail is None else ""
-        for piece in _PIECES.findall(body if tail is None else body[:-1]):
+        pieces = _PIECES.findall(body if tail is None else body[:-1])
+        depths = [0, *itertools.accumulate(piece.startswith("(") - (piece == ")") for piece in pieces)]
+        if min(depths) < 0 or depths[-1] > 0:
+            refuse("unpaired brackets")  # together with what is around them, they could have another meaning
+        for piece in pieces:
             if piece[0] == "[":
                 out += self._set(piece, refuse)
             elif piece in _CLASSES:
