@@ -233,6 +233,16 @@ def test_a_puzzle_may_be_given_as_text(some):
         sudoku.complete(Oracle(some.solutions[:1]), "530")
 
 
+def test_symmetries_refuse_what_is_no_grid(some):
+    grids = torch.as_tensor(some.solutions)
+    assert (sudoku.class_keys(grids) == sudoku.class_keys(some.solutions)).all()
+    for wrong, rule in (("x", r"be digits"), (some.puzzles, r"have no blanks"), (grids[0], r"be \(N, 81\)")):
+        with pytest.raises(ValueError, match=rf"^class_keys grids must {rule}"):
+            sudoku.split_of(wrong)
+    with pytest.raises(ValueError, match=r"^equivalents u must be Tensor"):
+        sudoku.equivalents(grids, 4)
+
+
 def test_a_checkpoint_that_learnt_uniform_noise_completes_under_it(some):
     oracle, seen = Oracle(some.solutions), []
     oracle.generation = dgemma.GenerationDefaults(noise={"kind": "uniform"})

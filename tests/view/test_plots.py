@@ -66,6 +66,12 @@ def test_labels_of_a_frontier_neither_overlap_nor_repeat_what_all_share():
     assert not any(one.overlaps(other) for at, one in enumerate(boxes) for other in boxes[:at])
 
 
+@pytest.mark.parametrize("plot", [plots.plot_entropy, plots.plot_order])
+def test_a_run_instead_of_its_trajectory_is_refused(plot, recorded):
+    with pytest.raises(ValueError, match=r"trajectory must be Trajectory, .*Pass out\.trajectory"):
+        plot(recorded[0])
+
+
 def test_without_matplotlib_one_sentence_says_what_to_install(monkeypatch, recorded):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from dgemma.checkpoint.tokenizer import Tokenizer
+from dgemma.checks import typed
 from dgemma.printing import install_command
 from dgemma.run.recorded.trajectory import Trajectory
 from dgemma.study.sweep import Sweep
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _LABELLED = 60  # maximum number of positions whose tokens are written below the axis
 
 
+@typed
 def plot_entropy(
     trajectory: Trajectory, *, row: int = 0, tokenizer: Tokenizer | None = None, ax: "Axes | None" = None
 ) -> "Figure":
@@ -52,6 +54,7 @@ def plot_entropy(
     return figure
 
 
+@typed
 def plot_order(
     trajectory: Trajectory, *, row: int = 0, tokenizer: Tokenizer | None = None, ax: "Axes | None" = None
 ) -> "Figure":
@@ -73,6 +76,7 @@ def plot_order(
     return figure
 
 
+@typed
 def plot_frontier(sweep: Sweep, *, ax: "Axes | None" = None) -> "Figure":
     """Plot quality over tokens per forward. A family of samplers is a line, a sampler a labelled point with its error.
 

@@ -12,11 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dgemma.checks import require
+from dgemma.checks import require, typed
+from dgemma.data.sudoku.solver import read_board
 
 NUM_UNIFORMS = 34  # uniforms per random transformation
 
 
+@typed
 def equivalents(digits: Tensor, u: Tensor) -> Tensor:
     """Transform puzzles or grids randomly: digits (B, ..., 81), u (B, 34) uniforms in [0, 1) → digits, same shape.
 
@@ -34,6 +36,7 @@ def equivalents(digits: Tensor, u: Tensor) -> Tensor:
     return relabelled.to(digits.dtype)
 
 
+@typed
 def originals(digits: Tensor, u: Tensor) -> Tensor:
     """Invert `equivalents`: digits (B, 81) that were transformed by u (B, 34) → (B, 81).
 
@@ -67,7 +70,8 @@ def class_keys(grids: NDArray[Any]) -> NDArray[np.int64]:
     order of columns. The key holds the sorted cycle lengths of all 18 such pairs of rows and of columns.
     Different keys prove that two grids are not equivalent; equal keys prove nothing.
     """
-    square = grids.reshape(-1, 9, 9).astype(np.int64) - 1
+    square = read_board("class_keys grids", grids).reshape(-1, 9, 9) - 1
+    require(square.min(initial=0) >= 0, "class_keys grids", "have no blanks", grids, "`solve` fills them.")
     by_rows, by_columns = _lines_key(square), _lines_key(square.transpose(0, 2, 1))
     low, high = np.minimum(by_rows, by_columns), np.maximum(by_rows, by_columns)  # the transpose swaps them
     return low << 31 | high
