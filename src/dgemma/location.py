@@ -21,8 +21,10 @@ def find_local(path_or_repo: str | Path) -> Path | None:
     """Return the folder of a local checkpoint or of an asset "dgemma/NAME", or None for the id of a hub repository."""
     folder = Path(os.path.expanduser(path_or_repo))  # unlike Path.expanduser, it keeps the name of an unknown user
     if str(path_or_repo) and folder.is_dir():
-        if not (folder / "config.json").is_file() and (folder / "final" / "config.json").is_file():
-            raise FileNotFoundError(f"{folder} is the folder of a training run. Use its result, {folder / 'final'}.")
+        if not (folder / "config.json").is_file() and (folder / "log.jsonl").is_file():
+            has_ended = (folder / "final" / "config.json").is_file()
+            fix = f"Use its result, {folder / 'final'}" if has_ended else "The call that began it continues and ends it"
+            raise FileNotFoundError(f"{folder} is the folder of a training run. {fix}.")
         if not any((folder / name).is_file() for name in _SIGNS):
             raise FileNotFoundError(f"{folder} holds no checkpoint: there is no config.json. {_FIX}")
         return folder
@@ -51,7 +53,7 @@ def resolve(path_or_repo: str | Path, files: Sequence[str] = CHECKPOINT_FILES) -
         reason = str(error)
         if isinstance(error, LocalEntryNotFoundError):  # nor is it in the cache; the cause says why
             reason = f"{error.__cause__ or error}. Connect to the network, or pass a checkpoint folder."
-        raise FileNotFoundError(f"{path_or_repo} could not be fetched from the hub: {reason}") from error
+        raise FileNotFoundError(f"{path_or_repo} is no folder here, and the hub did not send it: {reason}") from error
 
 
 def stored_folder(folder: Path) -> Path:

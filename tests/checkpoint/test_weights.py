@@ -403,7 +403,7 @@ def test_an_unreachable_hub_is_one_error_with_its_cause(monkeypatch):
     not_kept.__cause__ = ConnectionError("no route")
     for error, fix in ((ConnectionError("no route"), ""), (not_kept, r"\. Connect to the network, or pass a")):
         monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=error))
-        with pytest.raises(FileNotFoundError, match=f"model could not be fetched from the hub: no route{fix}"):
+        with pytest.raises(FileNotFoundError, match=f"is no folder here, and the hub did not send it: no route{fix}"):
             resolve("someone/some-model")
 
 

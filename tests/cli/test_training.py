@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import shutil
 import statistics
 from contextlib import contextmanager
 from dataclasses import replace
@@ -66,6 +67,8 @@ def test_m_accepts_the_folder_of_a_trained_model(command, checkpoint, words, tmp
         ran = command(*words_of_run)
         assert ran.code == 2
         assert f"is the folder of a training run. Use its result, {tmp_path / 'final'}." in ran.err
+    shutil.rmtree(tmp_path / "final")  # as before the end of a run
+    assert "is the folder of a training run. The call that began it continues" in command("info", tmp_path).err
 
 
 @pytest.mark.slow  # needs extras that only developers install
