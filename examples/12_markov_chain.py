@@ -351,7 +351,7 @@ def main() -> None:
             size = SIZES[options.size]
             size = replace(size, **RUNS[name].full) if options.size == "full" else size
             out = (options.out or Path(scratch)) / name
-            run(name, replace(size, steps=options.steps or size.steps), out, options.device)
+            run(name, replace(size, steps=size.steps if options.steps is None else options.steps), out, options.device)
 
 
 if __name__ == "__main__":
