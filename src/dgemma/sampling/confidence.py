@@ -80,15 +80,14 @@ class Confidence(Sampler):
         if self.has_fixed_order:
             return law_of_rule(implied, prediction, state, decision, drawn=drawn)
         among, count = self._candidates(state)
-        fits = is_choice(decision.write, among, count)[:, None]
-        implied = replace(implied, write=torch.where(fits, decision.write, implied.write))
-        law = law_of_rule(implied, prediction, state, decision, drawn=drawn)
         if self.order == "random":
             choice = log_random_choice(decision.write, among)
         else:
             score = certainty(prediction, self.order) / self._strength(state).clamp(min=_LEAST_STRENGTH)
             choice = log_gumbel_choice(score, decision.write, among)
-        return law._replace(drawn=law.drawn + choice)
+        is_possible = is_choice(decision.write, among, count)
+        law = law_of_rule(replace(implied, write=decision.write), prediction, state, decision, drawn=drawn)
+        return law._replace(drawn=law.drawn + choice, agrees=law.agrees & is_possible)
 
     def _candidates(self, state: DenoiseState) -> tuple[Tensor, Tensor]:
         """The positions to choose from, (B, C) bool, and how many of them are committed, (B,)."""

@@ -3,8 +3,6 @@
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-import torch
-
 from dgemma.checks import FINITE, above
 from dgemma.diffusion import draws
 from dgemma.diffusion.law import law_of_rule
@@ -37,10 +35,10 @@ class SoftEntropyBound(EntropyBound):
         return replace(hard, write=accept, renoise=state.open & ~accept)
 
     def law(self, prediction: Prediction, state: DenoiseState, decision: Decision) -> Law:
-        hard = super().__call__(prediction, state)
-        fits = is_choice(decision.write, state.open, hard.write.sum(-1))[:, None]
-        write = torch.where(fits, decision.write, hard.write)
+        hard, write = super().__call__(prediction, state), decision.write
+        score = certainty(prediction, self.order).double() / self.softness
+        choice = log_gumbel_choice(score, write, state.open)
+        is_possible = is_choice(write, state.open, hard.write.sum(-1))
         implied = replace(hard, write=write, renoise=state.open & ~write)
         law = law_of_rule(implied, prediction, state, decision, drawn=not self.greedy)
-        score = certainty(prediction, self.order).double() / self.softness
-        return law._replace(drawn=law.drawn + log_gumbel_choice(score, decision.write, state.open))
+        return law._replace(drawn=law.drawn + choice, agrees=law.agrees & is_possible)

@@ -40,16 +40,15 @@ class SoftThreshold(Sampler, Checked):
     def law(self, prediction: Prediction, state: DenoiseState, decision: Decision) -> Law:
         score, write = self._score(prediction), decision.write
         num_written = write.sum(-1)
-        fits = (state.open | ~write).all(-1) & ((num_written > 0) | ~state.open.any(-1))
-        implied = self(prediction, state)
-        implied = self._decide(prediction, state, torch.where(fits[:, None], write, implied.write))
-        law = law_of_rule(implied, prediction, state, decision, drawn=not self.greedy)
+        is_possible = (state.open | ~write).all(-1) & ((num_written > 0) | ~state.open.any(-1))
         refused = F.logsigmoid(-score).masked_fill(~state.open, 0.0)
-        drawn = torch.where(write, F.logsigmoid(score), refused).sum(-1)
+        choice = torch.where(write, F.logsigmoid(score), refused).sum(-1)
         # A single position may also have been drawn because no other was.
         chosen = score.masked_fill(~state.open, -torch.inf).log_softmax(-1).masked_fill(~write, 0.0).sum(-1)
-        instead = torch.logaddexp(drawn, refused.sum(-1) + chosen)
-        return law._replace(drawn=law.drawn + torch.where(num_written == 1, instead, drawn))
+        choice = torch.where(num_written == 1, torch.logaddexp(choice, refused.sum(-1) + chosen), choice)
+        implied = self._decide(prediction, state, write)
+        law = law_of_rule(implied, prediction, state, decision, drawn=not self.greedy)
+        return law._replace(drawn=law.drawn + choice, agrees=law.agrees & is_possible)
 
     def _score(self, prediction: Prediction) -> Tensor:
         return (prediction.confidence.double() - self.tau) / self.softness
