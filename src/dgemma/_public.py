@@ -20,7 +20,8 @@ from dgemma.model.denoiser import Denoiser
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.run.changes import apply_changes
 from dgemma.run.generate import generate, stream
-from dgemma.run.knobs import Knobs, default_sampler, learnt_noise
+from dgemma.run.knobs import Knobs
+from dgemma.run.options import default_sampler, learnt_noise
 from dgemma.run.plan import read_plan
 from dgemma.run.recorded.trajectory import Generation, Trajectory
 from dgemma.run.records import StepRecord

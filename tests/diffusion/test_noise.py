@@ -13,7 +13,7 @@ from dgemma import GenerationDefaults, presets
 from dgemma.diffusion.decision import transition
 from dgemma.diffusion.noise import HybridNoise, MaskNoise, UniformNoise
 from dgemma.diffusion.schedule import Loop
-from dgemma.run.knobs import learnt_noise
+from dgemma.run.options import learnt_noise
 from dgemma.sampling.named import describe_noise
 from toy import MASK, NUM_TOKENS, exact_network, fresh_state, hybrid_noise, likelihood, mask_noise, uniform_noise
 

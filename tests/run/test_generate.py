@@ -10,7 +10,7 @@ from torch import Tensor
 import dgemma
 from dgemma import GenerationDefaults, Knobs, Prediction, StepRecord
 from dgemma.model.cache import PrefixCache
-from dgemma.run.knobs import _warn_once
+from dgemma.run.options import _warn_once
 from dgemma.run.plan import read_plan
 from dgemma.run.records import BlockCommit
 from dgemma.run.step import settle

@@ -20,8 +20,7 @@ from dgemma.files import read_json
 from dgemma.model.denoiser import Denoiser
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.quantization.weights import quantized_weights
-from dgemma.run.knobs import learnt_noise, warn_of_noise
-from dgemma.run.options import CanvasOptions, select
+from dgemma.run.options import CanvasOptions, learnt_noise, select, warn_of_noise
 
 _SMALL_MODEL = 100_000_000  # weights
 _MOSTLY_IDLE = 0.7  # of a core

@@ -29,7 +29,7 @@ from dgemma.model.published import read_published
 from dgemma.quantization.rounding import Quantization
 from dgemma.run.arguments import check_memory
 from dgemma.run.generate import generate
-from dgemma.run.knobs import learnt_noise
+from dgemma.run.options import learnt_noise
 from dgemma.sampling.named import join_settings
 
 _CONFIG_FILES = ("config.json", "*.index.json")

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dgemma.cli import loading, output
 from dgemma.data import sudoku
-from dgemma.run.knobs import warn_of_noise
+from dgemma.run.options import warn_of_noise
 from dgemma.sampling import EntropyBound, StableAndConfident
 from dgemma.view.board import Board
 from dgemma.view.terminal import BoardView

@@ -27,7 +27,7 @@ from dgemma.many.prompts import generate_many
 from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.printing import install_command, progress_bar
-from dgemma.run.knobs import learnt_noise
+from dgemma.run.options import learnt_noise
 from dgemma.run.plan import read_plan
 from dgemma.sampling.base import Sampler
 from dgemma.sampling.named import parse_sampler

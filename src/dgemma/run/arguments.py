@@ -90,9 +90,8 @@ def check_valid(sampler: Sampler, noise: Noise) -> None:
     require(noise.kind in sampler.valid_for, type(sampler).__name__, rule, noise.kind, fix)
 
 
-def read_count(name: str, value: int | None, default: int, most: int) -> int:
-    """Return the value, or the checkpoint's default if it is None; it must be from 1 to `most`."""
-    value = default if value is None else value
+def read_count(name: str, value: int, most: int) -> int:
+    """Return a number from 1 to `most`."""
     require(1 <= value <= most, f"generate {name}", f"be an integer of at least 1 and at most {most}", value)
     return int(value)
 

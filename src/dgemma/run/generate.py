@@ -38,7 +38,7 @@ def generate(
 ) -> Generation:
     """Generate up to `max_new_tokens` tokens after prompt_tokens (B, P), canvas by canvas.
 
-    Arguments you omit come from the checkpoint; options.py has the types, and the defaults of the published model.
+    Arguments you omit come from the checkpoint; options.py has the types and the defaults.
 
     - `max_new_tokens` is rounded up to whole canvases; `steps` is the maximum number of steps per canvas.
     - `noise` is the corruption process, and `sampler` decides which tokens are written.

@@ -1,7 +1,9 @@
 """The options of `generate`, `stream`, `generate_many`, `infill` and `edit`: names, types and defaults in one place."""
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_type_hints
 
 from torch import Tensor
@@ -9,16 +11,21 @@ from torch import Tensor
 from dgemma.checks import typed
 from dgemma.constraints.languages import Regex
 from dgemma.diffusion.noise import Noise
+from dgemma.model.denoiser import Denoiser
 from dgemma.model.vision.images import Images
 from dgemma.run.arguments import Allowed
 from dgemma.run.records import OnStep
 from dgemma.sampling.base import Sampler
-from dgemma.sampling.stopping import StopRule
-from dgemma.sampling.temperature import Temperature
+from dgemma.sampling.entropy_bound import EntropyBound
+from dgemma.sampling.named import describe_noise, rebuild_noise, rebuild_sampler
+from dgemma.sampling.stopping import StableAndConfident, StopRule
+from dgemma.sampling.temperature import LinearTemperature, Temperature
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Options = TypeVar("Options")
+Built = TypeVar("Built")
 ImagesOption = Images | Sequence[Images | None] | None
+logger = logging.getLogger("dgemma")
 
 
 class Default(NamedTuple):
@@ -28,15 +35,12 @@ class Default(NamedTuple):
 
 
 class CanvasOptions(TypedDict, total=False):
-    """Options of every canvas; `generate` describes them.
+    """Options of every canvas; `generate` describes them. `fill_from_checkpoint` replaces None and "checkpoint"."""
 
-    None stands for the checkpoint's own, `model.generation`, which `read_plan` fills in.
-    """
-
-    steps: int | None  # None: generation.max_denoising_steps; published 48
-    noise: Noise | None  # None: what the model was trained with; published `UniformNoise`
-    sampler: Sampler | None  # None: generation.sampler, or `EntropyBound` with generation.entropy_bound; published 0.1
-    temperature: Temperature | float | None  # None: from generation.t_max to t_min; published 0.8 → 0.4
+    steps: int | None
+    noise: Noise | None
+    sampler: Sampler | None
+    temperature: Temperature | float | None
     stop: Annotated[StopRule | Literal["checkpoint"] | None, Default("checkpoint")]
     top_k: int | None
     top_p: float | None
@@ -48,8 +52,8 @@ class CanvasOptions(TypedDict, total=False):
 class TextOptions(CanvasOptions, total=False):
     """Options of a text of one or several canvases; `generate` describes them."""
 
-    max_new_tokens: int | None  # None: generation.max_new_tokens; published 256
-    eos_token_ids: int | Iterable[int] | None  # None: generation.eos_token_id; published 1, 106, 50
+    max_new_tokens: int | None
+    eos_token_ids: int | Iterable[int] | None
 
 
 class RunOptions(TextOptions, total=False):
@@ -73,6 +77,69 @@ class WatchOptions(TypedDict, total=False):
 
 class GenerateOptions(RunOptions, WatchOptions, total=False):
     """Options of `generate`, which describes them."""
+
+
+def fill_from_checkpoint(options: Mapping[str, Any], model: Denoiser) -> dict[str, Any]:
+    """Return the options with the checkpoint's values, `model.generation`, for those that the caller left out."""
+    stored = model.generation
+    values: dict[str, Callable[[], Any]] = {  # a comment has the value of the published model
+        "steps": lambda: stored.max_denoising_steps,  # 48
+        "max_new_tokens": lambda: stored.max_new_tokens,  # 256
+        "eos_token_ids": lambda: stored.eos_token_id,  # 1, 106, 50
+        "noise": lambda: learnt_noise(model),  # UniformNoise
+        "sampler": lambda: default_sampler(model),  # EntropyBound(bound=0.1)
+        "temperature": lambda: LinearTemperature(start=stored.t_max, end=stored.t_min),  # 0.8 → 0.4
+    }
+    filled = dict(options)
+    for name, value in values.items():
+        filled[name] = value() if filled[name] is None else filled[name]
+    if filled["stop"] == "checkpoint":  # stability 1, confidence 0.005
+        stability, confidence = stored.stability_threshold, stored.confidence_threshold
+        runs_on = confidence == 0 or not filled["sampler"].stops_when_certain
+        filled["stop"] = None if runs_on else StableAndConfident(stability=stability, confidence=confidence)
+    return filled
+
+
+def default_sampler(model: Denoiser) -> Sampler:
+    """Return the checkpoint's sampler. The default is the published sampler with the checkpoint's bound.
+
+    Example: `default_sampler(DiffusionGemma.from_pretrained("dgemma/sudoku"))` is `EntropyBound(bound=0.1)`.
+    """
+    stored = model.generation.sampler
+    if stored is None:
+        return EntropyBound(bound=model.generation.entropy_bound)
+    return _rebuild("sampler", lambda: rebuild_sampler(stored))
+
+
+def learnt_noise(model: Denoiser) -> Noise:
+    """Return the noise that the checkpoint was trained under. The default is uniform noise, as published.
+
+    Example: `learnt_noise(DiffusionGemma.from_pretrained("dgemma/sudoku"))` is a `MaskNoise`.
+    """
+    stored = model.generation.noise or {"kind": "uniform"}
+    return _rebuild("noise", lambda: rebuild_noise(stored, model.config.vocab_size))
+
+
+def _rebuild(name: str, build: Callable[[], Built]) -> Built:
+    try:
+        return build()
+    except ValueError as error:
+        rule = str(error).removesuffix(".")
+        raise ValueError(
+            f"GenerationDefaults.{name} {rule}. Pass another as {name}=, or correct config.json."
+        ) from None
+
+
+def warn_of_noise(model: Denoiser, noise: Noise) -> None:
+    """Log one line if the checkpoint is for another kind of noise; once per pair of kinds."""
+    learnt, kind = (model.generation.noise or {}).get("kind"), describe_noise(noise)["kind"]
+    if learnt not in (None, kind):
+        _warn_once(learnt, kind)
+
+
+@cache
+def _warn_once(learnt: str, kind: str) -> None:
+    logger.warning("The checkpoint is for %s noise; its predictions may be unreliable under %s noise.", learnt, kind)
 
 
 def defaults_of(options: type) -> dict[str, Any]:

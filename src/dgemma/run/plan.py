@@ -1,7 +1,6 @@
 """The plan of a run: the arguments of `generate`, checked and with every default filled in."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self, Unpack
 
@@ -16,10 +15,9 @@ from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.model.vision.images import Images
 from dgemma.run import arguments
 from dgemma.run.arguments import MOST_STEPS
-from dgemma.run.knobs import Knobs, default_sampler, learnt_noise, warn_of_noise
-from dgemma.run.options import RunOptions, fill_in, takes_options
-from dgemma.sampling.stopping import StableAndConfident
-from dgemma.sampling.temperature import LinearTemperature, check_temperature
+from dgemma.run.knobs import Knobs
+from dgemma.run.options import RunOptions, fill_from_checkpoint, fill_in, takes_options, warn_of_noise
+from dgemma.sampling.temperature import check_temperature
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,17 +108,16 @@ def read_plan(
     Example: `read_plan(model, prompt_tokens, steps=16).knobs.sampler`.
     """
     check_denoiser("generate", model)
-    defaults, config, settings = model.generation, model.config, fill_in(options, RunOptions)
-    noise = learnt_noise(model) if settings["noise"] is None else settings["noise"]
+    config, settings = model.config, fill_from_checkpoint(fill_in(options, RunOptions), model)
+    noise = settings["noise"]
     arguments.check_vocabulary(noise, config)
     warn_of_noise(model, noise)
-    knobs = _read_knobs(model, settings)
+    knobs = Knobs(**{field.name: settings[field.name] for field in fields(Knobs)})
     arguments.check_valid(knobs.sampler, noise)
-    num_steps = arguments.read_count("steps", settings["steps"], defaults.max_denoising_steps, MOST_STEPS)
+    num_steps = arguments.read_count("steps", settings["steps"], MOST_STEPS)
     check_temperature(knobs.temperature, num_steps, model.device)
-    max_new_tokens = arguments.read_count(
-        "max_new_tokens", settings["max_new_tokens"], defaults.max_new_tokens, config.max_position_embeddings
-    )
+    most = config.max_position_embeddings
+    max_new_tokens = arguments.read_count("max_new_tokens", settings["max_new_tokens"], most)
     num_blocks = math.ceil(max_new_tokens / config.canvas_length)
     num_positions = num_blocks * config.canvas_length
     mask = settings["attention_mask"]
@@ -132,9 +129,8 @@ def read_plan(
     )
     noise_level = arguments.read_noise_level("generate", settings["noise_level"])
     arguments.check_start(noise, span.canvas, noise_level, num_positions)
-    stop_tokens = tuple(sorted(defaults.eos_token_id))
-    if settings["eos_token_ids"] is not None:
-        stop_tokens = arguments.read_token_ids("generate eos_token_ids", settings["eos_token_ids"], config.vocab_size)
+    below = None if options.get("eos_token_ids") is None else config.vocab_size  # a checkpoint may have larger ids
+    stop_tokens = arguments.read_token_ids("generate eos_token_ids", settings["eos_token_ids"], below)
     language = read_constraint(
         settings["constraint"],
         span,
@@ -156,23 +152,9 @@ def read_plan(
         canvas_len=config.canvas_length,
         seeds=arguments.read_seeds(settings["seed"], prompt_tokens).repeat(num_blocks, 1),
         eos_token_ids=stop_tokens,
-        pad_token_id=defaults.pad_token_id,
+        pad_token_id=model.generation.pad_token_id,
         span=span,
         noise_level=noise_level,
         language=language,
         images=images,
     )
-
-
-def _read_knobs(model: Denoiser, settings: Mapping[str, Any]) -> Knobs:
-    """Return the knobs of a run. A sampler or temperature of None, and the stop "checkpoint", are the checkpoint's."""
-    defaults, knobs = model.generation, {field.name: settings[field.name] for field in fields(Knobs)}
-    if knobs["sampler"] is None:
-        knobs["sampler"] = default_sampler(model)
-    if knobs["temperature"] is None:
-        knobs["temperature"] = LinearTemperature(start=defaults.t_max, end=defaults.t_min)
-    if knobs["stop"] == "checkpoint":
-        stability, confidence = defaults.stability_threshold, defaults.confidence_threshold
-        runs_on = confidence == 0 or not knobs["sampler"].stops_when_certain
-        knobs["stop"] = None if runs_on else StableAndConfident(stability=stability, confidence=confidence)
-    return Knobs(**knobs)

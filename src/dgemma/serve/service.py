@@ -22,7 +22,7 @@ from dgemma.constraints.token_text import token_texts
 from dgemma.many.batch import BatchRow
 from dgemma.model.denoiser import Denoiser
 from dgemma.model.vision.images import Images
-from dgemma.run.knobs import default_sampler
+from dgemma.run.options import default_sampler
 from dgemma.run.plan import read_plan
 from dgemma.serve.answer import Answer, AnswerChoice
 from dgemma.serve.decisions import TypedAnswer, answer_questions

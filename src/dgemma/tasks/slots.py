@@ -27,8 +27,7 @@ from dgemma.model.vision.images import Images
 from dgemma.model.vision.places import join_images
 from dgemma.printing import progress_bar
 from dgemma.run.arguments import check_vocabulary
-from dgemma.run.knobs import learnt_noise
-from dgemma.run.options import Default, fill_in, takes_options
+from dgemma.run.options import Default, fill_in, learnt_noise, takes_options
 from dgemma.tasks.infill import check_tail
 from dgemma.tasks.option_scores import Blank, Layout, Piece, Scorer, layouts_of
 

@@ -24,7 +24,7 @@ from dgemma.diffusion.schedule import Linear
 from dgemma.model.config import ModelConfig
 from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.printing import progress_bar
-from dgemma.run.knobs import warn_of_noise
+from dgemma.run.options import warn_of_noise
 from dgemma.sampling.base import Sampler
 from dgemma.train import nelbo
 from dgemma.train.batch import BatchSource, TrainBatch, check_ids, row_seeds

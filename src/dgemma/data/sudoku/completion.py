@@ -25,7 +25,7 @@ from dgemma.diffusion import draws
 from dgemma.diffusion.noise import MaskNoise, Noise, UniformNoise
 from dgemma.model.denoiser import Denoiser
 from dgemma.run.generate import generate
-from dgemma.run.knobs import learnt_noise
+from dgemma.run.options import learnt_noise
 from dgemma.run.recorded.trajectory import Generation
 
 
