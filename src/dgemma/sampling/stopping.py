@@ -1,7 +1,8 @@
 """Stop rules: frozen values that decide when a canvas is finished, combined with `|` and `&`."""
 
+import operator
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -54,28 +55,25 @@ def ask(rule: StopRule, prediction: Prediction, state: DenoiseState) -> tuple[Te
 @dataclass(frozen=True, kw_only=True)
 class _Pair(StopRule):
     rules: tuple[StopRule, StopRule]
+    combine: ClassVar[Any]  # a function of the two results
 
     def start(self, state: DenoiseState) -> tuple[Any, Any]:
         return self.rules[0].start(state), self.rules[1].start(state)
 
-    def _ask(self, prediction: Prediction, state: DenoiseState) -> tuple[Tensor, Tensor, tuple[Any, Any]]:
+    def __call__(self, prediction: Prediction, state: DenoiseState) -> tuple[Tensor, tuple[Any, Any]]:
         # Both are always called: a rule that misses a step would have the wrong memory.
         (left, right), (left_memory, right_memory) = self.rules, state.stop_memory
         left_done, left_memory = ask(left, prediction, replace(state, stop_memory=left_memory))
         right_done, right_memory = ask(right, prediction, replace(state, stop_memory=right_memory))
-        return left_done, right_done, (left_memory, right_memory)
+        return self.combine(left_done, right_done), (left_memory, right_memory)
 
 
 class _Either(_Pair):
-    def __call__(self, prediction: Prediction, state: DenoiseState) -> tuple[Tensor, Any]:
-        left, right, memory = self._ask(prediction, state)
-        return left | right, memory
+    combine = operator.or_
 
 
 class _Both(_Pair):
-    def __call__(self, prediction: Prediction, state: DenoiseState) -> tuple[Tensor, Any]:
-        left, right, memory = self._ask(prediction, state)
-        return left & right, memory
+    combine = operator.and_
 
 
 @dataclass(frozen=True, kw_only=True)
