@@ -20,18 +20,22 @@ from dgemma.run.records import BlockCommit
 from dgemma.values import describe_value, find_unknown, rebuild_value
 
 
-class Column(NamedTuple):
-    """The form of a column: a letter per dimension, its dtypes, and its least and greatest value."""
+class Form(NamedTuple):
+    """The form of a tensor or number in a file: a letter per dimension, its dtypes, and its least and greatest value.
+
+    "B" is the batch, "R" the rows of all steps together, "L" blocks, "C" positions of a canvas, "K" candidates, "V" the
+    vocabulary, and "." any size. A greatest value of "B" or "V" is the largest row number or token.
+    """
 
     dims: str
-    dtypes: tuple[torch.dtype, ...]  # a file may have any of them; the last one is written
+    dtypes: tuple[torch.dtype, ...] = ()  # a file may have any of them; the last one is written
     least: float | None = None
     most: float | str | None = None
 
 
-INTS = (torch.int64, torch.int16, torch.int32)
-_TokenColumn = Annotated[Tensor, Column("RC", INTS, 0, "V")]  # written in int16 if the vocabulary is small
-_FlagColumn = Annotated[Tensor, Column("RC", (torch.bool,))]
+INTS, _LONG, _BOOL = (torch.int64, torch.int16, torch.int32), (torch.int64,), (torch.bool,)
+_TokenColumn = Annotated[Tensor, Form("RC", INTS, 0, "V")]  # written in int16 if the vocabulary is small
+_FlagColumn = Annotated[Tensor, Form("RC", _BOOL)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,13 +44,13 @@ class RecordedStep:
 
     block: int
     index: int  # the step's place in its block, from 0: the `step` of `at`, `moment` and `fork`
-    rows: Annotated[Tensor, Column("R", INTS, 0, "B")]  # row numbers in the batch
+    rows: Annotated[Tensor, Form("R", INTS, 0, "B")]  # row numbers in the batch
     # the step number used in random draws; above `index` if the run began at a lower level
-    step: Annotated[Tensor, Column("R", (torch.int64,))]
-    seeds: Annotated[Tensor, Column("R", (torch.int64,))]
-    temperature: Annotated[Tensor, Column("R", (torch.float32,), 0, 1e9)]
-    noise_level: Annotated[Tensor, Column("R", (torch.float64,), 0, 1)]
-    done: Annotated[Tensor, Column("R", (torch.bool,))]  # after the step
+    step: Annotated[Tensor, Form("R", _LONG)]
+    seeds: Annotated[Tensor, Form("R", _LONG)]
+    temperature: Annotated[Tensor, Form("R", (torch.float32,), 0, 1e9)]
+    noise_level: Annotated[Tensor, Form("R", (torch.float64,), 0, 1)]
+    done: Annotated[Tensor, Form("R", _BOOL)]  # after the step
     canvas: _TokenColumn  # before the step
     next_canvas: _TokenColumn  # after it
     draft: _TokenColumn  # the commit if the canvas ended after this step
@@ -54,15 +58,15 @@ class RecordedStep:
     accepted: _FlagColumn
     renoised: _FlagColumn
     open: _FlagColumn  # after the step
-    entropy: Annotated[Tensor, Column("RC", (torch.float32,), 0, 1e9)]  # nats
-    confidence: Annotated[Tensor, Column("RC", (torch.float32,), 0, 1)]
-    top_tokens: Annotated[Tensor, Column("RCK", INTS, 0, "V")]  # best first
-    top_probabilities: Annotated[Tensor, Column("RCK", (torch.float16,), 0, 1)]
+    entropy: Annotated[Tensor, Form("RC", (torch.float32,), 0, 1e9)]  # nats
+    confidence: Annotated[Tensor, Form("RC", (torch.float32,), 0, 1)]
+    top_tokens: Annotated[Tensor, Form("RCK", INTS, 0, "V")]  # best first
+    top_probabilities: Annotated[Tensor, Form("RCK", (torch.float16,), 0, 1)]
 
     __repr__ = short_repr
 
 
-COLUMNS: dict[str, Column] = {
+COLUMNS: dict[str, Form] = {
     name: hint.__metadata__[0]
     for name, hint in get_type_hints(RecordedStep, include_extras=True).items()
     if hasattr(hint, "__metadata__")
@@ -78,33 +82,29 @@ class Change:
     values: dict[str, Any]
 
 
-_KIND, _HEADER = "trajectory", "dgemma"  # the metadata entry _HEADER holds everything but the tensors
-_LONG, _BOOL, _ROUNDING = (torch.int64,), (torch.bool,), 1e-3
-# The tensors and numbers of a file by name: a letter per dimension, dtypes, least and greatest value. "B" is the batch,
-# "R" the rows of all steps together, "L" blocks, "C" positions of a canvas, "K" candidates, "V" the vocabulary, and "."
-# any size. A greatest value of "B" or "V" is the largest row number or token.
+_KIND, _HEADER, _ROUNDING = "trajectory", "dgemma", 1e-3  # the metadata entry _HEADER holds all but the tensors
 _PLAN = {
-    "num_blocks": ("", None, 1, 1 << 31),
-    "num_steps": ("", None, 1, MOST_STEPS),
-    "canvas_len": ("", None, 1, 1 << 31),
-    "pad_token_id": ("", None, 0, "V"),
-    "first_block": ("", None, 0, 1 << 62),
-    "noise_level": ("", None, 1e-300, 1),
-    "prompt_tokens": ("B.", INTS, 0, "V"),
-    "attention_mask": ("B.", None, None, None),
-    "num_cached": ("B", INTS, None, None),
-    "text_len": ("B", INTS, None, None),
-    "seeds": ("LB", _LONG, None, None),
-    "span.canvas": ("B.", _LONG, -1, "V"),
-    "span.frozen": ("B.", _BOOL, None, None),
-    "span.awaited": ("B.", _BOOL, None, None),
-    "span.allowed": ("..V", _BOOL, None, None),
+    "num_blocks": Form("", (), 1, 1 << 31),
+    "num_steps": Form("", (), 1, MOST_STEPS),
+    "canvas_len": Form("", (), 1, 1 << 31),
+    "pad_token_id": Form("", (), 0, "V"),
+    "first_block": Form("", (), 0, 1 << 62),
+    "noise_level": Form("", (), 1e-300, 1),
+    "prompt_tokens": Form("B.", INTS, 0, "V"),
+    "attention_mask": Form("B."),
+    "num_cached": Form("B", INTS),
+    "text_len": Form("B", INTS),
+    "seeds": Form("LB", _LONG),
+    "span.canvas": Form("B.", _LONG, -1, "V"),
+    "span.frozen": Form("B.", _BOOL),
+    "span.awaited": Form("B.", _BOOL),
+    "span.allowed": Form("..V", _BOOL),
 }
 _COMMIT = {
-    "tokens": ("BC", INTS, 0, "V"),
-    "finished": ("B", _BOOL, None, None),
-    "steps": ("B", INTS, None, None),
-    "forwards": ("B", INTS, None, None),
+    "tokens": Form("BC", INTS, 0, "V"),
+    "finished": Form("B", _BOOL),
+    "steps": Form("B", INTS),
+    "forwards": Form("B", INTS),
 }
 
 
@@ -185,7 +185,7 @@ def _check_plan(plan: Plan) -> None:
     require(fits, "plan.span", f"have rows of 1 to {num_positions} positions, and a canvas under frozen", span)
 
 
-def _check_values(owner: str, values: Any, table: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+def _check_values(owner: str, values: Any, table: Mapping[str, Form], sizes: Mapping[str, int]) -> None:
     """Check the tensors and numbers of a dictionary or a dataclass against a table; None is absent."""
     for name, (dims, dtypes, least, most) in table.items():
         value = values
@@ -193,10 +193,10 @@ def _check_values(owner: str, values: Any, table: Mapping[str, Any], sizes: Mapp
             value = value[part] if isinstance(value, Mapping) else getattr(value, part)
         if dims and value is not None:
             shape = tuple(sizes.get(letter) for letter in dims)
-            rule = f"be {'a tensor' if dtypes is None else dtypes[-1]} {shape}"
-            require_tensor(value, f"{owner}.{name}", rule, shape=shape, dtypes=dtypes)
+            rule = f"be {dtypes[-1] if dtypes else 'a tensor'} {shape}"
+            require_tensor(value, f"{owner}.{name}", rule, shape=shape, dtypes=dtypes or None)
         if least is not None and value is not None and (not dims or value.numel()):
-            highest = sizes[most] - 1 if isinstance(most, str) else most
+            highest: Any = sizes[most] - 1 if isinstance(most, str) else most
             found = value if dims else torch.tensor(value, dtype=torch.float64)
             slack = _ROUNDING if dims and value.is_floating_point() else 0
             fits = float(found.min()) >= least - slack and float(found.max()) <= highest + slack  # NaN does not fit

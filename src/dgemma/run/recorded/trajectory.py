@@ -90,10 +90,10 @@ class Trajectory:
         if rows is not None:
             values["rows"] = torch.searchsorted(rows, record.rows)
         columns = {}
-        for name, column in COLUMNS.items():
-            is_small = column.most == "V" and self.plan.noise.vocab_size <= 2**15
+        for name, form in COLUMNS.items():
+            is_small = form.most == "V" and self.plan.noise.vocab_size <= 2**15
             tensor = values[name] if name in values else getattr(record, name)
-            columns[name] = tensor.detach().to(torch.int16 if is_small else column.dtypes[-1]).cpu()
+            columns[name] = tensor.detach().to(torch.int16 if is_small else form.dtypes[-1]).cpu()
         block, index = self.place()
         self.steps.append(RecordedStep(block=block, index=index, **columns))
         self._add_change((block, index + 1), changes, Moment(record.state, record.cache, record.knobs), in_place)
