@@ -10,10 +10,10 @@
     7 commit the block; back to 3          run_plan, loop.py                the cache grows by C
     8 tokens → text                        checkpoint/tokenizer.py          (B, N) → str
 
-A block is the number of a canvas in its run, and also the tokens of that canvas once it is finished. `generate` turns
-its arguments into a plan (plan.py) and runs the loop over blocks (`run_plan`, loop.py). rows.py keeps what the rows
-have written. Each iteration of the inner loop (`denoise_canvas`, loop.py) is one step (denoising.py, step.py).
-`record=True` keeps every step in a trajectory, which can be replayed and forked (recorded/trajectory.py).
+`diffusion/__init__.py` explains the words. `generate` turns its arguments into a plan (plan.py) and runs the loop over
+blocks (`run_plan`, loop.py). rows.py keeps what the rows have written. Each iteration of the inner loop
+(`denoise_canvas`, loop.py) is one step (denoising.py, step.py). `record=True` keeps every step in a trajectory, which
+can be replayed and forked (recorded/trajectory.py).
 """
 
 from collections.abc import Generator
