@@ -1,8 +1,7 @@
 """The sampler interface: a frozen value that turns a prediction into a decision.
 
-A new sampler is one file: subclass `Sampler`, declare `valid_for`, write `__call__`. It may keep memory: `start`
-returns the memory of the first step, and each decision returns that of the next step. It may override `final`, which
-returns the tokens to commit. With a `law`, its runs have log-probabilities; skip it on a first reading.
+A new sampler is one file: subclass `Sampler`, declare `valid_for`, write `__call__`. It may define `start`, for memory,
+and `final`, the tokens to commit. With a `law`, its runs have log-probabilities; skip it on a first reading.
 
     a sampler declares          because                                              example
     redecides                   it decides all unfrozen positions at each step       EntropyBound, uniform noise

@@ -118,12 +118,12 @@ class Trajectory:
 
     @property
     def batch_size(self) -> int:
-        return self.plan.prompt_tokens.shape[0]
+        return self.plan.batch_size
 
     @property
     def present(self) -> Tensor:
         """Mask of the rows that took part in each step, (steps, B) bool. The others were already done."""
-        return self._spread("rows", -1) >= 0
+        return self.array("rows") >= 0
 
     @typed
     def array(self, name: str) -> Tensor:
@@ -134,9 +134,15 @@ class Trajectory:
         Example: `trajectory.array("accepted").sum(-1)` counts the tokens that each step accepted.
         """
         require(name in COLUMNS, "Trajectory.array name", f"be one of {', '.join(COLUMNS)}", name)
-        kind = getattr(self.steps[0], name).dtype if self.steps else torch.int64
+        columns = [getattr(step, name) for step in self.steps]
+        if not columns:
+            return torch.full((0, self.batch_size), -1)
+        kind, shape = columns[0].dtype, columns[0].shape[1:]
         absent = False if kind == torch.bool else float("nan") if kind.is_floating_point else -1
-        return self._spread(name, absent)
+        spread = torch.full((len(columns), self.batch_size, *shape), absent, dtype=kind)
+        for i, (step, column) in enumerate(zip(self.steps, columns, strict=True)):
+            spread[i, step.rows.long()] = column
+        return spread
 
     @typed
     def at(self, *, block: int, step: int) -> RecordedStep:
@@ -214,16 +220,6 @@ class Trajectory:
         if len(self) != len(other) or len(self.commits) != len(other.commits):
             return f"the end: {len(self)} steps versus {len(other)}"
         return None
-
-    def _spread(self, name: str, absent: Any) -> Tensor:
-        """A column over all steps and rows, (steps, B, ...)."""
-        columns = [getattr(step, name) for step in self.steps]
-        if not columns:
-            return torch.full((0, self.batch_size), absent)
-        spread = torch.full((len(columns), self.batch_size, *columns[0].shape[1:]), absent, dtype=columns[0].dtype)
-        for i, (step, column) in enumerate(zip(self.steps, columns, strict=True)):
-            spread[i, step.rows.long()] = column
-        return spread
 
     def place(self) -> StepPlace:
         """The block of the next recorded step, and its place there."""
