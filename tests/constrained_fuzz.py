@@ -40,9 +40,8 @@ class Prefix:
     def select(self, rows: Tensor) -> "Prefix":
         return Prefix(self.lengths[rows])
 
-    @classmethod
-    def join(cls, parts: Any) -> "Prefix":
-        return cls(torch.cat([part.lengths for _, part in parts]))
+    def splice(self, rows: Tensor, donor: "Prefix") -> None:
+        self.lengths = self.lengths.index_copy(0, rows, donor.lengths)
 
 
 @dataclass(frozen=True)

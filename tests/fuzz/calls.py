@@ -234,7 +234,6 @@ def targets(context: Any) -> list[Target]:
         call(model.encode, tokens=prompt(), cache=pool["cache"], attention_mask=torch.ones(2, 8)),
         call(model.causal_logits, tokens=prompt(), attention_mask=torch.ones(2, 4)),
         call(lambda rows: model.encode(prompt()).select(rows), "PrefixCache.select"),
-        call(lambda mark: model.encode(prompt()).rollback(mark), "PrefixCache.rollback"),
         *(
             call(lambda value, name=name: TINY.replace(**{name: value}), f"ModelConfig.{name}")
             for name in ("canvas_length", "layer_types", "rope_parameters", "rms_norm_eps", "vocab_size")

@@ -617,20 +617,20 @@ def test_a_finished_canvas_is_read_together_with_the_next_one(models):
         torch.testing.assert_close(got, want, **CLOSE)
 
 
-def test_caches_are_marked_cloned_selected_and_joined_like_the_reference(models):
+def test_caches_are_cloned_selected_and_spliced_like_the_reference(models):
     prompt, real = ragged_prompt()
     more = draw_tokens(2, 4, seed=2)
     ends = []
     for model in models:
         cache = model.encode(prompt, attention_mask=real)
-        mark = cache.mark()
-        aside = cache.clone()
+        lengths, aside = cache.lengths.clone(), cache.clone()
         model.encode(more, cache)
-        cache.rollback(mark)
-        model.encode(more, cache)
-        assert torch.equal(aside.lengths, mark.lengths)
+        assert torch.equal(aside.lengths, lengths)
         rows = torch.tensor([1], device=prompt.device), torch.tensor([0], device=prompt.device)
-        cache = type(cache).join([(rows[0], cache.select(rows[0])), (rows[1], cache.select(rows[1]))])
+        parts = [cache.select(row) for row in rows]
+        cache = parts[0].select(torch.zeros_like(prompt[:, 0]))
+        for row, part in zip(rows, parts, strict=True):
+            cache.splice(row, part)
         ends.append((model.causal_logits(more[:, :1], cache), model.causal_logits(more[:, :1], aside)))
     for want, got in zip(*ends, strict=True):
         torch.testing.assert_close(got, want, **CLOSE)

@@ -105,34 +105,6 @@ def test_encoding_no_tokens_leaves_the_cache_unchanged(model):
         model.denoise(torch.zeros(2, 0, dtype=torch.long), cache)
 
 
-def test_a_cache_rolled_back_to_a_mark_equals_the_cache_at_the_mark(model):
-    prompt, reply, other = (torch.randint(5, 512, (2, n)) for n in (30, 15, 20))
-    cache = model.encode(prompt)
-    expected_then = predict(model, cache, canvas_for(2))
-    expected_other = predict(model, model.encode(other, cache.clone()), canvas_for(2))
-    mark = cache.mark()
-    for _ in range(2):
-        model.encode(reply, cache)
-        model.encode(reply, cache)
-        cache.rollback(mark)
-        assert torch.equal(predict(model, cache, canvas_for(2)), expected_then)
-    torch.testing.assert_close(
-        predict(model, model.encode(other, cache), canvas_for(2)), expected_other, atol=ROUNDING, rtol=0
-    )
-
-
-def test_a_mark_after_a_rollback_cannot_be_used(model):
-    cache = model.encode(torch.randint(5, 512, (1, 5)))
-    early = cache.mark()
-    model.encode(torch.randint(5, 512, (1, 5)), cache)
-    late = cache.mark()
-    cache.rollback(early)
-    with pytest.raises(ValueError, match="must get a mark of this cache"):
-        cache.rollback(late)
-    with pytest.raises(ValueError, match="must get a mark of this cache"):
-        cache.clone().rollback(early)
-
-
 def test_clones_and_selections_are_independent(model):
     tokens = torch.randint(5, 512, (3, 30))
     cache = model.encode(tokens)
@@ -149,15 +121,16 @@ def test_clones_and_selections_are_independent(model):
     )
 
 
-def test_joining_parts_gives_back_every_row(model):
+def test_splicing_the_selected_rows_gives_back_every_row(model):
     tokens, mask = torch.randint(5, 512, (3, 40)), torch.ones(3, 40, dtype=torch.long)
     mask[1, :33] = 0
     cache = model.encode(tokens, attention_mask=mask)
     expected = predict(model, cache, canvas_for(3))
-    parts = [(torch.tensor(rows), cache.select(torch.tensor(rows))) for rows in ([1], [2, 0])]
-    joined = PrefixCache.join(parts)
-    assert joined.lengths.tolist() == [40, 7, 40]
-    torch.testing.assert_close(predict(model, joined, canvas_for(3)), expected, atol=ROUNDING, rtol=0)
+    spliced = cache.select(torch.tensor([1, 1, 1]))
+    for rows in (torch.tensor([1]), torch.tensor([2, 0])):
+        spliced.splice(rows, cache.select(rows))
+    assert spliced.lengths.tolist() == [40, 7, 40]
+    torch.testing.assert_close(predict(model, spliced, canvas_for(3)), expected, atol=ROUNDING, rtol=0)
 
 
 def test_the_prefix_that_a_canvas_sees_in_sliding_layers_is_a_convention():

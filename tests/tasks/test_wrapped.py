@@ -130,20 +130,18 @@ def test_without_a_mask_rows_of_one_length_run_together(bert):
     torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
 
 
-def test_a_cache_is_cloned_selected_joined_and_rolled_back(bert):
+def test_a_cache_is_cloned_selected_and_spliced(bert):
     cache = bert.encode(torch.tensor([[2, 7, 30], [2, 21, 0]]), None, torch.tensor([[1, 1, 1], [1, 1, 0]]))
-    mark, copy = cache.mark(), cache.clone()
+    copy = cache.clone()
     bert.encode(torch.tensor([[5, 6], [8, 9]]), cache)
     assert [row[:n].tolist() for row, n in zip(cache.tokens, cache.lengths, strict=True)] == [
         [2, 7, 30, 5, 6],
         [2, 21, 8, 9],
     ]
     assert copy.lengths.tolist() == [3, 2]
-    parts = [(torch.tensor([1]), cache.select(torch.tensor([1]))), (torch.tensor([0]), copy.select(torch.tensor([0])))]
-    assert dgemma.TokenCache.join(parts).lengths.tolist() == [3, 4]
-    cache.rollback(mark)
-    assert cache.lengths.tolist() == [3, 2]
-    assert cache.num_seen == 3
+    cache.splice(torch.tensor([0]), copy.select(torch.tensor([0])))
+    assert cache.lengths.tolist() == [3, 4]
+    assert cache.num_seen == 5
 
 
 def test_infilling_keeps_the_text_around_a_hole_and_sees_it(wrapped):

@@ -11,7 +11,7 @@ a length. `trim` moves the newest tokens of a sliding layer to its front.
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, Self
@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor
 
-from dgemma.model.cache import CacheMark, LayerCache, PrefixCache
+from dgemma.model.cache import LayerCache, PrefixCache
 from dgemma.model.config import Conventions, ModelConfig
 from dgemma_kernels.engine.graphs import GraphMemory, Graphs, Replay, Turn, copy_all, in_turn, use_here
 
@@ -352,23 +352,7 @@ class FusedCache(PrefixCache):
         self.make_room(self.num_postponed, max(0, num_tokens - self.num_slots))
 
     clone, select = in_turn(PrefixCache.clone), in_turn(PrefixCache.select)
-    splice, mark = in_turn(PrefixCache.splice), in_turn(PrefixCache.mark)
-
-    @in_turn
-    def rollback(self, mark: CacheMark) -> None:
-        """Forget everything after `mark`, and later marks. This mark can be used again."""
-        self.take_postponed()
-        self.leave()
-        super().rollback(mark)
-
-    @classmethod
-    def join(cls, parts: Sequence[tuple[Tensor, Any]]) -> Self:
-        """Join caches into one. A part is row numbers (R,) and their cache; together the parts cover the batch."""
-        arena: Arena = parts[0][1].arena
-        with arena.turn:
-            joined = super().join(parts)
-        joined.arena = arena
-        return joined
+    splice = in_turn(PrefixCache.splice)
 
     def _rebuild(self, transform: Callable[[Tensor], Tensor]) -> Self:
         copy = super()._rebuild(transform)

@@ -12,12 +12,10 @@ long prefix needs memory in the full layers alone: 262,144 tokens of the 26B mod
     num_filled    a layer    slots in use: `num_slots`, at most `keep`; the buffers may have more
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dgemma.checks import in_range, require, require_tensor, typed
@@ -32,7 +30,7 @@ _GROWTH = 1.25  # growth of a full buffer, so that appending takes linear time
 class Cache(Protocol):
     """The protocol of prefix caches, which `PrefixCache`, the fused engine, `Guided` and wrapped models implement.
 
-    A denoiser makes and extends its own cache, in `encode`. All other code reads, copies and joins caches through these
+    A denoiser makes and extends its own cache, in `encode`. All other code reads and copies caches through these
     members. Rows keep their order. A cache may hold anything from which `denoise` can predict a canvas.
     """
 
@@ -51,34 +49,13 @@ class Cache(Protocol):
         """The number of tokens read so far, including padding: the width of their attention mask."""
 
     def clone(self) -> Self:
-        """An independent copy: extending one leaves the other unchanged. Marks (see `mark`) stay with the original."""
+        """An independent copy: extending one leaves the other unchanged."""
 
     def select(self, rows: Tensor) -> Self:
         """The cache of some rows: rows (R,) int64 → batch size R."""
 
     def splice(self, rows: Tensor, donor: Any) -> None:
-        """Replace `rows` (R,) in place by the rows of a donor of batch size R or 1. Marks are forgotten."""
-
-    @classmethod
-    def join(cls, parts: Sequence[tuple[Tensor, Any]]) -> Self:
-        """Join caches into one. A part is row numbers (R,) and their cache; together the parts cover the batch."""
-
-    def mark(self) -> Any:
-        """Remember this boundary, to roll back to it later."""
-
-    def rollback(self, mark: Any) -> None:
-        """Forget everything after `mark`, and later marks. This mark can be used again."""
-
-
-@dataclass(frozen=True)
-class CacheMark:
-    """A block boundary a cache can be rolled back to."""
-
-    lengths: Tensor
-    num_slots: int
-    num_seen: int
-    ragged: bool
-    windows: list[tuple[Tensor, Tensor] | None]  # of sliding layers; appending makes new tensors, so no copy is needed
+        """Replace `rows` (R,) in place by the rows of a donor of batch size R or 1."""
 
 
 class LayerCache:
@@ -125,7 +102,7 @@ class LayerCache:
 class PrefixCache:
     """Keys and values of the prefix. `model.encode` makes it; `encode` and `causal_logits` extend it in place.
 
-    Example: `cache = model.encode(prompt); mark = cache.mark(); model.encode(reply, cache); cache.rollback(mark)`.
+    Example: `cache = model.encode(prompt); longer = model.encode(reply, cache.clone())`.
     """
 
     def __init__(
@@ -148,7 +125,6 @@ class PrefixCache:
         self.num_slots = 0
         self.num_seen = 0  # tokens read so far with padding: the width of their attention mask
         self.ragged = False  # True if rows may differ in length
-        self._marks: list[CacheMark] = []
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(lengths={self.lengths.tolist()}, num_layers={len(self.layers)})"
@@ -211,24 +187,8 @@ class PrefixCache:
         slot = torch.arange(layer.num_filled(num_slots), device=self.lengths.device)
         return in_order.gather(1, (first + slot).clamp(max=in_order.shape[1] - 1))
 
-    def mark(self) -> CacheMark:
-        """Remember this boundary, to roll back to it later. It takes no memory until sliding layers get new tokens."""
-        windows = [None if layer.keep is None else (layer.keys, layer.values) for layer in self.layers]
-        mark = CacheMark(self.lengths, self.num_slots, self.num_seen, self.ragged, windows)
-        self._marks.append(mark)
-        return mark
-
-    def rollback(self, mark: CacheMark) -> None:
-        """Forget everything after `mark`, and later marks. This mark can be used again."""
-        drop_later(self._marks, mark)
-        self.lengths, self.ragged = mark.lengths, mark.ragged
-        self.num_slots, self.num_seen = mark.num_slots, mark.num_seen
-        for layer, window in zip(self.layers, mark.windows, strict=True):
-            if window is not None:
-                layer.keys, layer.values = window
-
     def clone(self) -> Self:
-        """An independent copy: extending one leaves the other unchanged. Marks (see `mark`) stay with the original."""
+        """An independent copy: extending one leaves the other unchanged."""
         return self._rebuild(lambda tensor: tensor.clone())
 
     def select(self, rows: Tensor) -> Self:
@@ -237,7 +197,7 @@ class PrefixCache:
         return self._rebuild(lambda tensor: tensor.index_select(0, rows))
 
     def splice(self, rows: Tensor, donor: Self) -> None:
-        """Replace `rows` (R,) in place by the rows of a donor, or all by its only row. Marks are forgotten.
+        """Replace `rows` (R,) in place by the rows of a donor, or all by its only row.
 
         Example: `cache.splice(torch.tensor([1]), model.encode(prompt))` gives row 1 another prefix.
         """
@@ -250,29 +210,7 @@ class PrefixCache:
             layer.values = _splice(layer.values, rows, theirs.values, theirs.num_filled(donor.num_slots))
         self.lengths = self.lengths.index_copy(0, rows, donor.lengths.expand(len(rows)))
         self.num_slots, self.num_seen = int(self.lengths.max()), max(self.num_seen, donor.num_seen)
-        self.ragged, self._marks = True, []
-
-    @classmethod
-    def join(cls, parts: Sequence[tuple[Tensor, Any]]) -> Self:
-        """Join caches into one. A part is row numbers (R,) and their cache; together the parts cover the batch.
-
-        Example: `PrefixCache.join([(torch.tensor([1]), one), (torch.tensor([0, 2]), two)])` has batch size 3.
-        """
-        back = torch.cat([rows for rows, _ in parts]).argsort()
-        caches = [cache for _, cache in parts]
-        joined = object.__new__(cls)
-        joined.num_slots = max(cache.num_slots for cache in caches)
-        joined.num_seen = max(cache.num_seen for cache in caches)
-        joined.ragged, joined._marks = True, []
-        joined.lengths = torch.cat([cache.lengths for cache in caches])[back]
-        joined_layers = []
-        for layers in zip(*(cache.layers for cache in caches), strict=True):
-            size = layers[0].num_filled(joined.num_slots)
-            views = [layer.view(cache.num_slots) for layer, cache in zip(layers, caches, strict=True)]
-            keys, values = (torch.cat([F.pad(v[i], (0, 0, 0, size - v[i].shape[2])) for v in views]) for i in (0, 1))
-            joined_layers.append(LayerCache(keys[back], values[back], layers[0].window, layers[0].keep))
-        joined.layers = joined_layers
-        return joined
+        self.ragged = True
 
     def _check_rows(self, rows: Tensor) -> None:
         rule = f"be row numbers (R,) int64 below {self.batch_size}"
@@ -283,16 +221,8 @@ class PrefixCache:
         copy = object.__new__(type(self))
         copy.layers = [LayerCache(transform(c.keys), transform(c.values), c.window, c.keep) for c in self.layers]
         copy.lengths = transform(self.lengths)
-        copy.num_slots, copy.num_seen, copy.ragged, copy._marks = self.num_slots, self.num_seen, self.ragged, []
+        copy.num_slots, copy.num_seen, copy.ragged = self.num_slots, self.num_seen, self.ragged
         return copy
-
-
-def drop_later(marks: list[CacheMark], mark: CacheMark) -> None:
-    """Remove the marks taken after `mark`. Raise ValueError if `mark` itself is not in `marks`."""
-    if not any(known is mark for known in marks):
-        raise ValueError("PrefixCache.rollback must get a mark of this cache that no earlier rollback has removed.")
-    while marks[-1] is not mark:
-        marks.pop()
 
 
 def _splice(buffer: Tensor, rows: Tensor, donor: Tensor, num_used: int) -> Tensor:

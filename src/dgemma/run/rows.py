@@ -108,12 +108,18 @@ class Rows:
 
     def output(self, cache: Cache) -> Output:
         """Return the result of the run. `cache` is that of the rows that have not ended."""
+        if self._retired:
+            parts = [*self._retired, (self.present, cache)]
+            first = torch.zeros(self.plan.batch_size, dtype=torch.int64, device=self.present.device)
+            cache = parts[0][1].select(first)  # every row is then replaced by its own
+            for rows, part in parts:
+                cache.splice(rows, part)
         return Output(
             tokens=torch.cat((self.plan.prompt_tokens, self.new_tokens), dim=1),
             new_tokens=self.new_tokens,
             steps=torch.stack(self.steps, dim=1),
             tokens_per_forward=self.tokens_per_forward,
-            cache=type(cache).join([*self._retired, (self.present, cache)]) if self._retired else cache,
+            cache=cache,
         )
 
 

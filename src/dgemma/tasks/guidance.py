@@ -1,9 +1,8 @@
 """Classifier-free guidance as a `Denoiser` that mixes two predictions (LLaDA, arXiv:2502.09992)."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -65,21 +64,6 @@ class GuidedCache:
         """Replace `rows` (R,) in place by the rows of a donor of batch size R."""
         self.conditional.splice(rows, donor.conditional)
         self.unconditional.splice(rows, donor.unconditional)
-
-    @classmethod
-    def join(cls, parts: Sequence[tuple[Tensor, "GuidedCache"]]) -> Self:
-        """Join caches into one. A part is row numbers (R,) and their cache; together the parts cover the batch."""
-        halves = [[(rows, getattr(cache, half)) for rows, cache in parts] for half in ("conditional", "unconditional")]
-        return cls(*(type(half[0][1]).join(half) for half in halves))
-
-    def mark(self) -> tuple[Any, Any]:
-        """Return a mark of the cache as it is now, for `rollback`."""
-        return self.conditional.mark(), self.unconditional.mark()
-
-    def rollback(self, mark: tuple[Any, Any]) -> None:
-        """Forget everything after `mark`."""
-        self.conditional.rollback(mark[0])
-        self.unconditional.rollback(mark[1])
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,6 @@ Such a model has no cache of keys and values, because every token sees every oth
 tokens, and each step runs the whole row: the prefix, then the canvas. Text after the canvas does not exist yet.
 """
 
-from collections.abc import Sequence
 from typing import Any, Literal, Self, cast
 
 import torch
@@ -118,24 +117,6 @@ class TokenCache:
         self.lengths = self.lengths.index_copy(0, rows, donor.lengths)
         self.tokens = mine.index_copy(0, rows, theirs)[:, : int(self.lengths.max())]
         self.num_seen = max(self.num_seen, donor.num_seen)
-
-    @classmethod
-    def join(cls, parts: "Sequence[tuple[Tensor, TokenCache]]") -> Self:
-        """Join caches into one. A part is row numbers (R,) and their cache; together the parts cover the batch."""
-        back = torch.cat([rows for rows, _ in parts]).argsort()
-        caches = [cache for _, cache in parts]
-        size = max(cache.num_slots for cache in caches)
-        tokens = torch.cat([F.pad(cache.tokens, (0, size - cache.num_slots)) for cache in caches])
-        lengths = torch.cat([cache.lengths for cache in caches])
-        return cls(tokens[back], lengths[back], max(cache.num_seen for cache in caches))
-
-    def mark(self) -> "TokenCache":
-        """Return a mark of the cache as it is now, for `rollback`."""
-        return self.clone()
-
-    def rollback(self, mark: "TokenCache") -> None:
-        """Forget everything after `mark`."""
-        self.tokens, self.lengths, self.num_seen = mark.tokens, mark.lengths, mark.num_seen
 
 
 class Wrapped(Denoiser[TokenCache]):
