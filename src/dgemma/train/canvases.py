@@ -33,8 +33,8 @@ _MOST_CANVASES = 1 << 20  # of a row
 class Canvases:
     """K canvases of C tokens for each of B rows, and the text they are cut from.
 
-    Canvases see at most `prefix_len` clean tokens. The causal term of the loss may score the successors of the first
-    `causal_len` tokens. Both are Python integers. `aligned`: every row has one canvas, which starts at `prefix_len`.
+    Canvases see at most `prefix_len` clean tokens, a Python integer. The causal term of the loss may score the
+    successors of the first N tokens. `aligned`: every row has one canvas, which starts at `prefix_len`.
     """
 
     tokens: Tensor  # (B, T) with the fill
@@ -44,11 +44,10 @@ class Canvases:
     frozen: Tensor  # (B, K, C) bool
     scored: Tensor  # (B, K, C) bool
     fill: Tensor  # (B, K, C) bool: after the end of a text
-    causal_scored: Tensor  # (B, causal_len) bool: whether each token's successor is scored
+    causal_scored: Tensor  # (B, N) bool: whether each token's successor is scored
     documents: tuple[Tensor, Tensor] | None  # of the text (B, T) and of the canvases (B, K, C)
     images: Images | None  # of all rows
     prefix_len: int
-    causal_len: int
     aligned: bool
 
     def check_positions(self, max_positions: int) -> None:
@@ -147,7 +146,6 @@ def cut_canvases(
         documents=None if text.documents is None else (text.documents, of_canvases(text.documents)),
         images=join_images(batch.images),
         prefix_len=sizes.prefix_len,
-        causal_len=causal_scored.shape[1],
         aligned=sizes.aligned and num_draws == 1,
     )
 
@@ -215,11 +213,9 @@ class NoisyCanvases(NamedTuple):
     """Canvases with noise on them, and the noise."""
 
     z: Tensor  # (B, K, C) tokens
-    replaced: Tensor  # (B, K, C) bool; True also where noise drew the same token again
     scored: Tensor  # (B, K, C) bool: the positions whose losses count
     level: Tensor  # (B, K)
     self_cond: Tensor | None  # (B, K) bool: canvases that see the prediction of a first pass; None for no first pass
-    masked: Tensor | None  # (B, K) bool: canvases noised by `masks`; None for none
     noise: Noise
     allowed: Tensor | None  # (V,) bool: the tokens that uniform noise draws from; None for all
     seeds: Tensor  # (B,)
@@ -289,18 +285,16 @@ def noise_canvases(
         masked = u_masked < masks_prob
         pairs = zip(put(masks), (z, replaced, level), strict=True)
         z, replaced, level = (torch.where(masked, ours, other) for ours, other in pairs)
-    replaced = replaced & ~canvases.frozen
+    counted = canvases.scored
     if scored == "noised":
-        counted = canvases.scored & replaced
-    else:
-        counted = canvases.scored if masked is None else canvases.scored & (replaced | ~masked)
+        counted = counted & replaced
+    elif masked is not None:
+        counted = counted & (replaced | ~masked)
     return NoisyCanvases(
         z=torch.where(canvases.frozen, canvases.x, z),
-        replaced=replaced,
         scored=counted,
         level=level[..., 0],
         self_cond=(u_self_cond < self_cond_prob)[..., 0] if self_cond_prob else None,
-        masked=None if masked is None else masked[..., 0],
         noise=noise,
         allowed=allowed,
         seeds=seeds,

@@ -165,7 +165,7 @@ class Objective:
             scored, losses = noisy.scored, self.loss(model, canvases, noisy, hidden.canvases)
             sums["decoder"], counts["decoder"] = torch.where(scored, losses, 0.0).sum((1, 2)), scored.sum((1, 2))
         if self.causal_weight:
-            scored, text = canvases.causal_scored, canvases.tokens[:, : canvases.causal_len + 1]
+            scored, text = canvases.causal_scored, canvases.tokens[:, : canvases.causal_scored.shape[1] + 1]
             losses = head.next_token_losses(model, hidden.text, text)
             sums["causal"], counts["causal"] = torch.where(scored, losses, 0.0).sum(1), scored.sum(1)
         return Terms(sums=sums, counts=counts)

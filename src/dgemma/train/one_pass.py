@@ -194,7 +194,7 @@ def run_text_and_canvases(
 
 def text_read(canvases: Canvases, noisy: NoisyCanvases | None) -> tuple[Tensor, Tensor | None]:
     """Return the tokens (B, T) that a step reads, and the numbers (B, T) of their documents in packed rows."""
-    length = max(0 if noisy is None else canvases.prefix_len, canvases.causal_len)
+    length = max(0 if noisy is None else canvases.prefix_len, canvases.causal_scored.shape[1])
     return canvases.tokens[:, :length], None if canvases.documents is None else canvases.documents[0][:, :length]
 
 
