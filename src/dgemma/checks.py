@@ -124,11 +124,17 @@ Probability = Annotated[float, ValueRule("be a probability", lambda value: 0 <= 
 
 
 def check_types(owner: Any) -> None:
-    """Check the fields of a dataclass against their annotations, as `typed` does for arguments, and their rules."""
+    """Check the fields of a dataclass against their annotations, as `typed` does for arguments, and their rules.
+
+    A list becomes a tuple where the annotation is one, because JSON has only lists.
+    """
     kind: Any = type(owner)
     hints = _hints_of(kind)
     for field in fields(owner):
         if field.name in hints:
+            value, hint = getattr(owner, field.name), hints[field.name]
+            if isinstance(value, list) and any(get_origin(each) is tuple for each in (hint, *get_args(hint))):
+                object.__setattr__(owner, field.name, tuple(value))
             _check_type(getattr(owner, field.name), hints[field.name], f"{kind.__name__}.{field.name}")
     check_rules(owner)
 

@@ -126,8 +126,6 @@ class ModelConfig(DenoiserConfig):
     carried: Mapping[str, Any] = field(default_factory=dict, hash=False)  # other published top-level fields
 
     def __post_init__(self) -> None:
-        if isinstance(self.layer_types, list):
-            object.__setattr__(self, "layer_types", tuple(self.layer_types))
         super().__post_init__()
         for name in ("pad_token_id", "bos_token_id", "eos_token_id", *(("image_token_id",) if self.vision else ())):
             fits = is_id(getattr(self, name)) and getattr(self, name) < self.vocab_size
@@ -232,8 +230,6 @@ class GenerationDefaults:
     sampler: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.eos_token_id, list):
-            object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
         check_types(self)
         require_field(self.t_min <= self.t_max, self, "t_min", "be at most t_max")
         require_field(all(map(is_id, self.eos_token_id)), self, "eos_token_id", "be a tuple of token ids")

@@ -49,8 +49,6 @@ class TrainConfig:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.betas, list):
-            object.__setattr__(self, "betas", tuple(self.betas))
         check_types(self)
         has_one = (self.steps is None) != (self.minutes is None)
         require_field(has_one, self, "steps", "be None exactly if minutes is set")

@@ -60,8 +60,6 @@ class LoRA:
     targets: tuple[str, ...] = ("attention", "dense", "experts", "router", "self_conditioning")
 
     def __post_init__(self) -> None:
-        if isinstance(self.targets, list):
-            object.__setattr__(self, "targets", tuple(self.targets))
         check_types(self)
         are_known = bool(self.targets) and all(target in TARGETS or "." in target for target in self.targets)
         rule = f"be among {', '.join(TARGETS)}, or names of modules"

@@ -133,9 +133,6 @@ class Objective:
     reduction: Literal["example", "micro_batch", "process", "global"] = "global"
 
     def __post_init__(self) -> None:
-        for name in ("t_range", "allowed"):
-            if isinstance(getattr(self, name), list):
-                object.__setattr__(self, name, tuple(getattr(self, name)))
         check_types(self)
         is_range = len(self.t_range) == 2 and 0 <= self.t_range[0] <= self.t_range[1] <= 1
         require_field(is_range, self, "t_range", "satisfy 0 <= low <= high <= 1", "Use (1e-4, 1 - 1e-4).")
