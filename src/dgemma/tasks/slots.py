@@ -387,8 +387,10 @@ class _Filler:
         row.chosen |= zip(places, map(int, indices), strict=True)
 
     def _result(self, row: _TemplateRow) -> FilledTemplate:
-        joint, laws = (row.laws[0], _marginals(row.laws[0])) if self.mode == "joint" else (None, row.laws)
-        least = self.settings["threshold"]
+        joint, laws, least = None, row.laws, self.settings["threshold"]
+        if self.mode == "joint":
+            (joint,) = row.laws
+            laws = [joint[..., None].transpose(0, dim).flatten(1).sum(1) for dim in range(joint.dim())]  # marginals
         answers = [
             SlotAnswer(slot=slot, index=index, probabilities=law, abstains=bool(law[index] < least))
             for slot, index, law in zip(row.slots.values(), row.chosen.values(), laws, strict=True)
@@ -404,11 +406,6 @@ class _Filler:
         fits = all(0 <= token < noise.vocab_size and token != noise.mask_token for token in tokens)
         require(fits, owner, f"hold real token ids in [0, {noise.vocab_size})", tokens)
         return tokens
-
-
-def _marginals(joint: Tensor) -> list[Tensor]:
-    """The marginal distribution of each dimension of a joint distribution."""
-    return [joint.transpose(0, dim).flatten(1).sum(1) if joint.dim() > 1 else joint for dim in range(joint.dim())]
 
 
 def _as_ids(piece: Any) -> tuple[int, ...]:

@@ -142,13 +142,14 @@ class MicroBatch(NamedTuple):
         return MicroBatch(self.batch.map(transform), transform(self.seeds))
 
 
-def row_seeds(seed: int, step: int, rows: range) -> Tensor:
-    """Return a seed (B,) for each row of a step's global batch, from the run's seed, the step and the row alone."""
-    row = torch.arange(rows.start, rows.stop)
-    words = draws.philox(
-        torch.tensor(seed), row, torch.tensor(step), torch.tensor(0), torch.tensor(draws.purpose_word("row"))
-    )
-    return (words[0] >> 1 << 32) | words[1]
+def row_seeds(seed: int, step: int | Tensor, rows: range, purpose: str = "row") -> Tensor:
+    """Return a seed (B,) for each row of a step's global batch, from the run's seed, the step and the row alone.
+
+    Several steps (S, 1) give seeds (S, B).
+    """
+    row, word = torch.arange(rows.start, rows.stop), torch.tensor(draws.purpose_word(purpose))
+    high, low, _, _ = draws.philox(torch.tensor(seed), row, torch.as_tensor(step), torch.tensor(0), word)
+    return (high >> 1 << 32) | low
 
 
 def check_ids(batch: TrainBatch, vocab_size: int, owner: str) -> None:

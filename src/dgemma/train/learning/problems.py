@@ -13,7 +13,7 @@ from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import Count, check_types, require, require_field, typed
 from dgemma.diffusion import draws
 from dgemma.files import read_json_lines
-from dgemma.train.batch import TrainBatch
+from dgemma.train.batch import TrainBatch, row_seeds
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,9 +76,7 @@ class Problems:
 
     def run_seeds(self, numbers: Tensor, group: int) -> Tensor:
         """Return the seeds (B, group) of the runs of prompts with these numbers (B,)."""
-        word = torch.tensor(draws.purpose_word("run"))
-        words = draws.philox(torch.tensor(self.seed), torch.arange(group), numbers[:, None], torch.tensor(0), word)
-        return (words[0] >> 1 << 32) | words[1]
+        return row_seeds(self.seed, numbers[:, None], range(group), "run")
 
 
 @lru_cache(maxsize=8)
