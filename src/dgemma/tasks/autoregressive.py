@@ -40,24 +40,10 @@ def generate_causal(model: Denoiser, prompt_tokens: Tensor, **options: Unpack[Ca
 
     Example: `tokenizer.decode(dgemma.generate_causal(model, prompt, max_new_tokens=64, temperature=0.8)[0])`.
     """
-    state, cache, rule, num_tokens = _start(model, prompt_tokens, options)
-    tokens = []
-    drawn = model.causal_steps(state, num_tokens, cache=cache, rule=rule)
-    for number, (after, (ended, broken)) in enumerate(drawn):
-        if any(broken):
-            refuse_nan(f"at token {number}, row {broken.index(True)}")
-        tokens.append(after.token)
-        if all(ended):
-            break
-    return torch.cat(tokens, dim=1)
-
-
-def _start(model: Denoiser, prompt_tokens: Tensor, options: CausalOptions) -> tuple[CausalState, Any, CausalRule, int]:
-    """Read the prompts; return the state before the first token, the cache, the rule, and the number of tokens."""
     if not isinstance(model, Denoiser) or not model.has_causal_mode:
         raise TypeError(f"generate_causal model must have a causal mode, got {type(model).__name__}. Use generate.")
     settings = fill_in(options, CausalOptions)
-    temperature, max_new_tokens = settings["temperature"], settings["max_new_tokens"]
+    temperature, num_tokens = settings["temperature"], settings["max_new_tokens"] or model.generation.max_new_tokens
     plan = read_plan(model, prompt_tokens, **settings)
     if not isinstance(plan.knobs.temperature, ConstantTemperature):
         raise ValueError(f"generate_causal.temperature must be one number, got {temperature!r}.")
@@ -68,12 +54,19 @@ def _start(model: Denoiser, prompt_tokens: Tensor, options: CausalOptions) -> tu
         eos_token_ids=tuple(plan.eos_token_ids),
         pad_token_id=plan.pad_token_id,
     )
-    num_tokens = model.generation.max_new_tokens if max_new_tokens is None else max_new_tokens
     cache, last = _encode_prompt(model, prompt_tokens, settings["attention_mask"], join_images(plan.images))
     seeds = plan.seeds[0]
     none = torch.zeros_like(seeds, dtype=torch.bool)
     state = CausalState(token=last, number=torch.zeros_like(seeds), done=none, broken=none, seeds=seeds)
-    return state, cache, rule, num_tokens
+    tokens = []
+    drawn = model.causal_steps(state, num_tokens, cache=cache, rule=rule)
+    for number, (after, (ended, broken)) in enumerate(drawn):
+        if any(broken):
+            refuse_nan(f"at token {number}, row {broken.index(True)}")
+        tokens.append(after.token)
+        if all(ended):
+            break
+    return torch.cat(tokens, dim=1)
 
 
 def _encode_prompt(

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from dgemma.checks import require
 from dgemma.diffusion.noise import Noise
-from dgemma.diffusion.prediction import Prediction
 from dgemma.model.cache import Cache
 from dgemma.model.denoiser import Denoiser
 from dgemma.model.diffusion import DiffusionGemma
@@ -87,12 +86,14 @@ class ByCanvas:
         costs = []
         for number, prefix in enumerate(self.prefixes):
             canvas, levels, scored = z[:, number], level[:, number], self.canvases.scored[:, number]
+            noise_level = levels
             if not self.model.takes_position_levels:  # the level of the scored tokens, for the whole canvas
-                levels = torch.where(scored, levels, 0.0).amax(-1, keepdim=True).expand_as(levels)
-            prediction = self._denoise(canvas, prefix, levels, None)
+                noise_level = torch.where(scored, levels, 0.0).amax(-1)
+                levels = noise_level[:, None].expand_as(levels)
+            prediction = self.model.denoise_at(noise_level, canvas, prefix)
             if self.proposer is not None:
                 first = prediction.shaped(allowed=self.proposer.proposable(None, z.device))
-                prediction = self._denoise(canvas, prefix, levels, first)
+                prediction = self.model.denoise_at(noise_level, canvas, prefix, first)
             values = (each[scored][:, None] for each in (self.canvases.x[:, number], canvas, levels))
             cost = function(prediction.logits[scored], *values)
             costs.append(cost.new_zeros(canvas.shape).masked_scatter(scored, cost))
@@ -108,12 +109,6 @@ class ByCanvas:
         rows = self.canvases.tokens.split(1)  # the logits of a row are large
         costs = (F.cross_entropy(self.model.causal_logits(row)[0, :-1], row[0, 1:], reduction="none") for row in rows)
         return torch.stack(list(costs))
-
-    def _denoise(self, canvas: Tensor, prefix: Cache, levels: Tensor, self_cond: Prediction | None) -> Prediction:
-        if not self.model.takes_noise_level:
-            return self.model.denoise(canvas, prefix, self_cond=self_cond)
-        noise_level = levels if self.model.takes_position_levels else levels[:, 0]
-        return self.model.denoise(canvas, prefix, self_cond=self_cond, noise_level=noise_level)  # type: ignore[call-arg]
 
 
 def read_canvases(model: Denoiser, canvases: Canvases, *, proposer: Noise | None = None) -> OnePass | ByCanvas:
