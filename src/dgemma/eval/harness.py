@@ -11,14 +11,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 
 from dgemma.checkpoint.identity import fingerprint
 from dgemma.checkpoint.loading import lay_out_by_column
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.checks import as_int, require, typed
+from dgemma.checks import Count, as_int, at_least, require, typed
 from dgemma.data.sudoku.encoding import load_tokenizer
 from dgemma.files import write_text, writing
 from dgemma.intervals import Estimate, mean_of
@@ -110,10 +110,10 @@ class DiffusionLM(TemplateLM):
         temperature: float | None = None,
         thinking: bool = False,
         likelihood: Literal["bound", "causal", "both"] = "bound",
-        num_samples: int = 32,
+        num_samples: Annotated[int, at_least(_COPIES)] = 32,
         check_greedy: bool = False,
-        max_length: int = 2048,
-        max_gen_toks: int | None = None,
+        max_length: Annotated[int, at_least(2)] = 2048,
+        max_gen_toks: Count | None = None,
         seed: int | None = None,
         details: str | Path | None = None,
         batch_size: int | str = 8,
@@ -124,9 +124,6 @@ class DiffusionLM(TemplateLM):
         rows = as_int(int(batch_size) if isinstance(batch_size, str) and batch_size.isdigit() else batch_size)
         if rows is None or rows < 1:
             raise ValueError(f"batch_size must be a number of at least 1, got {batch_size!r}. Use --batch_size 8.")
-        for name, count, least in (("num_samples", num_samples, _COPIES), ("max_length", max_length, 2)):
-            require(count >= least, name, f"be at least {least}", count)
-        require(max_gen_toks is None or max_gen_toks >= 1, "max_gen_toks", "be at least 1", max_gen_toks)
         self._name, self._revision = type(pretrained).__name__, "unknown"
         if isinstance(pretrained, str | Path):
             self._name, folder = str(pretrained), resolve(pretrained)

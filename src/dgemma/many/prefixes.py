@@ -11,14 +11,14 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from dgemma.checks import require, typed
+from dgemma.checks import at_least, typed
 from dgemma.model.cache import Cache, PrefixCache
 from dgemma.model.denoiser import Denoiser, require_vision
 from dgemma.model.vision.images import Images
@@ -66,8 +66,7 @@ class SharedPrefixes:
     """
 
     @typed
-    def __init__(self, num_bytes: int = PREFIX_BYTES) -> None:
-        require(num_bytes >= 0, "SharedPrefixes num_bytes", "be >= 0", num_bytes)
+    def __init__(self, num_bytes: Annotated[int, at_least(0)] = PREFIX_BYTES) -> None:
         self._most_bytes = num_bytes
         self.num_tokens = 0  # of all prompts
         self.num_read = 0  # tokens that the model encoded for them
@@ -152,10 +151,7 @@ class SharedPrefixes:
         kept = self._find(model, prefix.names)
         if kept is not None and len(kept.names) == len(prefix.names):
             return kept
-        cache: Any = None
-        if kept is not None:
-            cache = model.new_cache(1)
-            cache.splice(torch.tensor([0], device=model.device), kept.cache)
+        cache: Any = None if kept is None else kept.cache.clone()
         rest = prefix.part(0 if kept is None else len(kept.names))
         cache = self._extend(model, cache, [rest.tokens], [rest.images])
         kept = _KeptPrefix(weakref.ref(model), prefix.names, cache)
@@ -204,12 +200,11 @@ def encode_texts(
 
 def pad_left(texts: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
     """Texts of different lengths as tokens (B, P), and a mask of the real ones, None if all lengths are equal."""
-    longest = max(map(len, texts))
-    tokens = torch.stack([F.pad(text, (longest - len(text), 0)) for text in texts])
-    if all(len(text) == longest for text in texts):
+    tokens = pad_sequence([*texts], batch_first=True, padding_side="left")
+    padding = tokens.shape[1] - torch.tensor([len(text) for text in texts])
+    if not padding.any():
         return tokens, None
-    lengths = torch.tensor([len(text) for text in texts], device=tokens.device)
-    return tokens, torch.arange(longest, device=tokens.device) >= longest - lengths[:, None]
+    return tokens, (torch.arange(tokens.shape[1]) >= padding[:, None]).to(tokens.device)
 
 
 def _common_len(first: np.ndarray, second: np.ndarray) -> int:
