@@ -6,7 +6,7 @@ own seed, block and step, so a row's tokens depend on its neighbours only throug
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,22 +27,6 @@ class Scores(NamedTuple):
 
     tokens: Tensor  # (..., C, 1 + k) int64
     log_probs: Tensor  # (..., C, 1 + k) float32
-
-    @classmethod
-    def of_step(cls, record: StepRecord, k: int) -> Self:
-        """Score the tokens (B, C) that each row would write if its canvas ended with this step."""
-        written = record.state.draft[..., None]
-        tokens = torch.cat((written, record.prediction.top(k).tokens), dim=-1) if k else written
-        return cls(tokens, record.prediction.log_prob(tokens))
-
-    def update(self, new: Self, decided: Tensor) -> Self:
-        """Take the scores of a later step at the positions that it decided, (C,) bool."""
-        pairs = zip(new, self, strict=True)
-        return type(self)(*(torch.where(decided[:, None], later, earlier) for later, earlier in pairs))
-
-    def row(self, at: int, k: int) -> Self:
-        """The scores of one row of a batch, with at most k alternatives."""
-        return type(self)(self.tokens[at, :, : 1 + k], self.log_probs[at, :, : 1 + k])
 
 
 class BatchRow(Rows):
@@ -221,11 +205,15 @@ def _score(record: StepRecord, places: dict[int, _Place]) -> None:
     wanted = {at: (place, place.row.num_top) for at, place in places.items() if place.row.num_top is not None}
     if not wanted:
         return
-    scores = Scores.of_step(record, max(num_top for _, num_top in wanted.values()))
-    decided = record.before.open | record.accepted
+    most, tokens = max(num_top for _, num_top in wanted.values()), record.state.draft[..., None]
+    if most:
+        tokens = torch.cat((tokens, record.prediction.top(most).tokens), dim=-1)
+    scores, decided = (tokens, record.prediction.log_prob(tokens)), record.before.open | record.accepted
     for at, (place, num_top) in wanted.items():
-        new = scores.row(at, num_top)
-        place.scores = new if place.scores is None else place.scores.update(new, decided[at])
+        new = [values[at, :, : 1 + num_top] for values in scores]
+        if place.scores is not None:  # positions that this step did not decide keep their scores
+            new = [torch.where(decided[at, :, None], *pair) for pair in zip(new, place.scores, strict=True)]
+        place.scores = Scores(*new)
 
 
 def _parts(items: list[_Element]) -> Iterator[list[_Element]]:
