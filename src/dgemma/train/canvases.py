@@ -21,9 +21,9 @@ from dgemma.model.vision.images import Images
 from dgemma.model.vision.places import join_images
 from dgemma.train.batch import TrainBatch
 
-_CANVAS, _TIME, _EVENT, _TOKEN, _SELF_COND, _MASKED, _HOLES = (
+_CANVAS, _TIME, _EVENT, _TOKEN, _SELF_COND, _MASKED, _HOLES, EARLIER_EVENT, EARLIER_TOKEN = (
     draws.purpose_word(f"training {name}")
-    for name in ("canvas", "time", "event", "token", "self_cond", "masked", "holes")
+    for name in ("canvas", "time", "event", "token", "self_cond", "masked", "holes", "earlier event", "earlier token")
 )
 
 _MOST_CANVASES = 1 << 20  # of a row
@@ -229,7 +229,7 @@ class NoisyCanvases(NamedTuple):
 def draw_choice(seeds: Tensor) -> Tensor:
     """Return a uniform number for each row, (B,), from its seed. It chooses one of the row's canvases."""
     # Two positions, of which one is used: torch.compile would compile a size of 1 separately.
-    (u,) = _draw(seeds, torch.zeros_like(seeds)[:, None], {_CANVAS: 2})
+    (u,) = draw(seeds, torch.zeros_like(seeds)[:, None], {_CANVAS: 2})
     return u[:, 0, 0]
 
 
@@ -240,7 +240,7 @@ def cut_holes(canvases: Canvases, seeds: Tensor, prob: float) -> Canvases:
     to half a canvas, frozen stretches from 1 token to a canvas. Frozen tokens get no noise and are not scored.
     """
     canvas_len = canvases.x.shape[-1]
-    (u,) = _draw(seeds, canvases.index, {_HOLES: canvas_len + 2})  # (B, K, C + 2)
+    (u,) = draw(seeds, canvases.index, {_HOLES: canvas_len + 2})  # (B, K, C + 2)
     is_cut, begins_frozen, u_length = u[..., :1] < prob, u[..., 1:2] < 0.5, u[..., 2:]
     is_frozen = begins_frozen ^ (torch.arange(canvas_len, device=u.device) % 2 == 1)  # of each stretch
     longest = torch.where(is_frozen, canvas_len, max(1, canvas_len // 2))
@@ -271,7 +271,7 @@ def noise_canvases(
     """
     canvas_len, (low, high) = canvases.x.shape[-1], t_range
     sizes = {_TIME: 1, _EVENT: canvas_len, _TOKEN: canvas_len, _SELF_COND: 1, _MASKED: 1}
-    u_time, u_event, u_token, u_self_cond, u_masked = _draw(seeds, canvases.index, sizes)
+    u_time, u_event, u_token, u_self_cond, u_masked = draw(seeds, canvases.index, sizes)
     time = low + (high - low) * u_time  # (B, K, 1) float64
 
     def put(noise: Noise) -> tuple[Tensor, Tensor, Tensor]:
@@ -301,7 +301,7 @@ def noise_canvases(
     )
 
 
-def _draw(seeds: Tensor, index: Tensor, sizes: Mapping[int, int]) -> tuple[Tensor, ...]:
+def draw(seeds: Tensor, index: Tensor, sizes: Mapping[int, int]) -> tuple[Tensor, ...]:
     """Return the uniforms (B, K, size) of canvases `index` (B, K) for each purpose's word and size, drawn at once."""
     rows, canvas = seeds[:, None].expand_as(index).flatten(), index.flatten()
     position = torch.cat([torch.arange(size, device=seeds.device) for size in sizes.values()])

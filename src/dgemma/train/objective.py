@@ -222,11 +222,9 @@ class Objective:
 
         Example: `objective.draw(batch, seeds).noisy.z` are the tokens that the network will see.
         """
-        if seeds.shape != batch.length.shape:  # a single seed would broadcast, and all rows would get the same noise
-            raise ValueError(
-                f"Objective seeds must have shape ({batch.batch_size},), one per row, got {tuple(seeds.shape)}. Use "
-                "`row_seeds` to make them."
-            )
+        # A single seed would broadcast, and all rows would get the same noise.
+        rule, fix = f"have shape ({batch.batch_size},), one per row", "Use `row_seeds` to make them."
+        require_tensor(seeds, "Objective seeds", rule, shape=batch.length.shape, fix=fix)
         canvases = cut_canvases(
             batch,
             canvas_len=self.canvas_len,

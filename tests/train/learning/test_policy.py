@@ -147,7 +147,7 @@ def test_advantages_are_z_scores_within_each_group():
     policy = objective(speed_weight=0.5)
     rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.1, 0.1, 0.1, 0.1]], dtype=torch.float64)
     forwards = torch.tensor([[2.0, 2.0, 2.0, 2.0], [1.0, 3.0, 1.0, 3.0], [5.0, 5.0, 5.0, 5.0]], dtype=torch.float64)
-    found = policy.advantages(Runs(None, [], rewards, forwards))
+    found = policy.advantages(Runs(None, rewards, forwards))
     expected = [[3**0.5, -(3**-0.5), -(3**-0.5), -(3**-0.5)], [0.5, -0.5, 0.5, -0.5], [0.0] * 4]
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
 

@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dgemma.checks import Probability
-from dgemma.diffusion import draws
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.train import head
-from dgemma.train.canvases import Canvases, NoisyCanvases
+from dgemma.train.canvases import EARLIER_EVENT, EARLIER_TOKEN, Canvases, NoisyCanvases, draw
 from dgemma.train.lora import start_weights
 from dgemma.train.losses import Loss, Scored
 from dgemma.train.one_pass import run_text_and_canvases
@@ -49,11 +48,8 @@ class Consistency(Loss):
     def step_back(self, canvases: Canvases, noisy: NoisyCanvases) -> NoisyCanvases:
         """Return the canvases after one exact reverse step, to `share` of their noise level."""
         level = noisy.position_level
-        seeds, index = noisy.seeds[:, None].expand_as(canvases.index).flatten(), canvases.index.flatten()
-        u_event, u_token = (
-            draws.uniform(seeds, index, torch.zeros_like(index), level.shape[-1], f"training {name}").view_as(level)
-            for name in ("earlier event", "earlier token")
-        )
+        sizes = dict.fromkeys((EARLIER_EVENT, EARLIER_TOKEN), level.shape[-1])
+        u_event, u_token = draw(noisy.seeds, canvases.index, sizes)
         clean, stay = noisy.noise.routes(canvases.x, noisy.z, level, self.share * level, allowed=noisy.allowed)
         fresh = noisy.noise.refill(u_token, self.share * level, allowed=noisy.allowed)
         z = torch.where(u_event < clean, canvases.x, torch.where(u_event < clean + stay, noisy.z, fresh))

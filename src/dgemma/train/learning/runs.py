@@ -22,7 +22,6 @@ class Runs(NamedTuple):
     """G runs of each of B prompts. Row b·G + g of the trajectory is run g of prompt b."""
 
     trajectory: Trajectory
-    texts: list[str]  # B·G
     rewards: Tensor  # (B, G) float64
     forwards: Tensor  # (B, G) float64
 
@@ -70,7 +69,7 @@ def roll_out(
     require(fits, "reward", f"return one finite number for each of {len(texts)} texts", found)
     as_groups = torch.tensor(rewards, dtype=torch.float64).view(seeds.shape)
     forwards = out.trajectory.num_forwards.sum(1).double().view(seeds.shape)
-    return Runs(out.trajectory, texts, as_groups.to(model.device), forwards.to(model.device))
+    return Runs(out.trajectory, as_groups.to(model.device), forwards.to(model.device))
 
 
 def choose_steps(num_steps: int, chosen: int | None, seed: Tensor) -> Tensor:
