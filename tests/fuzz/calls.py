@@ -149,7 +149,6 @@ def _pool(context: Any) -> dict[str, Any]:
         "logits": torch.zeros(2, C, V),
         "k": 3,
         "rows": torch.tensor([0]),
-        "mark": Fresh(_cache_of(model)().mark),
         "batch_size": 2,
         "strength": 1.0,
         "unconditional": 4,
