@@ -46,24 +46,18 @@ class P2(Sampler, Checked):
     def law(self, prediction: Prediction, state: DenoiseState, decision: Decision) -> Law:
         if self.greedy:
             return law_of_rule(self(prediction, state), prediction, state, decision, drawn=False)
-        kept = decision.write | ~(state.open | decision.renoise | state.frozen)
-        mask = ~(kept | state.frozen)
+        kept = torch.where(state.open, decision.write, ~decision.renoise) & ~state.frozen
+        masked = ~kept & ~state.frozen
         tokens = torch.where(state.open, decision.tokens, state.canvas)[..., None]
         log_probs = prediction.logits - prediction.statistics.log_normalizer[..., None]
         scores = self._score(log_probs, state.open[..., None])  # (B, C, V)
-        score = scores.gather(-1, tokens)[..., 0]
-        # A masked position ranks below the lowest kept one. Of equal scores, the leftmost ranks lowest.
-        lowest = score.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
-        position = torch.arange(state.canvas_len, device=state.device)
-        first = torch.where(kept & (score == lowest), position, state.canvas_len).amin(-1, keepdim=True)
-        lowest, wins_ties = lowest[..., None], (position < first)[..., None]
-        below = (scores < lowest) | ((scores == lowest) & wins_ties)
-        agrees = is_choice(mask, ~state.frozen, self._num_masked(state))
-        agrees &= (below.gather(-1, tokens)[..., 0] | state.open | ~mask).all(-1)
-        agrees &= (state.open | ~decision.write).all(-1) & ~(state.open & decision.renoise).any(-1)
-        # The tokens that a position may have drawn: the written one, or those that rank below.
+        # The tokens with which each position gets this decision: a masked one ranks below all that are kept.
+        fits = _rank_below(scores, scores.gather(-1, tokens)[..., 0], kept) | ~masked[..., None]
+        agrees = is_choice(masked, ~state.frozen, self._num_masked(state))
+        agrees &= torch.where(state.open, ~decision.renoise, ~decision.write & fits.gather(-1, tokens)[..., 0]).all(-1)
+        # An open position has drawn its token: the written one, or an unknown one with which it is masked.
         is_token = torch.arange(prediction.vocab_size, device=state.device) == tokens
-        possible = torch.where(decision.write[..., None], is_token, below | ~(state.open & mask)[..., None])
+        possible = torch.where(decision.write[..., None], is_token, fits | ~state.open[..., None])
         return Law(log_mean(prediction, Allow(possible)), agrees)
 
     def _num_masked(self, state: DenoiseState) -> Tensor:
@@ -75,3 +69,10 @@ class P2(Sampler, Checked):
         limits = torch.finfo(log_prob.dtype)
         log_prob = log_prob.clamp(min=limits.min)
         return torch.where(is_open, log_prob.clamp(max=-limits.tiny), self.eta * log_prob)
+
+
+def _rank_below(scores: Tensor, score: Tensor, kept: Tensor) -> Tensor:
+    """Marks, of all scores (B, C, V) that a position may have, those below the score (B, C) of every `kept` one."""
+    lowest, first = (found[:, None, None] for found in score.masked_fill(~kept, torch.inf).min(-1))
+    wins_ties = torch.arange(score.shape[1], device=score.device)[:, None] < first  # leftmost first, as in `best`
+    return torch.where(wins_ties, scores <= lowest, scores < lowest)
