@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from dgemma.checks import require, short_repr
 from dgemma.diffusion import draws
@@ -98,36 +98,22 @@ class DenoiseState:
 
         Example: `state.splice(torch.tensor([1]), other.select(torch.tensor([0])))`.
         """
-        values = [_row_fields(self), _row_fields(donor)]
-        if (self.awaited is None) != (donor.awaited is None):
-            for fields_of in values:
-                if fields_of["awaited"] is None:  # all positions
-                    fields_of["awaited"] = torch.ones_like(fields_of["frozen"])
-        (mine, form), (theirs, donor_form) = map(tree_flatten, values)
-        are_tensors = [[isinstance(leaf, Tensor) for leaf in leaves] for leaves in (mine, theirs)]
-        if type(donor) is not type(self) or form != donor_form or are_tensors[0] != are_tensors[1]:
-            fix = "Take both states after the same number of steps under the same sampler."
-            require(False, "DenoiseState.splice donor", "have the state's class and present fields", donor, fix)
-        spliced = [
-            old.index_copy(0, rows, new.to(old.dtype)) if isinstance(old, Tensor) else old
-            for old, new in zip(mine, theirs, strict=True)
-        ]
-        law, other = self.language, donor.language
-        fits = law is other if law is None or other is None else law.has_automaton_of(other)
-        fix = "Start both rows in one run, with a list of constraints."
-        require(fits, "DenoiseState.splice donor", "have the state's constraint", donor, fix)
-        language = None if law is None else law.splice(other, rows)
-        whole = {"rows": self.rows, "allowed": self._splice_allowed(rows, donor), "language": language}
-        return replace(self, **{**tree_unflatten(spliced, form), **whole})
-
-    def _splice_allowed(self, rows: Tensor, donor: "DenoiseState") -> Tensor | None:
-        if self.allowed is None and donor.allowed is None:
-            return None
-        everything = torch.ones(1, 1, self.noise.vocab_size, dtype=torch.bool, device=self.device)
-        mine, theirs = (everything if table is None else table for table in (self.allowed, donor.allowed))
-        num_positions = max(mine.shape[1], theirs.shape[1])
-        theirs = theirs.expand(donor.batch_size, num_positions, -1)
-        return mine.expand(self.batch_size, num_positions, -1).index_copy(0, rows, theirs)
+        mine = {**_row_fields(self), **_tables_of_either(self, donor)}
+        theirs = {**_row_fields(donor), **_tables_of_either(donor, self)}
+        forms = [tree_map(torch.is_tensor, values) for values in (mine, theirs)]
+        fits = type(donor) is type(self) and forms[0] == forms[1]
+        fix = "Take both states after the same number of steps under the same sampler."
+        require(fits, "DenoiseState.splice donor", "have the state's class and present fields", donor, fix)
+        spliced = tree_map(
+            lambda old, new: old.index_copy(0, rows, new.to(old.dtype)) if torch.is_tensor(old) else old, mine, theirs
+        )
+        language = self.language
+        if language is not None and donor.language is not None and language.has_automaton_of(donor.language):
+            language = language.splice(donor.language, rows)
+        else:
+            fix = "Start both rows in one run, with a list of constraints."
+            require(language is donor.language, "DenoiseState.splice donor", "have the state's constraint", donor, fix)
+        return replace(self, **{**spliced, "rows": self.rows, "language": language})
 
     def uniform(self, purpose: str) -> Tensor:
         """Draw one uniform in [0, 1) per position, (B, C) float64, from (seed, block, step, position, purpose)."""
@@ -156,6 +142,18 @@ def _row_fields(state: DenoiseState) -> dict[str, Any]:
     if isinstance(state.self_cond, Prediction):
         values["self_cond"] = state.self_cond.as_self_cond()
     return values
+
+
+def _tables_of_either(state: DenoiseState, other: DenoiseState) -> dict[str, Tensor]:
+    """The state's tables of awaited positions and allowed tokens, if one of the two states has them; by default all."""
+    tables = {}
+    if state.awaited is not None or other.awaited is not None:
+        tables["awaited"] = torch.ones_like(state.frozen) if state.awaited is None else state.awaited
+    if state.allowed is not None or other.allowed is not None:
+        every = torch.ones(1, 1, state.noise.vocab_size, dtype=torch.bool, device=state.device)
+        allowed, theirs = (every if table is None else table for table in (state.allowed, other.allowed))
+        tables["allowed"] = allowed.expand(state.batch_size, max(allowed.shape[1], theirs.shape[1]), -1)
+    return tables
 
 
 def watch(*tensors: Tensor) -> Callable[[], bool]:
