@@ -44,8 +44,7 @@ def prepare_corpus(folder: str | Path, vocab_size: int) -> Corpus:
     fix = f"Delete that folder and {folder / 'tokens'} to make them again."
     require(tokenizer.vocab_size == vocab_size, "prepare_corpus vocab_size", rule, vocab_size, fix)
     return Corpus(
-        tokenizer=tokenizer,
-        **{part: _tokenise(folder, part, tokenizer) for part in ("train", "validation", "test")},
+        tokenizer=tokenizer, **{part: _tokenise(folder, part, tokenizer) for part in ("train", "validation", "test")}
     )
 
 

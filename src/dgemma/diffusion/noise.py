@@ -85,13 +85,7 @@ class Noise:
 
     @typed
     def corrupt(
-        self,
-        tokens: Tensor,
-        noise_level: Tensor,
-        u_event: Tensor,
-        u_token: Tensor,
-        *,
-        allowed: Tensor | None = None,
+        self, tokens: Tensor, noise_level: Tensor, u_event: Tensor, u_token: Tensor, *, allowed: Tensor | None = None
     ) -> Tensor:
         """Draw from q(z | x): tokens, u_event, u_token (B, C) → z (B, C). Uniform noise may draw the token itself.
 

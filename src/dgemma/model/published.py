@@ -18,11 +18,7 @@ _FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
     "attention_dropout": (0.0, None),
 }
-_FIXED_TEXT_FIELDS = {
-    **_FIXED_FIELDS,
-    "tie_word_embeddings": (True,),
-    "use_bidirectional_attention": ("vision", None),
-}
+_FIXED_TEXT_FIELDS = {**_FIXED_FIELDS, "tie_word_embeddings": (True,), "use_bidirectional_attention": ("vision", None)}
 # transformers always builds a vision tower, by default of 167M weights. The config of a model without one describes
 # this tower, to keep it small there; `from_hf` reads it as no tower.
 _NO_TOWER: Mapping[str, Any] = {

@@ -124,13 +124,7 @@ def quantize(
 
 
 @torch.no_grad()
-def gptq(
-    weight: Tensor,
-    second_moments: Tensor,
-    *,
-    group_size: int = 64,
-    symmetric: bool = True,
-) -> IntWeight:
+def gptq(weight: Tensor, second_moments: Tensor, *, group_size: int = 64, symmetric: bool = True) -> IntWeight:
     """Round a weight (..., N, K) to int4 with GPTQ: each column's rounding error is moved to later columns.
 
     The error to minimise is that of the products. `second_moments` (..., K, K) is the sum of x xᵀ over their inputs x.

@@ -129,11 +129,7 @@ def observe(
 
 @torch.no_grad()
 def attention_weights(
-    module: Attention,
-    x: Tensor,
-    rope: tuple[Tensor, Tensor],
-    past: tuple[Tensor, Tensor] | None,
-    mask: Mask | None,
+    module: Attention, x: Tensor, rope: tuple[Tensor, Tensor], past: tuple[Tensor, Tensor] | None, mask: Mask | None
 ) -> Tensor:
     """Return the attention weights softmax(q·k) of `module(x, rope, past, mask)`: (B, N, T, S) float32.
 

@@ -56,11 +56,7 @@ class Loss:
 
         tokenwise = (t.reshape(-1, 1) for t in (canvases.x, noisy.z, noisy.position_level))
         costs = head.map_logits(
-            cost,
-            hidden.flatten(0, 2),
-            model.embed_tokens.weight,
-            *tokenwise,
-            cap=model.config.final_logit_softcapping,
+            cost, hidden.flatten(0, 2), model.embed_tokens.weight, *tokenwise, cap=model.config.final_logit_softcapping
         )
         return costs.view_as(canvases.x)
 
