@@ -312,10 +312,10 @@ def test_a_text_ends_at_its_length_or_at_an_earlier_stop_token():
     plan = replace(plan, text_len=torch.tensor([4, 4, canvas_len]))
     tokens = torch.full((3, canvas_len), 7)
     tokens[0, 2], tokens[1, 6] = 1, 1
-    padded, real, ended = plan.end_rows(tokens, 0, torch.arange(3))
-    assert real.sum(1).tolist() == [3, 4, canvas_len]
-    assert ended == [True, False, False]
-    assert padded[0].tolist() == [7, 7, 1] + [plan.pad_token_id] * (canvas_len - 3)
+    is_text, ends = plan.find_text(tokens, 0, torch.arange(3))
+    assert is_text.sum(1).tolist() == plan.count_tokens(tokens).tolist() == [3, 4, canvas_len]
+    assert is_text[0].tolist() == [True] * 3 + [False] * (canvas_len - 3)
+    assert ends.tolist() == [True, False, False]
 
 
 @pytest.mark.parametrize(

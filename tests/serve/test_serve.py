@@ -629,7 +629,7 @@ async def test_an_infilling_waits_its_turn(engine):
     assert await order_of({"first": first, "hole": hole}) == ["first", "hole"]
     want = dgemma.infill(engine.model, tokens, [(3, 6)], steps=9, seed=[0])
     assert torch.equal(hole.row.new_tokens, want.tokens)
-    assert not left.row.blocks
+    assert not left.row.commits
 
 
 def test_markers_in_requests_are_plain_text(client, model):

@@ -83,7 +83,7 @@ def read_constraint(
     span, rows = span.to(torch.device("cpu")), torch.arange(batch_size)
     may_end = None
     if free is not None or (span.frozen is not None and bool(span.frozen.any())):
-        may_end = span.past_frozen(0, num_positions, rows) & (start != (-1 if free is None else free))[:, None]
+        may_end = span.may_end(0, num_positions, rows) & (start != (-1 if free is None else free))[:, None]
     factors = _Factors(automaton, span, noise, may_end, batch_size)
     accepts = torch.from_numpy(np.append(tokens.is_final, True)).expand(batch_size, -1)
     reach = factors.reach(accepts, num_positions)

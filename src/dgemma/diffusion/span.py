@@ -18,8 +18,8 @@ class Span:
     awaited: Tensor | None = None
     allowed: Tensor | None = None  # (B or 1, N or 1, V) bool
 
-    def past_frozen(self, block: int, canvas_len: int, rows: Tensor) -> Tensor:
-        """The positions where a stop token ends a row: its last frozen position and those after it, (R, C) bool."""
+    def may_end(self, block: int, canvas_len: int, rows: Tensor) -> Tensor:
+        """The positions where a stop token may end a row: its last frozen one and those after it, (R, C) bool."""
         if self.frozen is None:
             return torch.ones(len(rows), canvas_len, dtype=torch.bool, device=rows.device)
         position = block * canvas_len + torch.arange(canvas_len, device=rows.device)

@@ -59,36 +59,22 @@ class Plan:
             part["language"] = self.language.part(block, states, rows, self.canvas_len)
         return {**part, "noise_level": 1.0 if part["canvas"] is None else self.noise_level}
 
-    def end_rows(self, tokens: Tensor, block: int, rows: Tensor) -> tuple[Tensor, Tensor | None, list[bool]]:
-        """Pad a finished canvas (R, C) of some rows after the end of their text, and return which rows end in it.
+    def find_text(self, tokens: Tensor, block: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Flags of the tokens of some rows up to the end of their text, (R, C), and the rows that end in this block.
 
-        A text ends with a stop token, or where `text_len` says. The second result marks the real tokens (R, C); it is
-        None if all are real.
+        A text ends with a stop token, or where `text_len` says. tokens (R, C): of a block, or of all from block 0 on.
         """
-        if not self.eos_token_ids and self.text_len is None:  # no row ends, and the host need not wait
-            return tokens, None, [False] * len(tokens)
-        real, ends = self._find_text(tokens, block, rows)
-        ended = ends.any(-1).tolist()  # the host waits for the device here
-        if not any(ended) and self.text_len is None:
-            return tokens, None, ended
-        return torch.where(real, tokens, self.pad_token_id), real, ended
+        is_text = torch.ones_like(tokens, dtype=torch.bool)
+        if self.text_len is not None:
+            is_text = torch.arange(tokens.shape[1], device=tokens.device) < self.text_len.to(tokens.device)[:, None]
+        stops = torch.isin(tokens, torch.tensor(self.eos_token_ids, dtype=torch.int64, device=tokens.device)) & is_text
+        if self.span.frozen is not None:
+            stops = stops & self.span.may_end(block, tokens.shape[1], rows).to(tokens.device)
+        return is_text & (stops.cumsum(1) <= stops), stops.any(1)
 
     def count_tokens(self, tokens: Tensor) -> Tensor:
         """The number of tokens in each row without the padding after its end, (B,); tokens (B, N) are all blocks."""
-        rows = torch.arange(self.batch_size, device=self.seeds.device)
-        return self._find_text(tokens, 0, rows)[0].sum(1)
-
-    def _find_text(self, tokens: Tensor, block: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Flags of the tokens up to the end of each text, and of the stop tokens that may end it, both (R, C)."""
-        real, ends = torch.ones_like(tokens, dtype=torch.bool), torch.zeros_like(tokens, dtype=torch.bool)
-        if self.text_len is not None:
-            real = torch.arange(tokens.shape[1], device=tokens.device) < self.text_len.to(tokens.device)[:, None]
-        if self.eos_token_ids:
-            ends = torch.isin(tokens, torch.tensor(self.eos_token_ids, device=tokens.device)) & real
-            if self.span.frozen is not None:
-                ends = ends & self.span.past_frozen(block, tokens.shape[1], rows).to(tokens.device)
-            real = real & (ends.cumsum(1) - ends.long() == 0)  # no stop token before it
-        return real, ends
+        return self.find_text(tokens, 0, torch.arange(self.batch_size, device=self.seeds.device))[0].sum(1)
 
     def to(self, device: torch.device) -> Self:
         """The same plan with its tensors on `device`."""

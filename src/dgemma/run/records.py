@@ -68,9 +68,13 @@ class BlockCommit:
     tokens: Tensor
     finished: Tensor
     steps: Tensor  # (B,) steps each row needed
-    forwards: Tensor | None = None  # (B,) forwards each row needed; None in files of earlier runs: one per step
+    forwards: Tensor = None  # type: ignore[assignment]  # (B,) forwards each row needed; by default one per step
 
     __repr__ = short_repr
+
+    def __post_init__(self) -> None:
+        if self.forwards is None:  # files of earlier runs have none
+            object.__setattr__(self, "forwards", self.steps)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -26,22 +26,20 @@ class Rows:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.present = torch.arange(plan.batch_size, device=plan.seeds.device)  # (R,) the rows that have not ended
-        self.blocks: list[Tensor] = []  # (B, C) each
-        self.steps: list[Tensor] = []  # (B,) each
-        self.forwards: list[Tensor] = []  # (B,) each
-        self.ended = False
+        self.commits: list[BlockCommit] = []
+        self.ended = False  # all rows have ended, or all blocks are written
         self.uncached: Tensor = plan.prompt_tokens  # (R, n) tokens that are not in the cache
         self.uncached_mask: Tensor | None = plan.attention_mask
         self.uncached_images = plan.images
         self._states = None if plan.language is None else plan.language.start  # (R,) of the constraint
-        self._leaving: list[bool] = []
-        self._retired: list[tuple[Tensor, Cache]] = []
+        self._leaving: list[bool] = []  # the present rows that ended in the last block, which is not yet in the cache
+        self._retired: list[tuple[Tensor, Cache]] = []  # rows that left, and their cache
 
     def encode(self, model: Denoiser, cache: Cache | None = None) -> Cache:
         """Encode the uncached tokens, and return the cache of the rows that go on. Rows that ended keep their cache."""
         cache = model.encode_with(join_images(self.uncached_images), self.uncached, cache, self.uncached_mask)
         if any(self._leaving):
-            leaving = torch.tensor(self._leaving)  # of the last commit; their last block is now in the cache, too
+            leaving = torch.tensor(self._leaving)
             ends, goes_on = (flags.nonzero()[:, 0].to(self.present.device) for flags in (leaving, ~leaving))
             self._retired.append((self.present[ends], cache.select(ends)))
             self.present, cache = self.present[goes_on], cache.select(goes_on)
@@ -51,7 +49,7 @@ class Rows:
 
     def start(self, model: Denoiser, knobs: Knobs) -> DenoiseState:
         """Return the state of the next canvas before its first step."""
-        return self._start(model, len(self.blocks), knobs)
+        return self._start(model, len(self.commits), knobs)
 
     def _start(self, model: Denoiser, block: int, knobs: Knobs) -> DenoiseState:
         """Start a block of the plan. A subclass whose plan is for one canvas starts block 0 of it each time."""
@@ -70,41 +68,48 @@ class Rows:
 
     def commit(self, drafts: Tensor, steps: Tensor, forwards: Tensor) -> BlockCommit:
         """Commit the finished canvases (R, C), which took `steps` and `forwards` (R,). Call `encode` after it."""
-        plan, block, present = self.plan, len(self.blocks), self.present
+        plan, block, present = self.plan, len(self.commits), self.present
         if plan.language is not None and self._states is not None:
             self._states = plan.language.advance(self._states, drafts.to(self._states.device))
-        self.uncached, self.uncached_mask, self._leaving = plan.end_rows(drafts, block, present)
-        self.uncached_images = None
-        self.blocks.append(_spread(self.uncached, present, plan.batch_size, plan.pad_token_id))
-        self.steps.append(_spread(steps, present, plan.batch_size, 0))
-        self.forwards.append(_spread(forwards, present, plan.batch_size, 0))
+        is_text, ends = plan.find_text(drafts, block, present)
+        # The host waits for the device here, unless no token can end a row.
+        self._leaving = ends.tolist() if plan.eos_token_ids else [False] * len(drafts)
+        self.uncached, self.uncached_mask, self.uncached_images = drafts, None, None
+        if any(self._leaving) or plan.text_len is not None:  # otherwise all tokens are text
+            self.uncached, self.uncached_mask = torch.where(is_text, drafts, plan.pad_token_id), is_text
         self.ended = all(self._leaving) or block + 1 == plan.num_blocks
-        ends = torch.zeros_like(present, dtype=torch.bool)  # a copy from the host would wait for the device
-        if any(self._leaving):
-            ends = torch.tensor(self._leaving, device=present.device)
-        return BlockCommit(
-            block=block,
-            tokens=self.blocks[-1],
-            finished=_spread(ends, present, plan.batch_size, True),
-            steps=self.steps[-1],
-            forwards=self.forwards[-1],
+
+        def spread(values: Tensor, fill: int | bool) -> Tensor:
+            """Values (R, ...) of the present rows over the whole batch, (B, ...)."""
+            if len(present) == plan.batch_size:
+                return values
+            return values.new_full((plan.batch_size, *values.shape[1:]), fill).index_copy(0, present, values)
+
+        self.commits.append(
+            BlockCommit(
+                block=block,
+                tokens=spread(self.uncached, plan.pad_token_id),
+                finished=spread(ends, True),
+                steps=spread(steps, 0),
+                forwards=spread(forwards, 0),
+            )
         )
+        return self.commits[-1]
 
     def repeat(self, commit: BlockCommit) -> None:
         """Commit a block of a recorded run again."""
-        steps = commit.steps
-        forwards = steps if commit.forwards is None else commit.forwards
-        self.commit(*(values.to(self.present.device)[self.present] for values in (commit.tokens, steps, forwards)))
+        values = (commit.tokens, commit.steps, commit.forwards)
+        self.commit(*(value.to(self.present.device)[self.present] for value in values))
 
     @property
     def new_tokens(self) -> Tensor:
         """The tokens of all finished blocks, (B, N), padded after the stop tokens."""
-        return torch.cat(self.blocks, dim=1)
+        return torch.cat([commit.tokens for commit in self.commits], dim=1)
 
     @property
-    def tokens_per_forward(self) -> Tensor:
-        """New tokens without padding, divided by forwards, (B,)."""
-        return self.plan.count_tokens(self.new_tokens) / torch.stack(self.forwards).sum(0)
+    def steps(self) -> Tensor:
+        """The steps of each row in each block, (B, blocks)."""
+        return torch.stack([commit.steps for commit in self.commits], dim=1)
 
     def output(self, cache: Cache) -> Output:
         """Return the result of the run. `cache` is that of the rows that have not ended."""
@@ -114,17 +119,11 @@ class Rows:
             cache = parts[0][1].select(first)  # every row is then replaced by its own
             for rows, part in parts:
                 cache.splice(rows, part)
+        new_tokens = self.new_tokens
         return Output(
-            tokens=torch.cat((self.plan.prompt_tokens, self.new_tokens), dim=1),
-            new_tokens=self.new_tokens,
-            steps=torch.stack(self.steps, dim=1),
-            tokens_per_forward=self.tokens_per_forward,
+            tokens=torch.cat((self.plan.prompt_tokens, new_tokens), dim=1),
+            new_tokens=new_tokens,
+            steps=self.steps,
+            tokens_per_forward=self.plan.count_tokens(new_tokens) / sum(commit.forwards for commit in self.commits),
             cache=cache,
         )
-
-
-def _spread(values: Tensor, rows: Tensor, batch_size: int, fill: int | bool) -> Tensor:
-    """Spread the values (R, ...) of some rows over the batch, (B, ...), with `fill` in the other rows."""
-    if len(rows) == batch_size:
-        return values
-    return values.new_full((batch_size, *values.shape[1:]), fill).index_copy(0, rows, values)

@@ -11,8 +11,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-import torch
-
 from dgemma.many.batch import Batch, BatchRow, Scores
 from dgemma.many.prefixes import PREFIX_BYTES, SharedPrefixes
 from dgemma.model.denoiser import Denoiser
@@ -331,12 +329,12 @@ class Engine:
             finished = batch.step()
             self.num_steps += 1
             for row in finished:
-                tokens, counts = row.new_tokens[0].tolist(), torch.cat(row.steps).tolist()
+                tokens, counts = row.new_tokens[0].tolist(), row.steps[0].tolist()
                 self._running[row].send(Written(tokens, counts, row.ended, tuple(row.scores)))
             if any(self._running[row].wants_drafts for row in self._running):
                 for row, steps, draft in batch.drafts():
                     if self._running[row].wants_drafts:
-                        self._running[row].send(Draft(len(row.blocks), steps, draft.tolist()))
+                        self._running[row].send(Draft(len(row.commits), steps, draft.tolist()))
             for row in finished:
                 if row.ended:
                     del self._running[row]

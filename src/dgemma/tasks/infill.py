@@ -337,7 +337,7 @@ class HoleRows(BatchRow):
             seeds=template.seeds[:, [row.index for row in rows]],
             eos_token_ids=(),
             span=Span(canvas=canvas, allowed=allowed, awaited=awaited),
-            first_block=len(self.blocks),
+            first_block=len(self.commits),
             text_len=torch.tensor(text_len, device=device) if min(text_len) < canvas_len else None,
             language=None if self._language is None else self._language.canvases(rows, canvas_len).to(device),
             images=None if template.images is None else tuple(template.images[row.index] for row in rows),

@@ -151,7 +151,5 @@ def _commit(trajectory: Trajectory, block: int, row: int, draft: Array) -> tuple
     if block >= len(trajectory.commits):
         return draft, len(draft)
     tokens = trajectory.commits[block].tokens[row]
-    may_end = plan.span.past_frozen(block, plan.canvas_len, torch.tensor([row]))[0]
-    ends = (torch.isin(tokens, torch.tensor(plan.eos_token_ids, dtype=torch.int64)) & may_end).nonzero()[:, 0]
-    num_kept = int(ends[0]) + 1 if len(ends) else len(draft)
-    return np.where(np.arange(len(draft)) < num_kept, tokens.numpy(), draft), num_kept
+    is_text = plan.find_text(tokens[None], block, torch.tensor([row]))[0][0]
+    return np.where(is_text, tokens, draft), int(is_text.sum())
