@@ -6,6 +6,7 @@ Classes are stored as names and fields, booleans as bits. Everything that is rea
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
@@ -149,7 +150,9 @@ def _check(
     _check_values("plan", plan, _PLAN, numbers)
     _check_plan(plan)
     places, num_rows = [size[:2] for size in sizes], [size[2] for size in sizes]
-    fits = places == sorted(set(places)) and all(type(number) is int for size in sizes for number in size)
+    fits = all(type(number) is int for size in sizes for number in size)
+    for (block, step), place in pairwise([(-1, 0), *places]):
+        fits = fits and place in ((block, step + 1), (block + 1, 0))
     fits = fits and all(0 <= block < plan.num_blocks and 0 <= step < plan.num_steps for block, step in places)
     fits = fits and all(1 <= number <= plan.batch_size for number in num_rows)
     require(fits, "sizes", "be a block, a step and a number of rows, in order", sizes)

@@ -166,8 +166,7 @@ class Trajectory:
     def num_forwards(self) -> Tensor:
         """Forwards of each row in each committed block, (B, blocks)."""
         none = torch.empty(self.batch_size, 0, dtype=torch.int64)
-        counts = [commit.steps if commit.forwards is None else commit.forwards for commit in self.commits]
-        return torch.cat([none, *(count[:, None] for count in counts)], dim=1)
+        return torch.cat([none, *(commit.forwards[:, None] for commit in self.commits)], dim=1)
 
     @property
     def tokens_per_forward(self) -> Tensor:
@@ -320,32 +319,38 @@ class Trajectory:
     ) -> Iterator[tuple[RecordedStep, Prediction, Law]]:
         """Yield every recorded step, with the prediction of `model` for its canvas and the law of its decision."""
         self._check_model(model, cache)
-        plan, device = self.plan.to(model.device), model.device
-        rows = Rows(plan)
+        rows = Rows(self.plan.to(model.device))
         cache = rows.encode(model, None if cache is None else cache.clone())
-        number = 0
-        for block in range(self.steps[-1].block + 1 if self.steps else 0):
-            if block > 0:
-                rows.repeat(self.commits[block - 1])
-                cache = rows.encode(model, cache)
-            knobs = self._knobs_at(block)
-            state, here = rows.start(model, knobs), cache
-            steps = [step for step in self.steps if step.block == block]
-            for taken, following in zip(steps, [*steps[1:], None], strict=True):
-                changes = self._changes_before((block, taken.index), Moment(state, here, knobs))
-                state, knobs = apply_changes(changes, state, knobs)
-                left = torch.isin(state.rows, taken.rows.to(device)).nonzero()[:, 0]
-                if len(left) < len(state.rows):
-                    state, here = state.select(left), here.select(left)
-                ends = ~torch.isin(state.rows, (taken.rows[:0] if following is None else following.rows).to(device))
-                has_grad = torch.is_grad_enabled() and (with_grad is None or with_grad[number])
-                with torch.set_grad_enabled(has_grad):
-                    prediction = predict(model, state, cache=here, knobs=knobs)
-                    law, state = _repeat_step(taken, prediction, state, knobs, ends)
-                yield taken, prediction, law
-                number += 1
-                if not through_self_cond:
-                    state = replace(state, self_cond=Prediction(prediction.unconditioned.logits.detach()))
+        for number, taken in enumerate(self.steps):
+            if taken.index == 0:
+                if taken.block > 0:
+                    rows.repeat(self.commits[taken.block - 1])
+                    cache = rows.encode(model, cache)
+                knobs = self._knobs_at(taken.block)
+                now = Moment(rows.start(model, knobs), cache, knobs)
+            now = self._enter(taken, now)
+            has_grad = torch.is_grad_enabled() and (with_grad is None or with_grad[number])
+            with torch.set_grad_enabled(has_grad):
+                prediction = predict(model, now.state, cache=now.cache, knobs=now.knobs)
+                law, state = _repeat_step(taken, prediction, now.state, now.knobs, self._ends(number).to(model.device))
+            yield taken, prediction, law
+            if not through_self_cond:
+                state = replace(state, self_cond=Prediction(prediction.unconditioned.logits.detach()))
+            now = now._replace(state=state)
+
+    def _enter(self, taken: RecordedStep, now: Moment) -> Moment:
+        """The moment before a recorded step, after the changes made there. Rows that take no part in it have left."""
+        state, knobs = apply_changes(self._changes_before((taken.block, taken.index), now), now.state, now.knobs)
+        stay = torch.isin(state.rows, taken.rows.to(state.device)).nonzero()[:, 0]
+        if len(stay) == len(state.rows):
+            return Moment(state, now.cache, knobs)
+        return Moment(state.select(stay), now.cache.select(stay), knobs)
+
+    def _ends(self, number: int) -> Tensor:
+        """Flags of the rows of a step, (R,), whose canvas ends with it: they take no part in the next one."""
+        taken, following = self.steps[number], self.steps[number + 1 : number + 2]
+        next_rows = [step.rows for step in following if step.block == taken.block]
+        return ~torch.isin(taken.rows, torch.cat([taken.rows[:0], *next_rows]))
 
     @typed
     def moment(self, model: Denoiser, *, block: int = 0, step: int = 0, cache: Cache | None = None) -> Moment:
