@@ -6,7 +6,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -79,8 +79,7 @@ class TextSource:
 
     @typed
     def __call__(self, step: int, rows: range) -> TrainBatch:
-        _check_rows(self, step, rows)
-        row = step * self.batch_size + torch.arange(rows.start, rows.stop)
+        row = _row_numbers(self, step, rows)
         epoch = row // self.num_rows
         place = permute(row % self.num_rows, self.num_rows, seed=self.seed, epoch=epoch)
 
@@ -94,18 +93,10 @@ class TextSource:
         number = np.searchsorted(self._canvases, canvas, side="right") - 1
         room = torch.from_numpy((self.file.starts[number] - self.file.starts[number + 1]) % self.canvas_len)
         shift = draws.integers(draw(torch.from_numpy(number), epoch, "shift"), room + 1)
-        built_rows = [
-            self._row(*values)
-            for values in zip(*(t.tolist() for t in (place, ring_start, context, shift)), strict=True)
-        ]
-        return TrainBatch(
-            tokens=torch.from_numpy(np.stack([m.tokens for m in built_rows])),
-            prompt_len=torch.tensor([m.prompt_len for m in built_rows]),
-            length=torch.tensor([m.length for m in built_rows]),
-            frozen=torch.from_numpy(np.stack([m.frozen for m in built_rows])),
-            documents=torch.from_numpy(np.stack([m.documents for m in built_rows])),
-            fill=torch.from_numpy(np.stack([m.fill for m in built_rows])),
-        )
+        built_rows = [self._row(*values) for values in torch.stack((place, ring_start, context, shift), dim=1).tolist()]
+        columns = zip(_PackedRow._fields, zip(*built_rows, strict=True), strict=True)
+        packed: dict[str, Any] = {name: torch.from_numpy(np.stack(values)) for name, values in columns}
+        return TrainBatch(**packed)
 
     def _first(self, place: _Number) -> _Number:
         """Return the start of a row, in canvases from the epoch's start."""
@@ -181,8 +172,7 @@ class PromptSource:
 
     @typed
     def __call__(self, step: int, rows: range) -> TrainBatch:
-        _check_rows(self, step, rows)
-        row = step * self.batch_size + torch.arange(rows.start, rows.stop)
+        row = _row_numbers(self, step, rows)
         count = self.file.num_documents
         numbers = permute(row % count, count, seed=self.seed, epoch=row // count).tolist()
         documents = [self.file.document(number) for number in numbers]
@@ -197,13 +187,14 @@ class PromptSource:
         return replace(batch, images=images, frozen=batch.tokens == files.image_token_id)
 
 
-def _check_rows(source: TextSource | PromptSource, step: int, rows: range) -> None:
-    """Refuse rows beyond the batch: they belong to the next step and would be seen twice."""
+def _row_numbers(source: TextSource | PromptSource, step: int, rows: range) -> Tensor:
+    """Return the numbers of a step's rows, (B,). Rows beyond the batch belong to the next step and are refused."""
     owner, is_range = type(source).__name__, rows.start >= 0 and rows.step == 1 and len(rows) > 0
     require(0 <= step < 2**31, f"{owner} step", "be in [0, 2**31)", step)
     require(is_range, f"{owner} rows", "be a range of rows of the batch", rows)
     rule = f"equal TrainConfig.batch_size, with row {rows.stop - 1} requested"
     require_field(rows.stop <= source.batch_size, source, "batch_size", rule)
+    return step * source.batch_size + torch.arange(rows.start, rows.stop)
 
 
 @typed

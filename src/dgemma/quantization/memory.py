@@ -65,7 +65,8 @@ def summarize(
     """
     sums: dict[tuple[str, str], list[int]] = {}
     for name, format, num_weights, num_bytes in weights:
-        counts = sums.setdefault((_part_of(name), format), [0, 0])
+        part = next(part for part, pattern in _PARTS.items() if re.match(pattern, name))
+        counts = sums.setdefault((part, format), [0, 0])
         counts[0] += num_weights
         counts[1] += num_bytes
     ordered = sorted(sums.items(), key=lambda item: list(_PARTS).index(item[0][0]))
@@ -81,7 +82,3 @@ def report_memory(model: nn.Module, dequantized: Mapping[str, str] | None = None
     found = {n: (str(t.dtype).removeprefix("torch."), t.numel(), t.nbytes) for n, t in plain.items()}
     found |= {name: (weight.format, weight.shape.numel(), weight.num_bytes) for name, weight in quantized}
     return summarize(((name, *entry) for name, entry in found.items()), dequantized)
-
-
-def _part_of(name: str) -> str:
-    return next(part for part, pattern in _PARTS.items() if re.match(pattern, name))

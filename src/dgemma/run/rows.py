@@ -35,6 +35,11 @@ class Rows:
         self._leaving: list[bool] = []  # the present rows that ended in the last block, which is not yet in the cache
         self._retired: list[tuple[Tensor, Cache]] = []  # rows that left, and their cache
 
+    @property
+    def block(self) -> int:
+        """The number of the next block in the plan."""
+        return len(self.commits)
+
     def encode(self, model: Denoiser, cache: Cache | None = None) -> Cache:
         """Encode the uncached tokens, and return the cache of the rows that go on. Rows that ended keep their cache."""
         cache = model.encode_with(join_images(self.uncached_images), self.uncached, cache, self.uncached_mask)
@@ -49,11 +54,7 @@ class Rows:
 
     def start(self, model: Denoiser, knobs: Knobs) -> DenoiseState:
         """Return the state of the next canvas before its first step."""
-        return self._start(model, len(self.commits), knobs)
-
-    def _start(self, model: Denoiser, block: int, knobs: Knobs) -> DenoiseState:
-        """Start a block of the plan. A subclass whose plan is for one canvas starts block 0 of it each time."""
-        plan = self.plan
+        plan, block = self.plan, self.block
         return start_state(
             knobs,
             plan.noise,
@@ -68,7 +69,7 @@ class Rows:
 
     def commit(self, drafts: Tensor, steps: Tensor, forwards: Tensor) -> BlockCommit:
         """Commit the finished canvases (R, C), which took `steps` and `forwards` (R,). Call `encode` after it."""
-        plan, block, present = self.plan, len(self.commits), self.present
+        plan, block, present = self.plan, self.block, self.present
         if plan.language is not None and self._states is not None:
             self._states = plan.language.advance(self._states, drafts.to(self._states.device))
         is_text, ends = plan.find_text(drafts, block, present)

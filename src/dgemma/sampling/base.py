@@ -27,9 +27,8 @@ class Sampler:
     """Base class: from a prediction, decides what to write to the canvas and what to return to noise.
 
     `state.open` marks the positions still to decide. Positions that are neither written nor renoised keep their token.
-    A written position is closed permanently, with two exceptions. If the noise is in `redecides`, every unfrozen
-    position is open again at each step, as in `EntropyBound` under uniform noise. If the sampler `revises`, it may
-    change closed positions itself. `valid_for` names the noises it may run under: "mask", "uniform", "hybrid".
+    A written position is closed permanently, unless the noise is in `redecides` or the sampler `revises`. `valid_for`
+    names the noises it may run under: "mask", "uniform", "hybrid".
 
     Draw random numbers with `state.uniform("any name")`. A step reads its memory from `state.memory`, and returns the
     next in `Decision.memory`. Tensors in a memory must be batch-first.

@@ -228,7 +228,7 @@ class _Infiller:
                     row.keep(scored[row.index], score)
                 commit = rows.commit(drafts, num_steps, num_forwards)
                 if trajectory is not None:
-                    trajectory.add_commit(replace(commit, block=0))
+                    trajectory.add_commit(commit)
                     trajectories.append(trajectory)
                 steps[state.rows] += num_steps
                 forwards[state.rows] += num_forwards
@@ -254,6 +254,8 @@ class HoleRows(BatchRow):
     `plan` is that of the next canvases, of the rows that still have holes. They are in `open`.
     """
 
+    block = 0  # each plan is for one canvas
+
     def __init__(self, filler: _Infiller, tokens: Tensor, real: Tensor, todo: Tensor) -> None:
         super().__init__(filler.plan)
         self._filler, self.texts = filler, []
@@ -273,7 +275,7 @@ class HoleRows(BatchRow):
 
     def start(self, model: Denoiser, knobs: Knobs) -> DenoiseState:
         index = torch.tensor([row.index for row in self.open], device=self.present.device)
-        return replace(self._start(model, 0, knobs), rows=index)  # the plan is for one canvas
+        return replace(super().start(model, knobs), rows=index)
 
     def commit(self, drafts: Tensor, steps: Tensor, forwards: Tensor) -> BlockCommit:
         """Keep the tokens of the holes that the canvases have finished, and place the next ones."""
@@ -344,7 +346,7 @@ class HoleRows(BatchRow):
         )
         if filler.from_text:
             # The level is that of the first step, which is rarely exactly the requested one.
-            canvas = _corrupt(text, allowed, self._start(filler.model, 0, plan.knobs), plan)
+            canvas = _corrupt(text, allowed, super().start(filler.model, plan.knobs), plan)
         canvas = torch.where(frozen, text, canvas)
         # Under mask noise, positions after the text are frozen masks by default. The sampler spends all its steps on
         # the holes, and the masks tell the network that the text may go on. A network that takes the level of each

@@ -117,13 +117,8 @@ class VisionTower(nn.Module):
         rope = rotary_table_2d(self.config, positions, x.dtype)
         for layer in self.layers:
             x = layer(x, rope, images.num_patches)
-        pooled = torch.cat(
-            [
-                self._pool(part, columns)
-                for part, (columns, _) in zip(x.split(images.num_patches), images.grids, strict=True)
-            ]
-        )
-        return self.project(pooled)
+        parts = zip(x.split(images.num_patches), images.grids, strict=True)
+        return self.project(torch.cat([self._pool(part, columns) for part, (columns, _) in parts]))
 
     def project(self, pooled: Tensor) -> Tensor:
         """Return embeddings (T, D) of the means of patches (T, hidden_size)."""

@@ -210,7 +210,7 @@ class Trajectory:
             if (mine.block, mine.index) != (theirs.block, theirs.index) or not torch.equal(mine.rows, theirs.rows):
                 return f"{where}: the unfinished rows"
             for name in COLUMNS:
-                differs = ~_same(getattr(mine, name), getattr(theirs, name)).flatten(1).all(1)
+                differs = ~_same(getattr(mine, name), getattr(theirs, name)).all(1)
                 if bool(differs.any()):
                     return f"{where}, row {int(mine.rows[differs][0])}: {name}"
         for one, another in zip(self.commits, other.commits, strict=False):
@@ -449,9 +449,8 @@ class Trajectory:
             fix = "Only its name was saved. Record the run with a frozen dataclass." if is_named else "Pass it to load."
             raise ValueError(f"This trajectory was made with {missing.name}, which this process does not know. {fix}")
         needed = (plan.canvas_len, plan.noise.vocab_size)
-        require(
-            sizes == needed, "Trajectory model", f"have the canvas_length and vocab_size {needed} of the run", sizes
-        )
+        rule = f"have the canvas_length and vocab_size {needed} of the run"
+        require(sizes == needed, "Trajectory model", rule, sizes)
         had = None if plan.num_cached is None else plan.num_cached.tolist()
         got = None if cache is None else cache.lengths.tolist()
         require(had == got, "Trajectory cache", f"have the tokens per row {had} with which the run began", got)
