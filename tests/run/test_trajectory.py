@@ -151,6 +151,16 @@ def test_a_number_that_no_run_records_is_refused(recorded, tmp_path, name, value
         Trajectory.load(path)
 
 
+@pytest.mark.parametrize("missing", [0, 1, 4], ids=["first", "second", "first-of-the-next-block"])
+def test_a_file_that_lacks_a_step_is_refused(recorded, tmp_path, missing):
+    whole = recorded.trajectory
+    partial = Trajectory(whole.plan, top=whole.top)
+    partial.commits, partial.steps = whole.commits, [*whole.steps[:missing], *whole.steps[missing + 1 :]]
+    partial.save(tmp_path / "run.safetensors")
+    with pytest.raises(ValueError, match="sizes must be a block, a step and a number of rows, in order"):
+        Trajectory.load(tmp_path / "run.safetensors")
+
+
 def test_other_files_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="does not exist"):
         Trajectory.load(tmp_path / "nothing")
