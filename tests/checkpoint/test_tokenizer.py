@@ -215,6 +215,10 @@ def test_decoding_drops_the_frame_and_keeps_channel_and_tool_markers(tokenizer):
     assert tokenizer.decode_batch(torch.tensor([ids, ids])) == [text, text]
     with pytest.raises(ValueError, match="decode_batch"):
         tokenizer.decode(torch.tensor([ids]))
+    last = tokenizer.vocab_size - 1
+    for id in (-1, 2**32):
+        with pytest.raises(ValueError, match=rf"tokens must be ids of the vocabulary, from 0 to {last}, got {id}\.$"):
+            tokenizer.decode([5, id])
 
 
 @pytest.mark.parametrize(

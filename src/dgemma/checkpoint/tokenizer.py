@@ -210,11 +210,15 @@ class Tokenizer(ABC):
         """Return the text of a row of tokens (N,).
 
         `skip_special` drops padding, bos, eos and turn markers. Channel, tool and mask markers stay, because they
-        separate thought, answer and tool calls.
+        separate thought, answer and tool calls. A model with a larger vocabulary may write ids from `vocab_size` on,
+        which have no text.
 
         Example: `tokenizer.decode(out.new_tokens[0])`.
         """
-        ids = _read_ids(tokens, "Tokenizer.decode tokens", "be one row (N,) of ids", "Use decode_batch for several.")
+        owner = "Tokenizer.decode tokens"
+        ids = _read_ids(tokens, owner, "be one row (N,) of ids", "Use decode_batch for several.")
+        outside = next((token for token in ids if not 0 <= token < 2**32), None)  # the tokenizers library has 32 bits
+        require(outside is None, owner, f"be ids of the vocabulary, from 0 to {self.vocab_size - 1}", outside)
         hidden = self._frame if skip_special else frozenset()
         return self._decode([token for token in ids if token not in hidden])
 
