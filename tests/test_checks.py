@@ -64,6 +64,9 @@ def test_common_mistakes_get_a_fix():
         r"got the class Threshold\. Write Threshold\(\)": lambda: dgemma.generate(
             model, prompt, sampler=dgemma.Threshold
         ),
+        r"got 18446744073709551616\. An integer must fit into 64 bits: from -2\*\*63": lambda: dgemma.generate(
+            model, prompt, seed=2**64
+        ),
         r"be StopRule or 'checkpoint' or None, got": lambda: dgemma.generate(model, prompt, stop="end"),
         r"got None\. Pass out\.trajectory of generate\(\.\.\., record=True\)": lambda: dgemma.view.to_html(None),
     }.items():
