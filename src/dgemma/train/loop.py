@@ -95,14 +95,10 @@ def train(
     run = _Run(model, objective, source, config, Path(out), parallel or Parallel(), optimizer)
     with lock_folder(run.out) if run.parallel.is_main else nullcontext():
         run.start(allow_changes)
-        with (
-            tracking(names if run.parallel.is_main else (), run.out, run.step, run.description) as run.track,
-            ready_to_train(run.model, config),
-            run.load.watching(),
-            stop_request() as request,
-        ):
-            interrupted = run.loop(on_step, evaluate, request)
-        return run.finish(interrupted)
+        with tracking(names if run.parallel.is_main else (), run.out, run.step, run.description) as run.track:
+            with ready_to_train(run.model, config), run.load.watching(), stop_request() as request:
+                interrupted = run.loop(on_step, evaluate, request)
+            return run.finish(interrupted)
 
 
 class _Run:
