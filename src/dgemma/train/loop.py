@@ -206,7 +206,8 @@ class _Run:
                 self.unread.append(record)
                 answer = None if on_step is None else on_step(record)
                 if isinstance(answer, Mapping):
-                    self.notes[self.step], answer = answer, None
+                    note = {name: value.item() if hasattr(value, "item") else value for name, value in answer.items()}
+                    self.notes[self.step], answer = note, None
                 stop = bool(answer) or request.is_set()
                 self._plan()
                 bar.total = self.steps
@@ -311,6 +312,7 @@ class _Run:
         average = self.updater.average
         with nullcontext() if average is None else other_weights(average.parameters, average.weights), torch.no_grad():
             numbers = self.parallel.forward(self.model, lambda: evaluate(self.model, self.step)) or {}
+        require(isinstance(numbers, Mapping), "train evaluate", "return a dictionary of numbers, or None", numbers)
         self.evaluation = {name: float(value) for name, value in numbers.items()}
         self.append([{"step": self.step, **{f"evaluation/{k}": v for k, v in self.evaluation.items()}}])
         self._begin_interval()
