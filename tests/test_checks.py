@@ -61,6 +61,9 @@ def test_common_mistakes_get_a_fix():
     model, prompt = dgemma.DiffusionGemma(dgemma.presets.tiny()), torch.tensor([[2]])
     for text, call in {
         r"got 'Once'\. Encode it: tokenizer": lambda: dgemma.generate(model, "Once"),
+        r"got TokenBatch.* Pass its \.tokens": lambda: dgemma.generate(
+            model, dgemma.ByteTokenizer().encode_batch(["Once"])
+        ),
         r"got the class Threshold\. Write Threshold\(\)": lambda: dgemma.generate(
             model, prompt, sampler=dgemma.Threshold
         ),

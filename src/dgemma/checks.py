@@ -194,6 +194,8 @@ def _fix_type(value: Any, wanted: str) -> str:
         return "Pass out.trajectory of generate(..., record=True)."
     if wanted == "Tensor" and isinstance(value, str):
         return "Encode it: tokenizer.encode_batch([text]).tokens."
+    if wanted == "Tensor" and hasattr(value, "tokens"):
+        return "Pass its .tokens."
     if wanted == "Tensor" and isinstance(value, list):
         return "Write torch.tensor(...)."
     return "Pass one, such as dgemma.EntropyBound(bound=0.1)." if wanted.startswith("Sampler") else ""
