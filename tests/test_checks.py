@@ -61,8 +61,14 @@ def test_common_mistakes_get_a_fix():
     model, prompt = dgemma.DiffusionGemma(dgemma.presets.tiny()), torch.tensor([[2]])
     for text, call in {
         r"got 'Once'\. Encode it: tokenizer": lambda: dgemma.generate(model, "Once"),
+        r"got TokenBatch.* Pass its \.tokens": lambda: dgemma.generate(
+            model, dgemma.ByteTokenizer().encode_batch(["Once"])
+        ),
         r"got the class Threshold\. Write Threshold\(\)": lambda: dgemma.generate(
             model, prompt, sampler=dgemma.Threshold
+        ),
+        r"got 18446744073709551616\. An integer must fit into 64 bits: from -2\*\*63": lambda: dgemma.generate(
+            model, prompt, seed=2**64
         ),
         r"be StopRule or 'checkpoint' or None, got": lambda: dgemma.generate(model, prompt, stop="end"),
         r"got None\. Pass out\.trajectory of generate\(\.\.\., record=True\)": lambda: dgemma.view.to_html(None),

@@ -188,10 +188,14 @@ def _fix_type(value: Any, wanted: str) -> str:
     """Return the fix of a common mistake."""
     if isinstance(value, type):
         return f"Write {value.__name__}()."
+    if type(value) is int and as_int(value) is None:
+        return "An integer must fit into 64 bits: from -2**63 to 2**63 - 1."
     if wanted == "Trajectory":
         return "Pass out.trajectory of generate(..., record=True)."
     if wanted == "Tensor" and isinstance(value, str):
         return "Encode it: tokenizer.encode_batch([text]).tokens."
+    if wanted == "Tensor" and hasattr(value, "tokens"):
+        return "Pass its .tokens."
     if wanted == "Tensor" and isinstance(value, list):
         return "Write torch.tensor(...)."
     return "Pass one, such as dgemma.EntropyBound(bound=0.1)." if wanted.startswith("Sampler") else ""

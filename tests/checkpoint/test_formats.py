@@ -439,6 +439,8 @@ def test_the_command_line_writes_with_a_gguf_file_and_a_tokenizer(tmp_path, gguf
     command = ["generate", "-m", str(tmp_path / "model.gguf"), "<mask>", *options]
     assert main(command) != 0
     assert "is read without its tokenizer" in capsys.readouterr().err
+    assert main(["generate", "-m", "no.gguf", "Once"]) != 0
+    assert capsys.readouterr().err == "dgemma generate: no.gguf does not exist. Check the path.\n"
     ByteTokenizer().save_pretrained(tmp_path / "bytes")
     assert main([*command, "--tokenizer", str(tmp_path / "bytes")]) == 0
     assert capsys.readouterr().out

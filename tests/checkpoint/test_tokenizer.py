@@ -1,5 +1,6 @@
 """Tokenizers: published ids and templates, left padding, channels and tool calls, bytes."""
 
+import itertools
 import json
 import shutil
 from contextlib import suppress
@@ -215,6 +216,14 @@ def test_decoding_drops_the_frame_and_keeps_channel_and_tool_markers(tokenizer):
     assert tokenizer.decode_batch(torch.tensor([ids, ids])) == [text, text]
     with pytest.raises(ValueError, match="decode_batch"):
         tokenizer.decode(torch.tensor([ids]))
+    with pytest.raises(ValueError, match=r"decode_batch tokens must be rows of token ids, got .* Use decode for one"):
+        tokenizer.decode_batch(torch.tensor(ids))
+    with pytest.raises(ValueError, match=r"token_id token must be str, got 5"):
+        tokenizer.token_id(5)
+    last = tokenizer.vocab_size - 1
+    for id in (-1, 2**32):
+        with pytest.raises(ValueError, match=rf"tokens must be ids of the vocabulary, from 0 to {last}, got {id}\.$"):
+            tokenizer.decode([5, id])
 
 
 @pytest.mark.parametrize(
@@ -499,3 +508,6 @@ def test_many_texts_are_encoded_as_each_one(tokenizer):
     texts = ["Hello there", "", "a\ud800b", "Paris is <mask>", "é" * 40]
     for bos in (True, False):
         assert tokenizer.encode_many(texts, bos=bos) == [tokenizer.encode(text, bos=bos) for text in texts]
+    for each, wrong in itertools.product((tokenizer, ByteTokenizer()), ("Hello", ["Hello", None])):
+        with pytest.raises(ValueError, match=r"encode_many texts must be a list of texts, got .*Write"):
+            each.encode_many(wrong)

@@ -80,6 +80,7 @@ def test_bad_arguments_get_one_sentence(command, words, message):
 def test_a_prompt_longer_than_the_context_is_refused(command, checkpoint):
     refuses(command("generate", "-m", checkpoint, "x" * 400), "got 657. The run writes 256 tokens.")
     refuses(command("generate", "-m", checkpoint, "-n", 32, "x" * 400), "got 433. The run writes 32 tokens.")
+    refuses(command("generate", "-m", checkpoint, "-n", 999, "Hi"), "be an integer of at least 1 and at most 256")
 
 
 def test_a_port_in_use_is_refused_before_the_model_is_loaded(command, checkpoint, monkeypatch):

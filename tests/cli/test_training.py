@@ -80,7 +80,7 @@ def test_a_dataset_trains_like_a_file_with_the_same_rows(command, checkpoint, wo
         assert command("train", "-m", checkpoint, "--out", tmp_path / out, *QUICK, *source).code == 0
     assert losses(tmp_path / "file", "decoder") == losses(tmp_path / "dataset", "decoder")
     ran = command("train", "-m", checkpoint, "--out", tmp_path / "both", words, "--dataset", "a")
-    assert (ran.code, ran.err[:47]) == (2, "dgemma train: dgemma train must have files, or ")
+    assert (ran.code, ran.err[:50]) == (2, "dgemma train: the command line must have files, or")
 
 
 @pytest.mark.parametrize(

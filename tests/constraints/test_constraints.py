@@ -318,6 +318,8 @@ def test_anchors_are_refused():
     [
         ({"type": "string", "pattern": 5}, "must be a JSON schema, got .*'int' object has no attribute"),
         ({"enum": 5}, "must be a JSON schema"),
+        ({"enum": "yes"}, "must have a list as enum, got 'yes' at #"),
+        ({"items": {"type": "object", "required": "ab"}}, "must have a list as required, got 'ab' at #/items"),
         ({"type": "integer", "minimum": 0.5}, "must have whole numbers as bounds"),
         ({"const": float("nan")}, "NaN is not a number of JSON"),
         ({"items": {"$ref": "#name"}, "$defs": {"a": {"$anchor": "name", "const": 1}}}, "refer only to parts"),
@@ -331,7 +333,7 @@ def test_anchors_are_refused():
             "must expand to at most 10000000 characters of patterns",
         ),
     ],
-    ids=["pattern", "enum", "half", "nan", "anchor", "text", "list", "references"],
+    ids=["pattern", "enum", "enum-text", "required-text", "half", "nan", "anchor", "text", "list", "references"],
 )
 def test_malformed_and_exploding_schemas_are_refused(schema, message):
     with pytest.raises(ValueError, match=message):

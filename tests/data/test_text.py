@@ -77,7 +77,7 @@ def test_a_file_that_is_not_text_is_refused_with_file_and_byte(tmp_path, name, d
 
 def test_missing_files_and_empty_folders_are_named(tmp_path):
     for path in (tmp_path, tmp_path / "nothing.txt"):
-        with pytest.raises(FileNotFoundError, match=str(path)):
+        with pytest.raises(FileNotFoundError, match=rf"{path} must be a file, or a folder of"):
             list(read_documents(path))
     with pytest.raises(FileNotFoundError, match=r"TokenFile\.write"):
         TokenFile.open(tmp_path)

@@ -131,6 +131,7 @@ OPEN_CHOICE = {"type": "choice", "instructions": "?"}
         *(
             ("infill", {"tokens": [5, 6, 7, 8], "holes": [[1, 2]], **fields}, status, message)
             for fields, status, message in (
+                ({"holes": [2]}, 400, "holes.0 must be a hole [start, stop], got 2."),
                 ({"holes": [[0, 2]]}, 400, "but never the first"),
                 ({"holes": [[2, 99]]}, 400, "0 <= start < stop <= 4"),
                 ({"tokens": [5, 999]}, 400, "ids below 384"),

@@ -7,6 +7,7 @@ import signal
 import threading
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -404,6 +405,13 @@ def test_the_average_is_evaluated_and_returned(tmp_path):
     assert not torch.equal(averaged.norm.weight, raw.norm.weight)
     assert result.evaluation == {"norm": pytest.approx(float(averaged.norm.weight.detach().norm()))}
     assert result.log.column("evaluation/norm")[0] == [4, 6]
+    with pytest.raises(ValueError, match=r"train evaluate must return a dictionary of numbers, or None, got 5\.0"):
+        run(tmp_path / "number", evaluate=lambda model, step: 5.0)
+
+
+def test_a_callback_may_return_numbers_of_torch_and_numpy(tmp_path):
+    _, result = run(tmp_path, on_step=lambda record: {"a": torch.tensor(0.5), "b": np.float32(0.25), "c": "text"})
+    assert [result.log.column(name)[1][0] for name in "abc"] == [0.5, 0.25, "text"]
 
 
 def test_adapters_resume_without_the_frozen_weights_being_saved(tmp_path):

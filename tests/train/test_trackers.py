@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import dgemma
 import next_token
 from dgemma.train.config import TrainConfig
 from dgemma.train.loop import train
@@ -50,5 +51,10 @@ def test_a_run_that_failed_does_not_look_finished(tmp_path, monkeypatch, module)
     monkeypatch.setitem(sys.modules, module, SimpleNamespace(init=lambda **options: tracked))
     with pytest.raises(ZeroDivisionError):
         run(tmp_path, 3, trackers=module, on_step=lambda record: 1 / 0)
+    with monkeypatch.context() as patch:  # all steps succeed, and the last file cannot be written
+        patch.setattr(dgemma.DiffusionGemma, "save_pretrained", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(tmp_path, 3, trackers=module)
     run(tmp_path, 3, trackers=module)
-    assert ends == [{"exit_code": 1} if module == "wandb" else {}, {}]
+    failed = {"exit_code": 1} if module == "wandb" else {}
+    assert ends == [failed, failed, {}]

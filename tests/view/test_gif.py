@@ -77,6 +77,8 @@ def test_a_sudoku_is_drawn_as_a_board_with_coloured_clues(board, tmp_path):
     assert cells_in([0xF5, 0xF1, 0xE8]) == list(range(4, 81))
     with pytest.raises(ValueError, match=r"to_gif trajectory must have one canvas of 81 tokens for a Board"):
         to_gif(record("short", canvas_len=8)[0].trajectory, tmp_path / "other.gif", tokenizer=Board())
+    with pytest.raises(ValueError, match=r"to_gif path must end in \.gif, got 'run\.png'"):
+        to_gif(out.trajectory, tmp_path / "run.png")
 
 
 def test_words_stay_whole_and_lines_do_not_begin_with_space():

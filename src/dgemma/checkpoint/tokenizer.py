@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dgemma.checks import as_int, as_lists, require, typed
-from dgemma.files import new_files, parse_json, read_bytes, write_bytes, write_json, writing
+from dgemma.files import new_files, open_file, parse_json, read_bytes, write_bytes, write_json, writing
 from dgemma.location import resolve, stored_folder
 from dgemma.model.published import read_published
 from dgemma.model.vision.images import Images
@@ -95,6 +95,7 @@ class Tokenizer(ABC):
         Example: `Tokenizer.from_pretrained("path/to/checkpoint").encode("hello")`.
         """
         if Path(path_or_repo).suffix == ".gguf":
+            open_file(path_or_repo).close()  # raises for a wrong path
             raise FileNotFoundError(
                 f"{path_or_repo} is read without its tokenizer. Name that of the original checkpoint (--tokenizer)."
             )
@@ -118,6 +119,7 @@ class Tokenizer(ABC):
 
         Example: `tokenizer.encode_many(["Once upon a time", "Hello"])`.
         """
+        _require_several(texts)
         return [self.encode(text, bos=bos) for text in texts]
 
     @property
@@ -210,11 +212,15 @@ class Tokenizer(ABC):
         """Return the text of a row of tokens (N,).
 
         `skip_special` drops padding, bos, eos and turn markers. Channel, tool and mask markers stay, because they
-        separate thought, answer and tool calls.
+        separate thought, answer and tool calls. A model with a larger vocabulary may write ids from `vocab_size` on,
+        which have no text.
 
         Example: `tokenizer.decode(out.new_tokens[0])`.
         """
-        ids = _read_ids(tokens, "Tokenizer.decode tokens", "be one row (N,) of ids", "Use decode_batch for several.")
+        owner = "Tokenizer.decode tokens"
+        ids = _read_ids(tokens, owner, "be one row (N,) of ids", "Use decode_batch for several.")
+        outside = next((token for token in ids if not 0 <= token < 2**32), None)  # the tokenizers library has 32 bits
+        require(outside is None, owner, f"be ids of the vocabulary, from 0 to {self.vocab_size - 1}", outside)
         hidden = self._frame if skip_special else frozenset()
         return self._decode([token for token in ids if token not in hidden])
 
@@ -227,7 +233,8 @@ class Tokenizer(ABC):
         Example: `tokenizer.decode_batch(out.new_tokens)`.
         """
         rows = as_lists(tokens)
-        require(isinstance(rows, list), "Tokenizer.decode_batch tokens", "be rows of token ids", tokens)
+        fits = isinstance(rows, list) and all(isinstance(row, list) for row in rows)
+        require(fits, "Tokenizer.decode_batch tokens", "be rows of token ids", tokens, "Use decode for one row.")
         return [self.decode(row, skip_special=skip_special) for row in rows]
 
     @typed
@@ -393,6 +400,7 @@ class PretrainedTokenizer(Tokenizer):
         return [self.bos_token_id, *ids] if bos else ids
 
     def encode_many(self, texts: Sequence[str], *, bos: bool = True) -> list[list[int]]:
+        _require_several(texts)
         plain = [text.encode(errors="replace").decode() for text in texts]  # as in `encode`
         with explained(f"the tokenizer in {self._folder} cannot split these texts", "Check its tokenizer.json."):
             encodings = self.backend_tokenizer.encode_batch(plain, add_special_tokens=False)
@@ -410,6 +418,7 @@ class PretrainedTokenizer(Tokenizer):
         copy.encode_special_tokens = True
         return copy
 
+    @typed
     def token_id(self, token: str) -> int | None:
         found: int | None = self.backend_tokenizer.token_to_id(token)
         return found
@@ -587,6 +596,11 @@ def _require_text(text: Any, **flags: Any) -> None:
     for name, flag in flags.items():
         require(isinstance(flag, bool), f"Tokenizer.encode {name}", "be True or False", flag)
     require(isinstance(text, str), "Tokenizer.encode text", "be one str", text, "Use encode_batch for several.")
+
+
+def _require_several(texts: Any) -> None:
+    fits = not isinstance(texts, str) and all(isinstance(text, str) for text in texts)
+    require(fits, "Tokenizer.encode_many texts", "be a list of texts", texts, "Write [text] for one.")
 
 
 def _without_thought(message: Message) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def _documents(arguments: argparse.Namespace) -> Iterator[Document]:
 def _require_source(arguments: argparse.Namespace) -> None:
     fits = bool(arguments.files) != bool(arguments.dataset) and not (arguments.dataset and arguments.separator)
     rule, fix = "have files, or a --dataset without --separator", "Name a .txt or .jsonl file."
-    require(fits, f"dgemma {arguments.command}", rule, arguments.files, fix)
+    require(fits, "the command line", rule, arguments.files, fix)
 
 
 def _compress(arguments: argparse.Namespace) -> dict[str, float]:

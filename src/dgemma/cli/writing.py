@@ -163,8 +163,9 @@ def _note_length(arguments: argparse.Namespace, writer: Writer) -> None:
     num_tokens, canvas_len = arguments.max_new_tokens, writer.denoiser.config.canvas_length
     constraint = writer.settings.get("constraint")
     fits = constraint is not None and constraint.automaton.shortest()[0] <= num_tokens
-    if num_tokens % canvas_len and not fits and not arguments.quiet:
-        whole = num_tokens + -num_tokens % canvas_len
+    whole = num_tokens + -num_tokens % canvas_len
+    is_refused = whole > writer.denoiser.config.max_position_embeddings
+    if num_tokens < whole and not (fits or is_refused or arguments.quiet):
         output.print_note(f"-n {num_tokens} is rounded up to {whole}, a multiple of the canvas length {canvas_len}.")
 
 

@@ -75,6 +75,9 @@ class _Compiler:
             _refuse("hold schemas", schema, where)
         if schema is True or schema.keys() <= _ANNOTATIONS:
             return self._anything()
+        for name in ("enum", "required"):
+            if isinstance(schema.get(name), str):  # it would be read as a list of characters
+                _refuse(f"have a list as {name}", schema[name], where)
         combiner = next((name for name in _COMBINERS if name in schema), None)
         if combiner is not None:
             rest = {"type"} if combiner in ("const", "enum") else set()

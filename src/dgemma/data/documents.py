@@ -99,7 +99,7 @@ def list_files(paths: Iterable[str | Path]) -> list[Path]:
     for path in map(Path, paths):
         inside = sorted(p for p in path.rglob("*") if p.suffix in (".txt", ".jsonl")) if path.is_dir() else [path]
         if not inside or not all(p.is_file() for p in inside):
-            raise FileNotFoundError(f"{path} must be a .txt or .jsonl file or a folder of them. Check the path.")
+            raise FileNotFoundError(f"{path} must be a file, or a folder of .txt or .jsonl files. Check the path.")
         files += inside
     return files
 

@@ -182,5 +182,6 @@ def check_denoiser(owner: str, model: Any) -> None:
     """Raise for a model that only looks like a `Denoiser`: its class must derive from it."""
     if not isinstance(model, Denoiser):
         raise TypeError(
-            f"{owner} model must be a Denoiser, got {type(model).__name__}. Derive its class from dgemma.Denoiser."
+            f"{owner} model must be a Denoiser, got {type(model).__name__}. Load one with "
+            "dgemma.DiffusionGemma.from_pretrained, or derive its class from dgemma.Denoiser."
         )

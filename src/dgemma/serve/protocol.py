@@ -299,6 +299,7 @@ def describe_refusal(message: str, body: ChatRequest | CompletionRequest) -> Api
 def _rule(error: Any) -> str:
     """Return the rule in a message of pydantic, which is "Input should be ..." or "List should have ..."."""
     rule = re.sub(r"^\w+ should | after validation.*", "", error["msg"][:200])
+    rule = rule.replace("valid tuple", "hole [start, stop]")  # no other field has tuples
     return "be an object" if rule.startswith("be a valid dictionary") else rule
 
 

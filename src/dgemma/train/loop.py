@@ -95,14 +95,10 @@ def train(
     run = _Run(model, objective, source, config, Path(out), parallel or Parallel(), optimizer)
     with lock_folder(run.out) if run.parallel.is_main else nullcontext():
         run.start(allow_changes)
-        with (
-            tracking(names if run.parallel.is_main else (), run.out, run.step, run.description) as run.track,
-            ready_to_train(run.model, config),
-            run.load.watching(),
-            stop_request() as request,
-        ):
-            interrupted = run.loop(on_step, evaluate, request)
-        return run.finish(interrupted)
+        with tracking(names if run.parallel.is_main else (), run.out, run.step, run.description) as run.track:
+            with ready_to_train(run.model, config), run.load.watching(), stop_request() as request:
+                interrupted = run.loop(on_step, evaluate, request)
+            return run.finish(interrupted)
 
 
 class _Run:
@@ -210,7 +206,8 @@ class _Run:
                 self.unread.append(record)
                 answer = None if on_step is None else on_step(record)
                 if isinstance(answer, Mapping):
-                    self.notes[self.step], answer = answer, None
+                    note = {name: value.item() if hasattr(value, "item") else value for name, value in answer.items()}
+                    self.notes[self.step], answer = note, None
                 stop = bool(answer) or request.is_set()
                 self._plan()
                 bar.total = self.steps
@@ -315,6 +312,7 @@ class _Run:
         average = self.updater.average
         with nullcontext() if average is None else other_weights(average.parameters, average.weights), torch.no_grad():
             numbers = self.parallel.forward(self.model, lambda: evaluate(self.model, self.step)) or {}
+        require(isinstance(numbers, Mapping), "train evaluate", "return a dictionary of numbers, or None", numbers)
         self.evaluation = {name: float(value) for name, value in numbers.items()}
         self.append([{"step": self.step, **{f"evaluation/{k}": v for k, v in self.evaluation.items()}}])
         self._begin_interval()

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.checks import at_least, at_most, typed
+from dgemma.checks import at_least, at_most, require, typed
 from dgemma.files import new_file
 from dgemma.printing import install_command
 from dgemma.run.recorded.trajectory import Trajectory
@@ -47,6 +47,7 @@ def to_gif(
 
     Example: `to_gif(out.trajectory, "run.gif", tokenizer=tokenizer)`.
     """
+    require(Path(path).suffix.lower() == ".gif", "to_gif path", "end in .gif", Path(path).name)
     frames = read_frames(trajectory, row, owner="to_gif")
     check_canvas(trajectory, tokenizer, owner="to_gif")
     pieces = Pieces(tokenizer, mask_token=trajectory.plan.noise.mask_token)
