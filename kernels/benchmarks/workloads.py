@@ -13,6 +13,8 @@ Weights are random, so no text ends early. The parts, in this order:
   moments, and each call is compared with the median of its shape. Rows and tokens are log-uniform, because an average
   of uniform ones would take seconds per call. The first row has all tokens, and other rows have fewer.
 - prefixes: chats that begin with the same 4,000 tokens, with and without `SharedPrefixes`: all at once, and one by one.
+
+The results are written after each part.
 """
 
 import argparse
@@ -187,10 +189,16 @@ def measure(options: argparse.Namespace) -> None:
         print(json.dumps({"warm_up_s": warm_up_s}))
         return
     results.add("warm_up", compiled="all" if "compile" in options.parts else "as found", seconds=warm_up_s)
+    write(results, options)
     if "calls" in options.parts:
         time_calls(results, model, options.calls)
+        write(results, options)
     if "prefixes" in options.parts:
         time_prefixes(results, model, options.chats)
+        write(results, options)
+
+
+def write(results: Results, options: argparse.Namespace) -> None:
     output = options.output or results_folder() / f"workloads_{options.weights}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     report = {"run": describe_run(), "precision": options.precision, "parts": results.parts}

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -174,15 +175,26 @@ def test_a_cache_at_rest_takes_the_memory_of_its_tokens(device):
     assert first.num_bytes == model.encode(prompt).num_bytes
 
 
-@pytest.mark.compile
-def test_real_kernels_are_compiled_and_a_wrong_one_raises_at_its_launch(tmp_path):
+def run_uninterpreted(name: str, cache: Path) -> str:
+    """Run a script of this folder without Triton's interpreter, and return what it prints."""
     switches = ("TRITON_INTERPRET", "TRITON_OVERRIDE_ARCH")
     environment = {name: value for name, value in os.environ.items() if name not in switches}
-    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path)}
-    script = Path(__file__).with_name("compile_side_by_side.py")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=300)
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(cache)}
+    command = [sys.executable, Path(__file__).with_name(name)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_after_a_warm_up_calls_of_other_shapes_and_settings_compile_nothing(tmp_path):
+    printed = run_uninterpreted("compile_after_warm_up.py", tmp_path)
+    assert re.fullmatch(r"ready: \d\d\n", printed), printed
+
+
+@pytest.mark.compile
+def test_real_kernels_are_compiled_and_a_wrong_one_raises_at_its_launch(tmp_path):
+    found = json.loads(run_uninterpreted("compile_side_by_side.py", tmp_path))
     assert found["cached"] == [["CompiledKernel"], ["CompiledKernel"], []]
     assert found["launchers"] == ["_attention_residual_kernel", "_rms_norm_kernel"]
     assert "fails as intended" in found["error"]

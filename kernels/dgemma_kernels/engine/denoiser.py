@@ -244,7 +244,9 @@ class FusedDenoiser(Denoiser[FusedCache]):
                 self._arena.capture_trim(rows).mark_stale()
                 generate(self, canvas[:, :1], max_new_tokens=canvas_len, steps=1, progress=False)
                 bar.update(4)
-        # Torch loads its own kernels at their first use, which takes longer than a step.
+        # A run without a stop rule has a kernel of its own. Torch loads its kernels at their first use, which takes
+        # longer than a step.
+        generate(self, self._zeros(1, 1), max_new_tokens=canvas_len, steps=1, stop=None, progress=False)
         self._use_prediction(self._zeros(1, canvas_len), top_k=2)
         self._use_prediction(self._zeros(1, canvas_len), top_k=2, top_p=0.5)
         if self.device.type == "cuda":
@@ -263,6 +265,8 @@ class FusedDenoiser(Denoiser[FusedCache]):
             self._forward.head(hidden, out=self._stepper.place(canvas.shape).logits.flatten(0, 1))
             self._use_prediction(canvas)
             self._use_prediction(canvas, top_k=2)
+        alone = self._zeros(1, self.config.canvas_length)
+        self._use_prediction(alone, allowed=alone.new_ones(1, self.config.vocab_size, dtype=torch.bool))
 
     def _use_prediction(self, canvas: Tensor, **cuts: Any) -> None:
         """Sample a canvas (B, C) from the last logits, and compute their soft embedding."""

@@ -65,11 +65,12 @@ class CausalReader:
         self, tokens: Tensor, cache: FusedCache, real: Tensor | None, *, last: bool, images: Images | None = None
     ) -> Tensor | None:
         """Run tokens (B, T) chunk by chunk, and commit them → the last hidden state (B, T, D) if `last`."""
-        order, counts = None, None
+        place, counts = None, None
         if real is not None:
             # A row's real tokens come first. Padding is written after its prefix and never counted.
-            order = (~real).to(torch.uint8).sort(dim=1, stable=True).indices
-            tokens, counts = tokens.gather(1, order), real.sum(1)
+            counts = real.sum(1)
+            place = torch.where(real, real.cumsum(1), counts[:, None] + (~real).cumsum(1)) - 1
+            tokens = torch.empty_like(tokens).scatter(1, place, tokens)
         num_new, most = tokens.shape[1], self._arena.prefill_len(tokens.shape[0])
         hidden, inputs, chunks = [], [tokens], list(_cut(num_new, plan_chunks(num_new, tokens.shape[0], most)))
         if images is not None:
@@ -89,10 +90,7 @@ class CausalReader:
             return None
         no_tokens = self._workspace.new_hidden(tokens.shape[0], 0)
         joined = torch.cat([no_tokens, *hidden], dim=1)
-        if order is None:
-            return joined
-        back = torch.empty_like(order).scatter(1, order, torch.arange(num_new, device=order.device).expand_as(order))
-        return joined.gather(1, back[..., None].expand_as(joined))
+        return joined if place is None else joined.gather(1, place[..., None].expand_as(joined))
 
     def read_token(self, tokens: Tensor, cache: FusedCache) -> Tensor:
         """Take one autoregressive step, with the head in the same graph: (B, 1) → (B, 1, V) float32."""

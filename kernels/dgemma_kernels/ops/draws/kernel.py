@@ -22,20 +22,20 @@ def uniform(seeds: Tensor, block: Tensor, step: Tensor, num_positions: int, purp
         step,
         out,
         num_positions,
-        WORD=word - (1 << 32) * (word >> 31),  # as int32
+        word - (1 << 32) * (word >> 31),  # as int32
         POSITIONS=triton.next_power_of_2(num_positions),
     )
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["word"])  # one compilation for all purposes
 def _uniform_kernel(
     seed_ptr: tl.tensor,
     block_ptr: tl.tensor,
     step_ptr: tl.tensor,
     out_ptr: tl.tensor,
     num_positions: tl.tensor,
-    WORD: tl.constexpr,
+    word: tl.tensor,
     POSITIONS: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
@@ -43,7 +43,7 @@ def _uniform_kernel(
     zero = position * 0
     step = zero + tl.load(step_ptr + row).to(tl.int32)
     block = zero + tl.load(block_ptr + row).to(tl.int32)
-    high, low, _, _ = tl.philox(tl.load(seed_ptr + row), position, step, block, zero + WORD)
+    high, low, _, _ = tl.philox(tl.load(seed_ptr + row), position, step, block, zero + word)
     bits = ((high >> 5).to(tl.int64) << 26) | (low >> 6).to(tl.int64)
     out = bits.to(tl.float64) * 1.1102230246251565e-16  # 2**-53
     tl.store(out_ptr + row * num_positions + position, out, mask=position < num_positions)
