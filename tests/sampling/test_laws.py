@@ -29,6 +29,7 @@ from dgemma.sampling import (
     SoftEntropyBound,
     SoftThreshold,
     Threshold,
+    law_of_rule,
 )
 from dgemma.sampling.ranking import log_gumbel_choice
 from dgemma.sampling.temperature import ConstantTemperature
@@ -162,6 +163,31 @@ def test_the_probabilities_of_all_runs_add_up_to_one(setting):
     canvas_len, num_steps = (3, 2) if setting.noise.kind == "mask" else (2, 2 if setting.constrained else 3)
     with torch.no_grad():
         log_prob, noise_prob, _ = all_runs(setting, canvas_len, num_steps)
+    assert float((log_prob.exp() * noise_prob).sum()) == pytest.approx(1.0, abs=1e-9)
+
+
+@dataclass(frozen=True)
+class Coins(Sampler):
+    """The sampler of docs/extending.md, whose positions are drawn."""
+
+    def __call__(self, prediction, state):
+        write = state.open & (state.uniform("coin") < prediction.confidence)
+        tokens = prediction.sample(state.uniform("token"))
+        return Decision(tokens=tokens, write=write, renoise=torch.zeros_like(write))
+
+    def law(self, prediction, state, decision):
+        implied = replace(self(prediction, state), write=decision.write & state.open)
+        law = law_of_rule(implied, prediction, state, decision, drawn=True)
+        share = prediction.confidence.double()
+        of_position = torch.where(decision.write, share, 1 - share).log()
+        return law._replace(drawn=law.drawn + torch.where(state.open, of_position, 0.0).sum(-1))
+
+
+@pytest.mark.parametrize("constrained", [False, True])
+def test_the_law_of_the_documents_counts_tokens_that_are_drawn_together(constrained):
+    setting = Setting(Coins(), MASK, self_cond=False, constrained=constrained)
+    with torch.no_grad():
+        log_prob, noise_prob, _ = all_runs(setting, 3, 2)
     assert float((log_prob.exp() * noise_prob).sum()) == pytest.approx(1.0, abs=1e-9)
 
 
