@@ -305,6 +305,8 @@ def test_rl_learns_from_prompts_and_answers(command, checkpoint, tmp_path):
     file.write_text(json.dumps({"prompt": "1+1=", "answer": "two"}))
     ran = command("train", "-m", checkpoint, "--rl", file, "--reward", "numeric", "--out", tmp_path / "other")
     assert (ran.code, ran.err) == (2, "dgemma train: numeric answer must have a number, got 'two'.\n")
+    ran = command("train", "--rl", file, "--out", tmp_path / "other", "--preset", "tiny")
+    assert (ran.code, "start from a checkpoint, got '--preset tiny'. Name one with -m." in ran.err) == (2, True)
     assert not (tmp_path / "other").exists()
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dgemma
-from dgemma.sampling import KLASS, P2, Ancestral, Confidence, EntropyBound, LeaveOneOutGibbs
+from dgemma.sampling import KLASS, P2, Ancestral, Confidence, EntropyBound, LeaveOneOutGibbs, SoftEntropyBound
 
 MASK = dgemma.MaskNoise(8, mask_token_id=7)
 UNIFORM = dgemma.UniformNoise(8)
@@ -85,13 +85,19 @@ def slope(model, run, weight, direction, **options):
 
 
 @pytest.mark.parametrize(
-    "case", ["published", "p2", *(pytest.param(case, marks=pytest.mark.slow) for case in ("ancestral", "constrained"))]
+    "case",
+    [
+        *("published", "p2", "soft", "gibbs"),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in ("ancestral", "constrained")),
+    ],
 )
 def test_the_gradient_is_that_of_finite_differences_and_flows_through_self_conditioning(case):
     settings: dict[str, Any] = {
         "published": {},
         "ancestral": {"noise": UNIFORM, "sampler": Ancestral()},
         "p2": {"noise": MASK, "sampler": P2()},
+        "soft": {"noise": MASK, "sampler": SoftEntropyBound(bound=2.0, softness=0.3), "top_k": 6},
+        "gibbs": {"noise": UNIFORM, "sampler": LeaveOneOutGibbs(choice_temperature=0.5), "allowed": range(6)},
     }
     model, more = small_model(), settings.get(case, {})
     if case == "constrained":

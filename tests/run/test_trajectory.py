@@ -84,6 +84,15 @@ def test_the_record_equals_what_a_callback_gets(model, prompt):
         torch.testing.assert_close(kept.top_probabilities.float(), best.values, rtol=1e-3, atol=1e-4)
 
 
+def test_a_record_of_a_tiny_vocabulary_has_all_of_its_tokens():
+    model = dgemma.DiffusionGemma(dgemma.presets.tiny().replace(vocab_size=3, canvas_length=8))
+    prompt, more = torch.tensor([[2, 0, 1]]), {"record": True, "steps": 2, "progress": False}
+    out = dgemma.generate(model, prompt, max_new_tokens=8, **more)
+    assert out.trajectory[0].top_tokens.sort(-1).values.unique(dim=1).tolist() == [[[0, 1, 2]]]
+    filled = dgemma.infill(model, prompt, [(1, 2)], **more)
+    assert filled.trajectories[0][0].top_tokens.shape == (1, 8, 3)
+
+
 def test_finished_rows_are_absent_and_their_forwards_are_counted(recorded):
     trajectory = recorded.trajectory
     # Rows are done after 2, 3 and 4 steps of each of the two blocks.

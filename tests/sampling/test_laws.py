@@ -29,6 +29,7 @@ from dgemma.sampling import (
     SoftEntropyBound,
     SoftThreshold,
     Threshold,
+    law_of_rule,
 )
 from dgemma.sampling.ranking import log_gumbel_choice
 from dgemma.sampling.temperature import ConstantTemperature
@@ -165,6 +166,31 @@ def test_the_probabilities_of_all_runs_add_up_to_one(setting):
     assert float((log_prob.exp() * noise_prob).sum()) == pytest.approx(1.0, abs=1e-9)
 
 
+@dataclass(frozen=True)
+class Coins(Sampler):
+    """The sampler of docs/extending.md, whose positions are drawn."""
+
+    def __call__(self, prediction, state):
+        write = state.open & (state.uniform("coin") < prediction.confidence)
+        tokens = prediction.sample(state.uniform("token"))
+        return Decision(tokens=tokens, write=write, renoise=torch.zeros_like(write))
+
+    def law(self, prediction, state, decision):
+        implied = replace(self(prediction, state), write=decision.write & state.open)
+        law = law_of_rule(implied, prediction, state, decision, drawn=True)
+        share = prediction.confidence.double()
+        of_position = torch.where(decision.write, share, 1 - share).log()
+        return law._replace(drawn=law.drawn + torch.where(state.open, of_position, 0.0).sum(-1))
+
+
+@pytest.mark.parametrize("constrained", [False, True])
+def test_the_law_of_the_documents_counts_tokens_that_are_drawn_together(constrained):
+    setting = Setting(Coins(), MASK, self_cond=False, constrained=constrained)
+    with torch.no_grad():
+        log_prob, noise_prob, _ = all_runs(setting, 3, 2)
+    assert float((log_prob.exp() * noise_prob).sum()) == pytest.approx(1.0, abs=1e-9)
+
+
 @pytest.mark.parametrize("setting", cases(quick=False))
 def test_the_probability_of_a_run_is_its_frequency(setting):
     """Chi-square over the runs that these rows should take at least five times; the limit is five deviations."""
@@ -275,25 +301,35 @@ def test_tokens_between_two_holes_are_not_constrained():
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
 
 
-def test_gumbel_choices_have_the_probability_of_plackett_and_luce():
-    """All sets of two and three of five positions, by summing over the orders in which they can be drawn."""
-    score = 3 * torch.randn(1, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+@pytest.mark.parametrize("spread", [3, 3000], ids=["likely", "almost-impossible"])
+def test_gumbel_choices_have_the_probability_of_plackett_and_luce(spread):
+    """All sets of one to four of four positions, by summing over the orders in which they can be drawn.
+
+    Probabilities are summed as logarithms: with scores that differ by thousands, they are below any float. Then nearly
+    all of the probability and of the gradient is that of a single order.
+    """
+    score = spread * torch.randn(1, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    score.requires_grad_()
     among = torch.tensor([[True, True, False, True, True]])
-    weight = score.exp()[0] * among[0]
     for count in (1, 2, 3, 4):
-        total = 0.0
+        every = []
         for members in itertools.combinations((0, 1, 3, 4), count):
-            expected = 0.0
+            of_orders = []
             for order in itertools.permutations(members):
-                left, prob = weight.sum(), 1.0
+                left, log_prob = [0, 1, 3, 4], torch.tensor(0.0, dtype=torch.float64)
                 for position in order:
-                    prob, left = prob * weight[position] / left, left - weight[position]
-                expected += float(prob)
+                    log_prob = log_prob + score[0, position] - score[0, left].logsumexp(0)
+                    left.remove(position)
+                of_orders.append(log_prob)
+            expected = torch.stack(of_orders).logsumexp(0)
             chosen = torch.zeros_like(among).index_fill(1, torch.tensor(members), True)
-            found = float(log_gumbel_choice(score, chosen, among).exp())
-            assert found == pytest.approx(expected, rel=1e-9)
-            total += found
-        assert total == pytest.approx(1.0, abs=1e-10)
+            found = log_gumbel_choice(score, chosen, among)[0]
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+            if count < 4:  # all four are certain, so nothing depends on their scores
+                slopes = [torch.autograd.grad(value, score)[0] for value in (found, expected)]
+                torch.testing.assert_close(*slopes, rtol=1e-9, atol=1e-9)
+            every.append(found)
+        assert torch.stack(every).logsumexp(0).item() == pytest.approx(0.0, abs=1e-10)
 
 
 def test_a_sampler_without_a_law_says_so():

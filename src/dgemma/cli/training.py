@@ -144,8 +144,9 @@ def run_train(arguments: argparse.Namespace) -> int:
 
 def _learn_from_runs(arguments: argparse.Namespace) -> int:
     """Learn from the model's own runs on prompts with answers."""
-    is_one = len(arguments.files) == 1 and arguments.preset is None
-    require(is_one, "dgemma train --rl", "have one file and a checkpoint, -m", arguments.files)
+    require(len(arguments.files) == 1, "dgemma train --rl", "have one file", arguments.files)
+    preset, fix = arguments.preset, "Name one with -m. Runs of random weights have nothing to learn from."
+    require(preset is None, "dgemma train --rl", "start from a checkpoint", f"--preset {preset}", fix)
     tokenizer = load_tokenizer(arguments.model, ModelConfig.from_hf(resolve(arguments.model)))
     batch = {"batch_size": arguments.batch_size or 4, "updates": arguments.updates, "seed": arguments.seed}
     problems, reward = Problems.read(arguments.files[0], tokenizer, **batch), REWARDS[arguments.reward]

@@ -21,6 +21,7 @@ TopCount = Annotated[int, ValueRule("be >= 1", lambda top_k: top_k >= 1, _EVERY)
 TopShare = Annotated[float, ValueRule("be in (0, 1] in float32", lambda top_p: 1e-30 <= top_p <= 1, _EVERY)]
 _SAMPLE_CHUNK = 1024  # vocabulary entries per chunk of the two-level inverse CDF
 _SLICE_ELEMENTS = 1 << 24  # float32 temporaries of a statistics pass stay under 64 MiB
+_LEAST_LOG = -1e4  # the exponential is 0 in float64, too
 
 
 class Top(NamedTuple):
@@ -366,8 +367,8 @@ def _describe(logits: Tensor) -> Statistics:
     others = below.exp().scatter(-1, argmax[..., None], 0.0)
     rest = others.sum(-1)
     total, log_total = 1 + rest, rest.log1p()
-    # 0 · log 0 is 0: a forbidden token carries no entropy.
-    mean_below = (others * below.clamp(min=torch.finfo(below.dtype).min)).sum(-1) / total
+    # 0 · log 0 is 0: a forbidden token carries no entropy. From a much lower bound, its gradient would be NaN.
+    mean_below = (others * below.clamp(min=_LEAST_LOG)).sum(-1) / total
     return Statistics(log_total - mean_below, argmax, 1 / total, (1 - others.amax(-1)) / total, best + log_total)
 
 

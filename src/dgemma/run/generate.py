@@ -72,7 +72,7 @@ def generate(
     plan = read_plan(model, prompt_tokens, cache=cache, **select(options, RunOptions))
     events, trajectory = run_plan(model, plan, cache), None
     if watch["record"]:
-        trajectory = Trajectory(plan, top=watch["record_top"])
+        trajectory = Trajectory(plan, top=min(watch["record_top"], plan.noise.vocab_size))
         events = trajectory.record(events, may_change=watch["on_step"] is not None)
     show = watch["progress"] and not shows_progress(watch["on_step"])
     with progress_bar(desc="denoising", unit="step", show=show) as bar:

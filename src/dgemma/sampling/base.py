@@ -86,7 +86,8 @@ class Sampler:
         """Return the law of a decision that this sampler may have made: its probability, noise tokens aside.
 
         Tokens of the decision count only where it writes. A position that is open and neither written nor renoised has
-        a proposed token, too, which is unknown. Differentiable in the prediction.
+        a proposed token, too, which is unknown. Differentiable in the prediction. `law_of_rule` has the probability of
+        tokens, also under a constraint, where they are drawn together and not position by position.
 
         Example: `Threshold().law(prediction, state, decision).log_prob` is (B,).
         """

@@ -101,7 +101,7 @@ class LeaveOneOutGibbs(Sampler, Checked):
 
     def _margin(self, loo: Prediction, state: DenoiseState) -> Tensor:
         alpha = 1 - state.memory[:, None]
-        law = state.noise.marginal(loo.logits.softmax(-1), alpha, allowed=state.allowed).log()  # (B, C, V)
+        law = safe_log(state.noise.marginal(loo.logits.softmax(-1), alpha, allowed=state.allowed))  # (B, C, V)
         shown = state.canvas[..., None]
         return law.gather(-1, shown)[..., 0] - law.scatter(-1, shown, -torch.inf).amax(-1)
 

@@ -71,8 +71,10 @@ def log_gumbel_choice(score: Tensor, chosen: Tensor, among: Tensor) -> Tensor:
     rest = log_sum(score.masked_fill(chosen | ~among, -torch.inf))  # log W, (B,)
     ratio = torch.where(chosen, score - finite(rest)[:, None], 0.0)
     x = torch.arange(-40.0, 8.0, _SPACING, dtype=torch.float64, device=score.device)
-    rate = (x[:, None] + ratio[:, None]).clamp(-700.0, 30.0).exp()  # (B, points, C)
-    factors = torch.where(chosen[:, None], (-torch.expm1(-rate)).log(), 0.0).sum(-1)
+    log_rate = (x[:, None] + ratio[:, None]).clamp(max=30.0)  # (B, points, C)
+    factors = (-torch.expm1(-log_rate.clamp(min=-40.0).exp())).log()
+    factors = torch.where(log_rate < -40.0, log_rate, factors)  # a small rate is its own factor, and may underflow
+    factors = torch.where(chosen[:, None], factors, 0.0).sum(-1)
     total = log_sum(factors + x - x.exp()) + math.log(_SPACING)
     return torch.where((rest == -torch.inf) | ~chosen.any(-1), 0.0, total)
 

@@ -422,7 +422,7 @@ def _read_options(name: str, model: Denoiser, tokens: Any, options: InfillOption
         plan=replace(plan, span=Span(allowed=allowed), images=arguments.read_images(model, tokens, settings["images"])),
         tail_token_id=settings["tail_token_id"],
         on_step=settings["on_step"],
-        record_top=settings["record_top"] if settings["record"] else None,
+        record_top=min(settings["record_top"], plan.noise.vocab_size) if settings["record"] else None,
         progress=settings["progress"],
         constraint=constraint,
     )

@@ -143,6 +143,28 @@ def test_clipping_stops_the_gradient_of_ratios_that_have_gone_far_enough():
     assert clamped["run/ratio"].tolist() == pytest.approx([22026.4657948] * own.numel())
 
 
+def test_runs_that_top_k_excludes_under_other_weights_have_the_ratio_zero():
+    """With r = 0, the loss -min(r A, clip(r) A) is 0 for A = 1, and 1 - clip for A = -1."""
+    model, other = small_model(), small_model()
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.neg_()
+    more: Any = {"reward": table_reward, "tokenizer": Digits(), "options": {**OPTIONS, "top_k": 1}}
+    runs = roll_out(model, [torch.tensor([PROMPT])], [None], torch.arange(8)[None], **more)
+    excluded = runs.trajectory.log_prob(other, strict=False).detach() == -torch.inf
+    assert bool(excluded.any())
+    advantages = torch.tensor([1.0, -1.0] * 4, dtype=torch.float64)
+    policy = objective(clip=0.2, kl_weight=1.0, reference=other)
+    of_model = policy._score(model, runs).sum(0, keepdim=True).detach()
+    # An engine that rounds may write a token that the model itself excludes: then there is no older probability.
+    for old, gain, cost in ((of_model, 0.0, 0.8), (None, -1.0, 1.0)):
+        terms = policy._losses(other, runs, advantages, old, torch.tensor(0))
+        expected = torch.where(advantages > 0, gain, cost).double()
+        torch.testing.assert_close(terms["policy"][excluded].detach(), expected[excluded], rtol=0, atol=1e-4)
+        assert terms["kl"].detach().tolist() == [0.0] * 8
+        assert bool(gradient((terms["policy"] + terms["kl"]).sum(), other).isfinite().all())
+
+
 def test_advantages_are_z_scores_within_each_group():
     policy = objective(speed_weight=0.5)
     rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.1, 0.1, 0.1, 0.1]], dtype=torch.float64)

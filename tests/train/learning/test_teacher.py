@@ -127,6 +127,17 @@ def test_merging_single_steps_changes_no_probability_of_drawn_tokens():
     torch.testing.assert_close(merge_steps(run, 1).log_prob(model, strict=False).detach(), expected, rtol=1e-12, atol=0)
 
 
+def test_a_merged_run_has_the_probability_of_its_tokens_before_top_k():
+    """Top-k of the canvas before the merged steps may exclude a token that a later step wrote."""
+    model = ExactNetwork()
+    run = recorded(model, list(range(6)), 3, sampler=FirstHitting(), top_k=1)
+    found = merge_steps(run, 3).log_prob(model, strict=False)
+    marginals = torch.stack((JOINT.sum((1, 2)), JOINT.sum((0, 2)), JOINT.sum((0, 1))))
+    expected = marginals.gather(1, run.new_tokens.T).log().sum(0)
+    torch.testing.assert_close(found.detach(), expected, rtol=1e-12, atol=0)
+    assert bool((run.new_tokens != marginals.argmax(1)).any()), "choose seeds with a token that top-k excludes at first"
+
+
 @pytest.mark.slow
 def test_right_slow_runs_teach_the_fast_policy(tmp_path):
     slow = Teacher(options={"steps": 2}, every=2, group=3, right=0.5)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dgemma.checks import Checked, Count
+from dgemma.checks import Checked, Count, require_field
 from dgemma.diffusion.noise import Noise
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.run.knobs import Knobs
@@ -37,6 +37,12 @@ class OwnSteps(Checked):
     knobs: Knobs
     fill_token: int = 1  # end-of-text, after the end of an answer
     allowed: tuple[int, ...] | None = None  # the ids that noise and predictions are restricted to
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        cuts = self.knobs.top_k is not None or self.knobs.top_p is not None
+        fix = "They may exclude the answer, whose loss is then infinite."
+        require_field(not cuts, self, "knobs", "have neither top_k nor top_p", fix)
 
     def __call__(self, model: DiffusionGemma, batch: TrainBatch, seeds: Tensor) -> Tensor:
         """Return the loss of one canvas of each row, (B,)."""

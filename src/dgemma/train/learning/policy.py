@@ -26,6 +26,7 @@ from dgemma.train.objective import Terms
 from dgemma.train.optimizer import other_weights
 
 _MOST_LOG_RATIO = 10.0
+_LEAST_LOG_PROB = -1e6  # of a step: other weights may exclude a token from top-k or top-p, and -inf minus -inf is NaN
 
 Advantage = Literal["z", "leave_one_out"]
 
@@ -179,9 +180,10 @@ class PolicyGradient:
 
     def _score(self, model: DiffusionGemma, runs: Runs, with_grad: list[bool] | None = None) -> Tensor:
         """Return the log-probabilities of each step's decisions, (S, R)."""
-        return runs.trajectory.step_log_probs(
+        log_probs = runs.trajectory.step_log_probs(
             model, strict=False, through_self_cond=self.through_self_cond, with_grad=with_grad
         )
+        return log_probs.clamp(min=_LEAST_LOG_PROB)
 
     def _runs(self, model: DiffusionGemma, batch: TrainBatch) -> tuple[Runs, Tensor | None]:
         """Return the runs, and the log-probabilities of their canvases under earlier weights (blocks, R), or None."""

@@ -46,7 +46,8 @@ def merge_steps(trajectory: Trajectory, every: int) -> Trajectory:
         steps = [step for step in trajectory if step.block == block]
         parts = [steps[start : start + every] for start in range(0, len(steps), every)]
         merged += [_merge(part, index) for index, part in enumerate(parts)]
-    knobs = replace(plan.knobs, sampler=_Given())
+    # Later steps may write what top-k or top-p excludes in the first.
+    knobs = replace(plan.knobs, sampler=_Given(), top_k=None, top_p=None)
     result = Trajectory(replace(plan, knobs=knobs, num_steps=-(-plan.num_steps // every)), top=0)
     result.steps, result.commits = merged, list(trajectory.commits)
     return result
