@@ -61,7 +61,7 @@ def test_the_gradient_reaches_the_first_step_through_self_conditioning():
 
 
 def test_knobs_that_may_exclude_the_answer_are_refused():
-    """Of three random tokens of five, the answer is often none: its cross-entropy would be infinite."""
+    """The cross-entropy of an answer outside top-k or top-p is infinite."""
     for cut in ({"top_k": 3}, {"top_p": 0.9}):
         knobs = Knobs(sampler=dgemma.EntropyBound(), temperature=1.0, **cut)
         with pytest.raises(ValueError, match=r"OwnSteps\.knobs must have neither top_k nor top_p, got Knobs.*infinite"):
