@@ -1,6 +1,6 @@
 """Work of changing shapes at the published size, as a server sees it: warm-up, random calls, shared prefixes, memory.
 
-python kernels/benchmarks/workloads.py --weights fp8 --precision fast     about four minutes on an H200
+python kernels/benchmarks/workloads.py --weights fp8 --precision fast     over five minutes on an H200
 python kernels/benchmarks/workloads.py --parts calls --calls 60           a quick look
 
 Weights are random, so no text ends early. The parts, in this order:

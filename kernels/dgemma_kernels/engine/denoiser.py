@@ -244,7 +244,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
                 self._arena.capture_trim(rows).mark_stale()
                 generate(self, canvas[:, :1], max_new_tokens=canvas_len, steps=1, progress=False)
                 bar.update(4)
-        # A run without a stop rule has a kernel of its own. Torch loads its kernels at their first use, which takes
+        # Without a stop rule, a run uses another kernel. Torch loads a kernel when it is first used, and that takes
         # longer than a step.
         generate(self, self._zeros(1, 1), max_new_tokens=canvas_len, steps=1, stop=None, progress=False)
         self._use_prediction(self._zeros(1, canvas_len), top_k=2)

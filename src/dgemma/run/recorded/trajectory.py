@@ -347,7 +347,7 @@ class Trajectory:
         return Moment(state.select(stay), now.cache.select(stay), knobs)
 
     def _ends(self, number: int) -> Tensor:
-        """Flags of the rows of a step, (R,), whose canvas ends with it: they take no part in the next one."""
+        """Return whether the canvas of each row ends with this step, (R,) bool. The next step has only other rows."""
         taken, following = self.steps[number], self.steps[number + 1 : number + 2]
         next_rows = [step.rows for step in following if step.block == taken.block]
         return ~torch.isin(taken.rows, torch.cat([taken.rows[:0], *next_rows]))
