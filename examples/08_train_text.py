@@ -12,13 +12,19 @@ One step in three is of running text (train.txt), the others are of answers (ans
 scored, and the canvases of an answer begin where its prompt ends, as in generation. --holes is the share of canvases
 that are frozen except for holes, to learn infilling. Canvases get uniform noise or masks.
 
-The --out folder will contain `checkpoint` (bfloat16, for `from_pretrained` and transformers), `results.json` and `run`,
-with the log of the losses. Run the same command again to resume. The likelihood is measured under both noises, on
-test.txt and on every other text of the corpus whose name ends in _test.txt.
+With --own-minutes, a second part follows. The causal mode, which writes the best texts, continues beginnings of the
+training text at a low temperature. All modes learn from these texts too: two steps in five. The learning rate falls in
+the last part only. docs/learning.md has what this changed in an earlier model.
+
+The --out folder will contain `checkpoint` (bfloat16, for `from_pretrained` and transformers), `results.json`, `run`
+with the log of the losses, and `own` with the texts and the log of the second part. Run the same command again to
+resume. The likelihood is measured under both noises, on test.txt and on every other text of the corpus whose name ends
+in _test.txt.
 """
 
 import argparse
 import json
+import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,7 +37,7 @@ import numpy as np
 import torch
 
 import dgemma
-from dgemma.data.corpus import SEPARATOR, prepare_corpus
+from dgemma.data.corpus import SEPARATOR, Corpus, prepare_corpus
 from dgemma.data.text import TextSource, TokenFile, permute, read_documents, scan
 from dgemma.sampling.named import describe_noise
 from dgemma.train import Objective, TrainConfig, balanced_routers, evaluate, muon, soften_attention, train
@@ -43,7 +49,11 @@ NUMBERS = {  # defaults with and without a GPU
     "batch-size": (64, 4, "rows per step"),
     "canvases": (8, 2, "canvases per row"),
     "draws": (2, 1, "draws of noise per canvas"),
+    "own-texts": (120_000, 8, "texts that the causal mode writes for the second part"),
 }
+SHARES = (1, 2, 2)  # steps of text, answers and own texts; the last two are short, so a step of them has fewer tokens
+BEGINNINGS, LONGEST, ROWS = (4, 28), 128, 4096  # of own texts: tokens of a prompt and of its answer, and of a batch
+_REPEATED = re.compile(r"(?s)\b(\w+\W+\w+\W+\w+\W+\w+)\b.*\b\1\b")
 EXCERPT = Path(dgemma.__file__).parent / "assets" / "text" / "held_out.txt"
 
 
@@ -166,6 +176,35 @@ def answers(folder: Path, tokenizer: dgemma.Tokenizer) -> TokenFile:
     return TokenFile.write(read_documents(folder / "answers.jsonl"), tokenizer, tokens)
 
 
+@torch.no_grad()
+def write_own_texts(writer: dgemma.DiffusionGemma, corpus: Corpus, path: Path, count: int) -> None:
+    """Write prompts and answers: beginnings of training texts, and how the causal mode continues them.
+
+    Long texts are chosen as often as their tokens. Dialogues are left out, because all of them are among the answers.
+    So are answers in which four words repeat.
+    """
+    tokenizer, rng = corpus.tokenizer, np.random.default_rng(0)
+    sizes = np.diff(corpus.train.starts).astype(float)
+    if (turn := tokenizer.token_id("<|turn>")) is not None:
+        places = np.nonzero(np.asarray(corpus.train.tokens) == turn)[0]
+        sizes[np.unique(np.searchsorted(corpus.train.starts, places, side="right") - 1)] = 0
+    pairs: list[dict[str, str]] = []
+    while len(pairs) < count:
+        length = int(rng.integers(*BEGINNINGS, endpoint=True))
+        chance = np.where(sizes >= 2 * length, sizes, 0)
+        numbers = rng.choice(len(sizes), min(ROWS, 4 * count), p=chance / chance.sum())
+        prompts = torch.from_numpy(np.stack([corpus.train.document(int(n))[:length] for n in numbers]).astype(np.int64))
+        options = {"max_new_tokens": LONGEST, "temperature": 0.4, "seed": len(pairs)}
+        written = dgemma.generate_causal(writer, prompts.to(writer.device), **options).cpu()
+        for prompt, answer in zip(prompts, written, strict=True):
+            text = tokenizer.decode(answer)
+            if text.strip() and not _REPEATED.search(text):
+                pairs.append({"prompt": tokenizer.decode(prompt), "answer": text})
+        print(f"{len(pairs)} own texts", flush=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs[:count]), encoding="utf-8")
+
+
 def report_every(seconds: float) -> Callable[[TrainStep], None]:
     """Return a callback that prints the losses every so many seconds."""
     began = last = time.perf_counter()
@@ -196,7 +235,7 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
     sources: list[TextSource | AnswerSource] = [TextSource(file=corpus.train, **packing, seed=args.seed)]
     if (folder / "answers.jsonl").is_file():
         sources.append(AnswerSource(file=answers(folder, corpus.tokenizer), **packing, seed=args.seed))
-    shares = (1, 2)[: len(sources)]  # answers are short, so a step of them has fewer tokens to learn from
+    shares = SHARES[: len(sources)]
     if args.prepare_only:
         return
     torch.manual_seed(args.seed)
@@ -229,12 +268,13 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
         num_draws=args.draws,
         causal_weight=0.25,
     )
+    final_lr = 0.02
     config = TrainConfig(
         steps=args.steps if args.minutes is None else None,
         minutes=args.minutes,
         batch_size=args.batch_size,
         warmup=200,
-        final_lr=0.02,
+        final_lr=1.0 if args.own_minutes else final_lr,
         ema_decay=0.995,
         precision="mixed" if model.device.type == "cuda" else "weights",
         seed=args.seed,
@@ -249,16 +289,33 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
         stack.enter_context(balanced_routers(model, 0.01))
         source = InTurn(sources=tuple(sources), shares=shares)
         result = train(model, objective, source, config, out=out / "run", optimizer=optimizer, on_step=report_every(30))
+        parts = [(result, source)]
+        if args.own_minutes and not result.interrupted:
+            own, last = out / "own", replace(config, steps=None, minutes=args.own_minutes, final_lr=final_lr)
+            if not (own / "answers.jsonl").is_file():
+                dtype = torch.bfloat16 if model.device.type == "cuda" else torch.float32
+                writer = dgemma.DiffusionGemma.from_pretrained(result.final, dtype=dtype, device=args.device)
+                write_own_texts(writer, corpus, own / "answers.jsonl", args.own_texts)
+            sources.append(AnswerSource(file=answers(own, corpus.tokenizer), **packing, seed=args.seed))
+            source = InTurn(sources=tuple(sources), shares=(*shares, SHARES[-1]))
+            result = train(
+                model, objective, source, last, out=own / "run", optimizer=optimizer, on_step=report_every(30)
+            )
+            parts.append((result, source))
+    if result.interrupted:
+        return
     seconds = time.perf_counter() - began
 
     # Evaluate the weights as they are saved, rounded to bfloat16.
     model.to(torch.bfloat16).save_pretrained(out / "checkpoint")
     corpus.tokenizer.save_pretrained(out / "checkpoint")
-    rows_seen = [result.step * args.batch_size * share / sum(shares) for share in shares]
-    epochs = [rows / source.num_rows for rows, source in zip(rows_seen, sources, strict=True)]
-    passes = " and ".join(f"{epoch:.1f}" for epoch in epochs)
-    print(f"{result.step} steps in {seconds:.0f} s, {result.tokens_per_second:,.0f} tokens/s", flush=True)
-    print(f"{passes} passes over {' and '.join(('text', 'answers')[: len(sources)])}", flush=True)
+    epochs = [0.0] * len(sources)
+    for done, source in parts:
+        for at, (of, share) in enumerate(zip(source.sources, source.shares, strict=True)):
+            epochs[at] += done.step * args.batch_size * share / sum(source.shares) / of.num_rows
+    steps = sum(done.step for done, _ in parts)
+    print(f"{steps} steps in {seconds:.0f} s, {result.tokens_per_second:,.0f} tokens/s", flush=True)
+    print(f"passes over each source: {', '.join(f'{epoch:.1f}' for epoch in epochs)}", flush=True)
     router = result.log.lines()[-1].get("router", [])
     for number, layer in enumerate(router):
         print(f"layer {number}: shares of the experts " + " ".join(f"{share:.2f}" for share in layer["load"]))
@@ -278,7 +335,7 @@ def main(args: argparse.Namespace, scratch: Path) -> None:
     results = {
         "options": vars(args),
         "parameters": model.num_parameters(),
-        "steps": result.step,
+        "steps": steps,
         "epochs": epochs,
         "seconds": seconds,
         "tokens_per_second": result.tokens_per_second,
@@ -297,6 +354,7 @@ if __name__ == "__main__":
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (%(default)s)")
     parser.add_argument("--holes", type=float, default=0.3, help="share of canvases with holes (%(default)s)")
     parser.add_argument("--minutes", type=float, help="train for this long, instead of a number of steps")
+    parser.add_argument("--own-minutes", type=float, help="then train on own texts too for this long")
     parser.add_argument("--prepare-only", action="store_true", help="only make the tokenizer and the token files")
     parser.add_argument("--fast", action="store_true", help="train with kernels, on a GPU: slower start, faster steps")
     parser.add_argument("--seed", type=int, default=0)
