@@ -20,6 +20,7 @@ from triton.runtime import _async_compile
 from triton.runtime.jit import JITFunction
 
 import dgemma
+from dgemma.model.config import FULL, SLIDING
 from dgemma_kernels import accelerate
 from dgemma_kernels.engine.graphs import (
     CaptureError,
@@ -166,6 +167,15 @@ def test_batches_share_the_memory_of_the_largest_and_keep_their_graphs(device):
     assert graphs < set(fast._workspace.graphs)
     fast.encode(torch.zeros(9, 5, dtype=torch.int64, device=device))  # too many rows
     assert not graphs & set(fast._workspace.graphs)
+
+
+def test_longer_forwards_take_more_memory_in_one_sliding_layer_only(device):
+    arena, sizes = accelerate(make_model(device, num_hidden_layers=3, layer_types=(SLIDING, SLIDING, FULL)))._arena, []
+    for most in (64, 4096):
+        arena.most_read = most
+        arena.make_room(1, 100, 4)
+        sizes.append(sum(tensor.nbytes for tensor in arena.tensors.values()))
+    assert sizes[1] - sizes[0] == (4096 - 64) * 2 * 4 * 2 * 16  # keys and values in float32, two heads of 16
 
 
 def test_a_cache_at_rest_takes_the_memory_of_its_tokens(device):

@@ -6,7 +6,8 @@ to tensors of their exact size, where they are those of a `dgemma.model.cache.Pr
 share the graphs, and a cache at rest takes no more memory than its tokens.
 
 In the arena, a forward writes the keys and values of its tokens into a tail after the prefix, and a commit only adds to
-a length. `trim` moves the newest tokens of a sliding layer to its front.
+a length. `trim` moves the newest tokens of a sliding layer to its front. In a forward of many tokens, all sliding
+layers share one long tail (`CacheBuffers.layer`), because a tail for each would take 1.7 GB in the published model.
 """
 
 import math
@@ -14,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -28,30 +29,59 @@ _GROWTH = 1.5  # of tensors that are too small, because their graphs are capture
 _GAP = 64  # slots around a sliding layer's rows, which a tile of `attention` may read but no token sees
 _ROWS = 16  # counters come in multiples of it, so that both begin at a multiple of 16 bytes
 
+_Kind = Literal["full", "sliding", "shared"]  # of layers; "shared" is a place that all sliding layers use in turn
+
 
 class CacheBuffers:
-    """The arena for a batch of B rows: keys and values of every layer, (B, K, capacity, H) each, and counters."""
+    """The arena for a batch of B rows: keys and values of every layer, (2, B, K, capacity, H), and counters."""
 
     def __init__(self, arena: "Arena", batch_size: int) -> None:
-        config, self.keep = arena.config, arena.keep
-        self.window_capacity = arena.keep + arena.tail_len(batch_size)
-        self.capacity = arena.capacity(batch_size)
-        self.keys: list[Tensor] = [torch.empty(0)] * config.num_hidden_layers
-        self.values: list[Tensor] = [*self.keys]
-        self.sliding: Tensor | None = None  # keys and values of all sliding layers: (2, layers, B, K, slots + _GAP, H)
-        for is_sliding, memory in arena.tensors.items():
-            layers = arena.layers[is_sliding]
-            shape = config.layer_shape(layers[0])
-            slots = self.window_capacity if is_sliding else self.capacity
-            gap = _GAP if is_sliding else 0
+        self.keep, self.tail, self._sliding = arena.keep, arena.tail, frozenset(arena.layers.get("sliding", ()))
+        self.layers: list[Tensor] = [torch.empty(0)] * arena.config.num_hidden_layers
+        for kind, memory in arena.tensors.items():
+            layers, (slots, gap) = arena.layers[kind], arena.sizes(kind, batch_size, arena.capacity(batch_size))
+            shape = arena.config.layer_shape(layers[0])
             size = (2, len(layers), batch_size, shape.num_key_value_heads, slots + gap, shape.head_dim)
-            both = memory[gap * shape.head_dim :][: math.prod(size)].view(size)
+            both = memory[gap * shape.head_dim :][: math.prod(size)].view(size)[..., :slots, :]
+            if kind == "shared":
+                self._shared = both[:, 0]
+                continue
             for at, layer in enumerate(layers):
-                self.keys[layer], self.values[layer] = both[:, at, ..., :slots, :]
-            if is_sliding:
-                self.sliding = both
+                self.layers[layer] = both[:, at]
         self.counters = arena.counters[:, :batch_size]
         self.lengths, self.window_lengths = self.counters  # tokens of each row; those that a sliding layer still has
+        self.newest = self._find_newest()
+
+    @contextmanager
+    def layer(self, index: int, num_new: int) -> Iterator[Tensor]:
+        """Yield keys and values of a layer, (2, B, K, slots, H), for a forward of `num_new` tokens per row.
+
+        A sliding layer with a shorter tail uses the shared memory, with its window. Then it takes back the slots that
+        `keep_newest` chose before the forward.
+        """
+        own = self.layers[index]
+        if num_new <= self.tail or index not in self._sliding:
+            yield own
+            return
+        _front(self._shared, self.keep).copy_(_front(own, self.keep))
+        yield self._shared
+        move(self._shared, own, self.newest)
+
+    def keep_newest(self, num_new: Tensor | int) -> None:
+        """Let a forward that shares memory keep each row's newest tokens, counting `num_new` of its own."""
+        self.newest.copy_(self._find_newest(num_new))
+
+    def trim(self) -> None:
+        """Move the newest tokens of sliding layers to their front. Layers take turns, to save memory."""
+        slots = self._find_newest()
+        for layer in self._sliding:
+            move(self.layers[layer], self.layers[layer], slots)
+        self.window_lengths.clamp_(max=self.keep)
+
+    def _find_newest(self, num_new: Tensor | int = 0) -> Tensor:
+        """Return the slots of each row's last `keep` tokens, (B, 1, keep, 1)."""
+        shift = (self.window_lengths + num_new - self.keep).clamp(min=0)
+        return shift[:, None, None, None] + torch.arange(self.keep, device=shift.device)[:, None]
 
 
 class Arena:
@@ -73,12 +103,14 @@ class Arena:
         self.device, self.turn = memory.device, memory.turn
         self.most_read = most_read  # tokens of one forward, over all rows
         self.keep = config.sliding_window - (0 if conventions.sliding_prefix == "window" else 1)
-        self.layers: dict[bool, list[int]] = {}  # by whether they are sliding layers
+        self.layers: dict[_Kind, list[int]] = {}
         for layer in range(config.num_hidden_layers):
-            self.layers.setdefault(config.layer_shape(layer).window is not None, []).append(layer)
+            self.layers.setdefault("full" if config.layer_shape(layer).window is None else "sliding", []).append(layer)
+        if "sliding" in self.layers:
+            self.layers["shared"] = self.layers["sliding"][:1]
         self.tensors = {kind: torch.empty(0, dtype=dtype, device=self.device) for kind in self.layers}
         self.counters = torch.zeros(2, 0, dtype=torch.int64, device=self.device)
-        self._least_tail = 2 * config.canvas_length  # a finished canvas that is not read yet, and one being denoised
+        self.tail = 2 * config.canvas_length  # a finished canvas that is not read yet, and one being denoised
         self._buffers: dict[int, CacheBuffers] = {}
         self.seated: Callable[[], FusedCache | None] = lambda: None  # the cache whose keys and values are here
 
@@ -86,14 +118,17 @@ class Arena:
         """Tokens per row that one forward reads: as many as allowed, because they share one read of the weights."""
         return max(self.config.canvas_length, self.most_read // max(batch_size, 1))
 
-    def tail_len(self, batch_size: int) -> int:
-        return max(self._least_tail, self.prefill_len(batch_size))
-
     def capacity(self, batch_size: int) -> int:
         """Tokens per row for which full layers have room."""
-        if False not in self.tensors:
+        if "full" not in self.tensors:
             return 1 << 62
-        return self.tensors[False].numel() // max(self._values_per_slot(False) * batch_size, 1) // _GAP * _GAP
+        return self.tensors["full"].numel() // max(self._values_per_slot("full") * batch_size, 1) // _GAP * _GAP
+
+    def sizes(self, kind: _Kind, batch_size: int, capacity: int) -> tuple[int, int]:
+        """Return the slots per row in a layer, `capacity` in full layers, and the slots around them."""
+        if kind == "full":
+            return capacity, 0
+        return self.keep + max(self.tail, self.prefill_len(batch_size) if kind == "shared" else 0), _GAP
 
     def buffers(self, batch_size: int) -> CacheBuffers:
         if batch_size not in self._buffers:
@@ -105,7 +140,7 @@ class Arena:
         return (
             batch_size <= self.counters.shape[1]
             and num_slots <= self.capacity(batch_size)
-            and num_new <= self.tail_len(batch_size)
+            and num_new <= self.tail
             and all(self._needs(kind, batch_size, 0) <= tensor.numel() for kind, tensor in self.tensors.items())
         )
 
@@ -116,9 +151,10 @@ class Arena:
             return
         if (seated := self.seated()) is not None:
             seated.leave()
+        use_here(*(buffers.newest for buffers in self._buffers.values()))
         self._buffers.clear()
         self.graphs.clear()
-        self._least_tail = max(self._least_tail, num_new if num_new > self.tail_len(batch_size) else 0)
+        self.tail = max(self.tail, num_new)
         if batch_size > self.counters.shape[1]:
             num_rows = -(-batch_size // _ROWS) * _ROWS
             self.counters = torch.zeros(2, num_rows, dtype=torch.int64, device=self.device)
@@ -133,40 +169,32 @@ class Arena:
 
     def capture_trim(self, batch_size: int) -> Replay:
         """Return the graph that moves the newest tokens of sliding layers to their front."""
-        buffers = self.buffers(batch_size)
-
-        def run() -> None:  # a second run does nothing, so capture may run it twice
-            if buffers.sliding is not None:
-                forget(buffers.sliding, buffers.window_lengths, buffers.keep)
-            buffers.window_lengths.clamp_(max=buffers.keep)
-
+        run = self.buffers(batch_size).trim  # a second run does nothing, so capture may run it twice
         captured: Replay = self.graphs.remembered(("trim", batch_size), partial(Replay, run, self.memory))
         return captured
 
-    def _values_per_slot(self, kind: bool) -> int:
+    def _values_per_slot(self, kind: _Kind) -> int:
         shape = self.config.layer_shape(self.layers[kind][0])
         return 2 * len(self.layers[kind]) * shape.num_key_value_heads * shape.head_dim
 
-    def _needs(self, kind: bool, batch_size: int, capacity: int) -> int:
+    def _needs(self, kind: _Kind, batch_size: int, capacity: int) -> int:
         """Return how many values B rows take, with `capacity` slots in full layers."""
-        if not kind:
-            return batch_size * capacity * self._values_per_slot(kind)
-        slots = batch_size * (self.keep + self.tail_len(batch_size) + _GAP)
-        return slots * self._values_per_slot(kind) + _GAP * self.config.layer_shape(self.layers[kind][0]).head_dim
+        slots, gap = self.sizes(kind, batch_size, capacity)
+        before = gap * self.config.layer_shape(self.layers[kind][0]).head_dim
+        return batch_size * (slots + gap) * self._values_per_slot(kind) + before
 
 
-def forget(sliding: Tensor, lengths: Tensor, keep: int) -> None:
-    """Move each row's last `keep` tokens to the front of its buffers, in place. Layers take turns, to save memory.
+def move(source: Tensor, target: Tensor, slots: Tensor) -> None:
+    """Copy the tokens in `slots` (B, 1, keep, 1) of a layer, (2, B, K, slots, H), to the front of it or another.
 
-    sliding: keys and values (2, layers, B, K, slots, H); row b has its tokens in the slots [0, lengths[b]).
-
-    Example: `forget(buffers.sliding, buffers.window_lengths, 1023)`.
+    Example: `move(layer, layer, slots)`.
     """
-    shift = (lengths - keep).clamp(min=0)
-    slot = (shift[:, None] + torch.arange(keep, device=lengths.device))[:, None, :, None]  # (B, 1, keep, 1)
-    for layer in sliding.view(torch.int64).unbind(1):  # words of 8 bytes are copied faster
-        front = layer[..., :keep, :]
-        front.copy_(layer.gather(3, slot.expand_as(front)))
+    front = _front(target, slots.shape[2])
+    front.copy_(source.view(torch.int64).gather(3, slots.expand_as(front)))
+
+
+def _front(layer: Tensor, num_slots: int) -> Tensor:
+    return layer.view(torch.int64)[..., :num_slots, :]  # words of 8 bytes are copied faster
 
 
 class FusedCache(PrefixCache):
@@ -281,16 +309,20 @@ class FusedCache(PrefixCache):
             raise
 
     @in_turn
-    def make_room(self, num_new: int, num_later: int = 0) -> CacheBuffers:
-        """Enter the arena, with room for `num_new` tokens per row, and for `num_later` more in full layers."""
+    def make_room(self, num_new: int, num_later: int = 0, *, shared: bool = False) -> CacheBuffers:
+        """Enter the arena, with room for `num_new` tokens per row, and for `num_later` more in full layers.
+
+        If `shared`, sliding layers may share the memory for new tokens, of which a row has at most `prefill_len`.
+        """
         arena, batch = self.arena, self.batch_size
-        arena.make_room(batch, self._num_slots + num_new + num_later, num_new)
+        in_tail = 0 if shared and num_new <= arena.prefill_len(batch) else num_new
+        arena.make_room(batch, self._num_slots + num_new + num_later, in_tail)
         buffers = arena.buffers(batch)
         if (seated := arena.seated()) is not self:
             if seated is not None:
                 seated.leave()
             self._enter(buffers)
-        if self.num_held + num_new > buffers.window_capacity:
+        if self.num_held + num_new > buffers.keep + buffers.tail:
             self.trim()
         return buffers
 
@@ -298,8 +330,7 @@ class FusedCache(PrefixCache):
         filled = [layer.num_filled(self._num_slots) for layer in self._layers]
         sources = [tensor for layer in self._layers for tensor in (layer.keys, layer.values)]
         use_here(self._lengths, *sources)
-        pairs = zip(buffers.keys, buffers.values, strict=True)
-        targets = [tensor for pair in pairs for tensor in pair]
+        targets = [tensor for pair in buffers.layers for tensor in pair]
         sizes = [size for size in filled for _ in range(2)]
         copy_all(*([x[:, :, :size] for x, size in zip(xs, sizes, strict=True)] for xs in (targets, sources)))
         buffers.lengths.copy_(self._lengths)
@@ -316,7 +347,7 @@ class FusedCache(PrefixCache):
         self.trim()
         buffers, config = self.arena.buffers(self.batch_size), self.arena.config
         self._layers = []
-        for layer, pair in enumerate(zip(buffers.keys, buffers.values, strict=True)):
+        for layer, pair in enumerate(buffers.layers):
             window = config.layer_shape(layer).window
             size = self._num_slots if window is None else min(self._num_slots, buffers.keep)
             keys, values = (x[:, :, :size].clone(memory_format=torch.contiguous_format) for x in pair)
@@ -324,8 +355,11 @@ class FusedCache(PrefixCache):
         self.arena.seated = lambda: None
 
     @in_turn
-    def extend(self, num_new: int, counts: Tensor | None) -> None:
-        """Commit tokens that a forward wrote to the tail: all `num_new`, or the first `counts` (B,) of each row."""
+    def extend(self, num_new: int, counts: Tensor | None, *, shared: bool = False) -> None:
+        """Commit tokens that a forward wrote to the tail: all `num_new`, or the first `counts` (B,) of each row.
+
+        If sliding layers `shared` the tail, they have taken the newest tokens back.
+        """
         buffers = self.arena.buffers(self.batch_size)
         if counts is None:
             buffers.counters.add_(num_new)
@@ -337,6 +371,9 @@ class FusedCache(PrefixCache):
             buffers.lengths.copy_(self._lengths)
             self._num_slots = int(self._lengths.max())
         self.num_held += num_new
+        if shared:
+            buffers.window_lengths.clamp_(max=buffers.keep)
+            self.num_held = min(self.num_held, buffers.keep)
         self._num_seen += num_new
         self.ragged = self.ragged or counts is not None
 

@@ -209,7 +209,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
 
         Afterwards no call of `encode`, `denoise`, `step` or `generate` compiles or captures a forward, except for a
         batch of prompts with images. The first step with a new sampler or setting runs what follows the forward once
-        more, to capture it. Memory for such calls is allocated now: 0.8 GB per row for the published model.
+        more, to capture it. Memory for such calls is allocated now: 0.85 GB per row for the published model.
 
         Example: `fast = accelerate(model); fast.warm_up()`.
         """

@@ -110,6 +110,7 @@ class _Tokens(NamedTuple):
     # first key that the canvas sees.
     masked: bool
     float8: bool  # full layers compute attention in float8
+    is_row: bool  # there is one, which `multiply_row` multiplies
     spans: Tensor | None = None  # of images, for `attention`
 
 
@@ -226,15 +227,17 @@ class Forward:
             causal=causal,
             masked=causal or self.batch_invariant,
             float8=is_float8 and spans is None,
+            is_row=self._is_row(x),
             spans=spans,
         )
         inputs: Tensor | Quantized = _as(self.weights.layers[0].qkv, normed)
         scalars = self._scalars(tokens, x)
         for layer in self._layers:
-            queries = self._prepare_qkv(layer, inputs, tokens, buffers)
-            if layer.is_end and not last:  # the caller needs only this layer's keys and values
-                return x
-            seen = self._attend(layer, queries, tokens, buffers, float8=layer.rounds_attended and not self._is_row(x))
+            with buffers.layer(layer.index, tokens.per_row) as pair:
+                queries = self._prepare_qkv(layer, inputs, tokens, buffers, pair)
+                if layer.is_end and not last:  # the caller needs only this layer's keys and values
+                    return x
+                seen = self._attend(layer, queries, tokens, buffers, pair)
             attended, scales = self._unscaled(
                 seen.view(x.shape[0], -1) if isinstance(seen, Tensor) else seen, layer.weights.o
             )
@@ -288,13 +291,9 @@ class Forward:
         return [*torch.where(of_canvas, torch.stack([layer.scalar for layer in layers]), torch.stack(scalars))]
 
     def _prepare_qkv(
-        self,
-        layer: "_Layer",
-        inputs: Tensor | Quantized,
-        tokens: "_Tokens",
-        buffers: CacheBuffers,
+        self, layer: _Layer, inputs: Tensor | Quantized, tokens: _Tokens, buffers: CacheBuffers, pair: Tensor
     ) -> Tensor | Quantized:
-        """Write keys and values of the tokens into the tail of the buffers, and return the queries (B, T, N, H)."""
+        """Write keys and values of the tokens into the tail of the pair, and return the queries (B, T, N, H)."""
         weights = layer.weights
         projected, scales = self._unscaled(inputs, weights.qkv)
         return prepare_qkv(
@@ -304,8 +303,7 @@ class Forward:
             weights.inv_freq,
             buffers.lengths,
             layer.slot(buffers),
-            buffers.keys[layer.index],
-            buffers.values[layer.index],
+            *pair,
             num_heads=self.config.num_attention_heads,
             eps=self.config.rms_norm_eps,
             scales=scales,
@@ -314,10 +312,10 @@ class Forward:
         )
 
     def _attend(
-        self, layer: "_Layer", queries: Tensor | Quantized, tokens: "_Tokens", buffers: CacheBuffers, *, float8: bool
+        self, layer: _Layer, queries: Tensor | Quantized, tokens: _Tokens, buffers: CacheBuffers, pair: Tensor
     ) -> Tensor | Quantized:
-        """Return the mean values that the queries see, (B, T, N, H), in float8 if `float8`."""
-        keys, values, slot = buffers.keys[layer.index], buffers.values[layer.index], layer.slot(buffers)
+        """Return the mean values that the queries see, (B, T, N, H), in float8 if the next product is."""
+        (keys, values), slot, float8 = pair, layer.slot(buffers), layer.rounds_attended and not tokens.is_row
         if isinstance(queries, Quantized):
             return attention_float8(queries, keys, values, slot, float8=float8, key_factor=layer.key_factor)
         return attention(

@@ -83,9 +83,8 @@ class CausalReader:
             inputs = [blocks + 1, insert_features(embedded, self._workspace.vision(images), blocks)]
         for chunk in chunks:
             num_slots = num_new - chunk.start + self._workspace.config.canvas_length
-            hidden.append(self._read_chunk([x[:, chunk] for x in inputs], cache, num_slots, last))
-            size = chunk.stop - chunk.start
-            cache.extend(size, None if counts is None else (counts - chunk.start).clamp(0, size))
+            left = None if counts is None else (counts - chunk.start).clamp(0, chunk.stop - chunk.start)
+            hidden.append(self._read_chunk([x[:, chunk] for x in inputs], left, cache, num_slots, last))
         if not last:
             return None
         no_tokens = self._workspace.new_hidden(tokens.shape[0], 0)
@@ -97,7 +96,7 @@ class CausalReader:
         buffers = cache.make_room(1, self._workspace.config.canvas_length)
         self._before_graph()
         make = partial(CapturedRead, self._workspace, [tokens], buffers, last=True, head=True)
-        logits = self._workspace.graphs.remembered(("token", tokens.shape), make)([tokens])
+        logits = self._workspace.graphs.remembered(("token", tokens.shape), make)([tokens]).clone()
         cache.extend(1, None)
         return logits[:, None]
 
@@ -110,8 +109,10 @@ class CausalReader:
         cache.extend(1, None)
         return after
 
-    def _read_chunk(self, inputs: list[Tensor], cache: FusedCache, num_slots: int, last: bool) -> Tensor:
-        """Run one chunk (B, T) into the tail of the cache → (B, T, D) if `last`.
+    def _read_chunk(
+        self, inputs: list[Tensor], counts: Tensor | None, cache: FusedCache, num_slots: int, last: bool
+    ) -> Tensor:
+        """Run one chunk (B, T) into the cache, and commit the first `counts` tokens of each row → (B, T, D) if `last`.
 
         `inputs` are its tokens, or for a prompt with images the numbers of images and the embeddings (`Forward.read`).
 
@@ -120,11 +121,15 @@ class CausalReader:
         """
         batch, size = inputs[0].shape
         padded_size = next((s for s in read_sizes(self._arena.prefill_len(batch)) if s >= size), size)
-        buffers = cache.make_room(padded_size, max(0, num_slots - padded_size))
+        buffers = cache.make_room(padded_size, max(0, num_slots - padded_size), shared=True)
         inputs = [nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, padded_size - size)) for x in inputs]
         self._before_graph()
-        hidden = self.capture(inputs, buffers, last)(inputs)
-        return hidden.view(batch, padded_size, -1)[:, :size] if last else hidden
+        captured = self.capture(inputs, buffers, last)
+        if is_shared := padded_size > buffers.tail:
+            buffers.keep_newest(size if counts is None else counts)
+        hidden = captured(inputs)
+        cache.extend(size, counts, shared=is_shared)  # at once, because shared windows have moved
+        return hidden.view(batch, padded_size, -1)[:, :size].clone() if last else hidden
 
     def capture(self, inputs: list[Tensor], buffers: CacheBuffers, last: bool = False) -> "CapturedRead":
         """Return the graph of a forward over tokens (B, T), or numbers of images and embeddings."""
@@ -148,8 +153,7 @@ class CapturedRead:
     def __init__(
         self, workspace: Workspace, inputs: list[Tensor], buffers: CacheBuffers, last: bool, head: bool = False
     ) -> None:
-        self._inputs, self._last = [inputs[0].long().clone(), *(x.clone() for x in inputs[1:])], last
-        static = self._inputs
+        static = self._inputs = [inputs[0].long().clone(), *(x.clone() for x in inputs[1:])]
 
         def run() -> Tensor:
             embedded = static[1] if len(static) > 1 else None
@@ -158,16 +162,16 @@ class CapturedRead:
                 return hidden.new_empty(0)
             return workspace.causal_logits(hidden) if head else hidden
 
+        buffers.keep_newest(0)  # so that a run before the first call moves no window
         self.graph = Replay(run, workspace.memory, rehearse=workspace.forward.rehearsal(run))
+        if static[0].shape[1] > buffers.tail:
+            self.graph.mark_stale()
 
     def __call__(self, inputs: list[Tensor]) -> Tensor:
         for static, new in zip(self._inputs, inputs, strict=True):
             static.copy_(new)
-        if not self._last:
-            self.graph.rewrite()
-            return self.graph.result
-        self.graph.replay()
-        return self.graph.result.clone()
+        self.graph.rewrite()
+        return self.graph.result  # the next call overwrites it
 
 
 class CapturedCausalStep:
