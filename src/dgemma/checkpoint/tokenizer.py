@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -212,8 +213,8 @@ class Tokenizer(ABC):
         """Return the text of a row of tokens (N,).
 
         `skip_special` drops padding, bos, eos and turn markers. Channel, tool and mask markers stay, because they
-        separate thought, answer and tool calls. A model with a larger vocabulary may write ids from `vocab_size` on,
-        which have no text.
+        separate thought, answer and tool calls. An id without a text becomes U+FFFD: a model with a larger vocabulary
+        may write ids from `vocab_size` on.
 
         Example: `tokenizer.decode(out.new_tokens[0])`.
         """
@@ -434,8 +435,13 @@ class PretrainedTokenizer(Tokenizer):
 
     def _decode(self, ids: list[int]) -> str:
         with explained(f"the tokenizer in {self._folder} cannot decode these ids", "Check its tokenizer.json."):
-            text: str = self.backend_tokenizer.decode(ids, skip_special_tokens=False)
-        return text
+            # The library would leave out ids that are not in the vocabulary.
+            runs = groupby(ids, key=lambda token: self.backend_tokenizer.id_to_token(token) is not None)
+            decode = self.backend_tokenizer.decode
+            return "".join(
+                decode(list(run), skip_special_tokens=False) if is_known else "\ufffd" * len(list(run))
+                for is_known, run in runs
+            )
 
     def _render(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         if not self.has_chat_template:
