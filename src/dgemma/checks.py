@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dgemma.printing import nearest
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _MOST_SHOWN = 8  # elements of a tensor in `short_repr`
@@ -73,7 +75,9 @@ def typed(function: Function) -> Function:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{owner} {error}. It takes {', '.join(sorted(names))}.") from None
+            near = next((near for name in kwargs if name not in names and (near := nearest(name, names))), None)
+            hint = f" Perhaps you meant {near}." if near else ""
+            raise TypeError(f"{owner} {error}.{hint} It takes {', '.join(sorted(names))}.") from None
         for name, hint in _hints_of(function).items():
             if name in bound.arguments and name in names and name != "model":
                 _check_type(bound.arguments[name], hint, f"{owner} {name}")
@@ -190,6 +194,8 @@ def _fix_type(value: Any, wanted: str) -> str:
         return f"Write {value.__name__}()."
     if type(value) is int and as_int(value) is None:
         return "An integer must fit into 64 bits: from -2**63 to 2**63 - 1."
+    if "Sequence[tuple[int, int]]" in wanted:
+        return "Write spans as [(start, stop), ...]."
     if wanted == "Trajectory":
         return "Pass out.trajectory of generate(..., record=True)."
     if wanted == "Tensor" and isinstance(value, str):
@@ -295,13 +301,17 @@ def has_values(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_meta
 
 
+class Words(str):
+    """A description in place of a value, which `show` writes without quotes."""
+
+
 def show(value: Any) -> str:
     """Format a value for an error message: tensors by dtype and shape, long values shortened."""
     if isinstance(value, Tensor) and value.dim():
         return f"{value.dtype} of shape {tuple(value.shape)}"
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    text = repr(value)
+    text = str(value) if isinstance(value, Words) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -311,7 +311,7 @@ def test_a_scan_scores_every_token_once_with_its_context(letters):
 
 def test_prompts_are_not_running_text(tmp_path):
     file = TokenFile.write([Document("4", "2+2="), Document("free")], ByteTokenizer(), tmp_path)
-    with pytest.raises(ValueError, match=r"running text, without prompts, .*got '1 prompts'. Use PromptSource"):
+    with pytest.raises(ValueError, match=r"running text, without prompts, .*got 1 prompts. Use PromptSource"):
         source_of(file)
 
 

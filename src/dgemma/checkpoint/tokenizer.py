@@ -21,7 +21,7 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from dgemma.checks import as_int, as_lists, require, typed
+from dgemma.checks import Words, as_int, as_lists, require, typed
 from dgemma.files import new_files, open_file, parse_json, read_bytes, write_bytes, write_json, writing
 from dgemma.location import resolve, stored_folder
 from dgemma.model.published import read_published
@@ -306,7 +306,7 @@ class Tokenizer(ABC):
         answer = whole[len(prompt) :]
         fits, rule = whole[: len(prompt)] == prompt, "write the model's turn after its generation prompt"
         fix = "Use prompts and answers instead of chats."
-        require(fits, "the chat template of Tokenizer.chat_turn", rule, "another one", fix)
+        require(fits, "the chat template of Tokenizer.chat_turn", rule, Words("another one"), fix)
         if end in answer:
             answer = answer[: len(answer) - answer[::-1].index(end)]  # without the line break after the turn
         return prompt, answer

@@ -4,7 +4,6 @@ The readers of values report mistakes before torch is imported, except for sampl
 """
 
 import argparse
-import difflib
 import gc
 import importlib.util
 import math
@@ -18,7 +17,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from dgemma.printing import install_command, one_line
+from dgemma.printing import install_command, nearest, one_line
 
 if TYPE_CHECKING:
     from dgemma.sampling import Sampler
@@ -87,8 +86,8 @@ class Parser(argparse.ArgumentParser):
         arguments, unknown = super().parse_known_args(*words, **options)
         if unknown:
             known = [name for action in self._actions for name in action.option_strings]
-            near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1, cutoff=0.7)
-            self.error(f"unknown: {' '.join(unknown)}" + (f", perhaps you meant {near[0]}" if near else ""))
+            near = nearest(unknown[0].partition("=")[0], known)
+            self.error(f"unknown: {' '.join(unknown)}" + (f", perhaps you meant {near}" if near else ""))
         return arguments, unknown
 
     def error(self, message: str) -> NoReturn:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from dgemma.checkpoint.images import ImageProcessor
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.checks import require
+from dgemma.checks import Words, require
 from dgemma.cli import loading, output
 from dgemma.data.documents import Document, list_files, read_dataset, read_documents
 from dgemma.data.sudoku.encoding import load_tokenizer
@@ -146,7 +146,7 @@ def _learn_from_runs(arguments: argparse.Namespace) -> int:
     """Learn from the model's own runs on prompts with answers."""
     require(len(arguments.files) == 1, "dgemma train --rl", "have one file", arguments.files)
     preset, fix = arguments.preset, "Name one with -m. Runs of random weights have nothing to learn from."
-    require(preset is None, "dgemma train --rl", "start from a checkpoint", f"--preset {preset}", fix)
+    require(preset is None, "dgemma train --rl", "start from a checkpoint", Words(f"--preset {preset}"), fix)
     tokenizer = load_tokenizer(arguments.model, ModelConfig.from_hf(resolve(arguments.model)))
     batch = {"batch_size": arguments.batch_size or 4, "updates": arguments.updates, "seed": arguments.seed}
     problems, reward = Problems.read(arguments.files[0], tokenizer, **batch), REWARDS[arguments.reward]
