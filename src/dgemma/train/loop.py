@@ -298,7 +298,7 @@ class _Run:
             advice = f"No update came before, so the learning rate is not the cause. Check {checked} and the weights."
         elif 0 < len(seeds) < len(finite):
             advice = (
-                "Check those rows, because others of this step are finite. If they are right, lower TrainConfig.lr."
+                "Check those rows, because others here are finite. If they are right, lower TrainConfig.lr."
             )
         else:
             advice = "Lower TrainConfig.lr or TrainConfig.clip."
