@@ -276,9 +276,7 @@ def test_a_number_that_is_not_finite_stops_the_run_at_the_last_good_checkpoint(t
     bad = int(seeds[4][2])
     good, _ = run(tmp_path / "good", on_step=stop_at(3))
     model = next_token.model()
-    with pytest.raises(
-        FloatingPointError, match=rf"at step 4: loss, .*rows with seeds \[{bad}\].*-000003\. Check those"
-    ):
+    with pytest.raises(FloatingPointError, match=rf"step 4: loss, .* seeds \[{bad}\].*-000003\. Check those"):
         run(tmp_path / "bad", model=model, objective=Poisoned(bad_seed=bad), checkpoint_every=3)
     assert_same_bits(weights(good), weights(model))
     assert sorted(path.name for path in (tmp_path / "bad").glob("step-*")) == ["step-000000", "step-000003"]

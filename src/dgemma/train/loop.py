@@ -297,9 +297,7 @@ class _Run:
             checked = "those rows" if seeds else "the objective"
             advice = f"No update came before, so the learning rate is not the cause. Check {checked} and the weights."
         elif 0 < len(seeds) < len(finite):
-            advice = (
-                "Check those rows, because others here are finite. If they are right, lower TrainConfig.lr."
-            )
+            advice = "Check those rows, because others here are finite. If they are right, lower TrainConfig.lr."
         else:
             advice = "Lower TrainConfig.lr or TrainConfig.clip."
         raise FloatingPointError(
