@@ -61,6 +61,11 @@ NO_CHECKPOINT_READ = [
     (("generate", "--regex", "a[", "Hi"), "got 'a[': unterminated character set at position 1"),
     (("generate", "--device", "gpu", "Hi"), "--device must be cpu, cuda or cuda:N, got 'gpu'"),
     (("generate", "--html", "/no/such/folder/run.html", "Hi"), "--html must be a file that can be written"),
+    (
+        ("generate", "--html", "a.gif", "--gif", "../" + Path.cwd().name + "/a.gif", "Hi"),
+        "--gif must be another file than that of --html, got",
+    ),
+    (("generate", "--input", "a.jsonl", "--out", "a.jsonl"), "--out must be another file than that of --input"),
     (("infill", "no holes, only _"), "must have a hole"),
     (("edit", "--keep", "ho", "Hi"), "--keep must name words of the text, got 'ho'"),
     (("sudoku", "--givens", "5"), "--givens must be a whole number from 23 to 81, got 5"),
