@@ -41,6 +41,7 @@ from dgemma.train import TrainConfig, evaluate, recipes, train
 from dgemma.train.batch import BatchSource
 from dgemma.train.checkpoints import lock_folder
 from dgemma.train.learning import REWARDS, PolicyGradient, Problems
+from dgemma.train.learning.rewards import find_reward
 from dgemma.train.log import TrainLog, TrainResult, TrainStep
 from dgemma.train.lora import LoRA, add_lora, merge_lora
 from dgemma.train.parallel import ADAPTERS
@@ -149,8 +150,9 @@ def _learn_from_runs(arguments: argparse.Namespace) -> int:
     require(preset is None, "dgemma train --rl", "start from a checkpoint", Words(f"--preset {preset}"), fix)
     tokenizer = load_tokenizer(arguments.model, ModelConfig.from_hf(resolve(arguments.model)))
     batch = {"batch_size": arguments.batch_size or 4, "updates": arguments.updates, "seed": arguments.seed}
-    problems, reward = Problems.read(arguments.files[0], tokenizer, **batch), REWARDS[arguments.reward]
-    reward([""] * len(problems.answers), problems.answers)  # so that an answer of a wrong kind is an error now
+    problems, reward = Problems.read(arguments.files[0], tokenizer, **batch), find_reward(arguments.reward)
+    if arguments.reward in REWARDS:
+        reward([""] * len(problems.answers), problems.answers)  # so that an answer of a wrong kind is an error now
     model = _new_model(arguments, tokenizer)
     if arguments.lora:
         add_lora(model, LoRA(rank=arguments.lora, alpha=2.0 * arguments.lora), seed=arguments.seed)

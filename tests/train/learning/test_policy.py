@@ -183,7 +183,7 @@ def test_the_ratio_is_exactly_one_before_the_first_update(tmp_path):
     assert ratios[0] == ratios[2] == 1.0
     assert ratios[1] != 1.0 != ratios[3]
     lines = result.log.lines()[0]
-    names = "reward forwards entropy ratio clipped excluded spread".split()
+    names = ("reward", "forwards", "entropy", "ratio", "clipped", "excluded", "spread")
     assert {"loss/policy", *(f"run/{name}" for name in names)} <= lines.keys()
     assert 2 <= lines["run/forwards"] <= 4
 
