@@ -19,6 +19,11 @@ from dgemma.printing import nearest
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _MOST_SHOWN = 8  # elements of a tensor in `short_repr`
+_EXAMPLES = {
+    "Sampler": "dgemma.EntropyBound(bound=0.1)",
+    "Noise": "dgemma.UniformNoise(vocab_size)",
+    "Regex": "dgemma.Regex(pattern, tokenizer)",
+}
 _WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -77,7 +82,8 @@ def typed(function: Function) -> Function:
         except TypeError as error:
             near = next((near for name in kwargs if name not in names and (near := nearest(name, names))), None)
             hint = f" Perhaps you meant {near}." if near else ""
-            raise TypeError(f"{owner} {error}.{hint} It takes {', '.join(sorted(names))}.") from None
+            listed = ", ".join(sorted({*names} - {"self", "cls"}))
+            raise TypeError(f"{owner} {error}.{hint} It takes {listed}.") from None
         for name, hint in _hints_of(function).items():
             if name in bound.arguments and name in names and name != "model":
                 _check_type(bound.arguments[name], hint, f"{owner} {name}")
@@ -204,7 +210,8 @@ def _fix_type(value: Any, wanted: str) -> str:
         return "Pass its .tokens."
     if wanted == "Tensor" and isinstance(value, list):
         return "Write torch.tensor(...)."
-    return "Pass one, such as dgemma.EntropyBound(bound=0.1)." if wanted.startswith("Sampler") else ""
+    kind = wanted.replace("[", " ").split()[0]
+    return f"Pass one, such as {_EXAMPLES[kind]}." if kind in _EXAMPLES else ""
 
 
 @functools.cache

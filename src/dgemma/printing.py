@@ -8,7 +8,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -59,12 +59,13 @@ def without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is most like a misspelt one; None if none is like it.
+def nearest(name: str, known: Collection[str]) -> str | None:
+    """Return the known name that begins with another or is most like it; None if none is like it.
 
     Example: `nearest("eos_token_id", ["seed", "eos_token_ids"])` is "eos_token_ids".
     """
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)), None)
+    begun = [each for each in known if name and each.startswith(name)]
+    return next(iter(begun or difflib.get_close_matches(name, list(known), n=1)), None)
 
 
 def install_command(extra: str) -> str:

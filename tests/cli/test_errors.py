@@ -34,7 +34,8 @@ def refuses(ran, *messages):
 
 
 NO_CHECKPOINT_READ = [
-    (("write",), "invalid choice: 'write'"),
+    (("generte",), "COMMAND must be one of generate, chat,"),
+    (("generte",), "got 'generte', perhaps you meant generate."),
     (("generate", ""), "must not be empty"),
     (("generate", "bytes \udcff"), "must be UTF-8"),
     (("generate", "-m", "/no/such/folder", "Hi"), "'/no/such/folder' is neither a folder nor a hub id"),
@@ -42,6 +43,8 @@ NO_CHECKPOINT_READ = [
     (("generate", "dgemma/text", "Hi"), "dgemma/text is a model, not part of the text. Write --model before it"),
     (("generate", "--steps", "0", "Hi"), "--steps must be a whole number of at least 1, got 0"),
     (("generate", "--output", "run.jsonl", "Hi"), "unknown: --output, perhaps you meant --out."),
+    (("generate", "--temp", "2", "Hi"), "unknown: --temp, perhaps you meant --temperature."),
+    (("infill", "--level", "3", "a__"), "unknown: --level. See"),
     (("generate", "--gif", "run.png", "Hi"), "--gif must be a file that ends in .gif, got 'run.png'"),
     (
         ("generate", "--temperature", "1e-300", "Hi"),
@@ -68,6 +71,7 @@ NO_CHECKPOINT_READ = [
     (("generate", "--input", "a.jsonl", "--out", "a.jsonl"), "--out must be another file than that of --input"),
     (("infill", "no holes, only _"), "must have a hole"),
     (("edit", "--keep", "ho", "Hi"), "--keep must name words of the text, got 'ho'"),
+    (("edit", "--keep", "Hi you", "Hi you"), "--keep must leave words to rewrite, got the whole text"),
     (("sudoku", "--givens", "5"), "--givens must be a whole number from 23 to 81, got 5"),
     (("sudoku", "." * 80), "a puzzle must have 81 characters, got 80"),
     (("sudoku", CONTRADICTION), "contradict each other"),
