@@ -283,25 +283,14 @@ def test_a_number_that_is_not_finite_stops_the_run_at_the_last_good_checkpoint(t
 
 
 def test_a_gradient_that_is_not_finite_is_named_and_the_advice_fits_the_cause(tmp_path):
-    calls = []
-
     class Steep(NextToken):
         def reduce(self, terms, totals):
             loss = super().reduce(terms, totals)
             return loss + (loss - loss.detach()).sqrt()  # zero, with an infinite slope
 
-    class Late(NextToken):
-        def __call__(self, model, batch, *, seeds):
-            calls.append(seeds)
-            terms = super().__call__(model, batch, seeds=seeds)
-            terms.sums["causal"] = terms.sums["causal"] * (math.nan if len(calls) == 3 else 1.0)
-            return terms
-
     sentence = "at step 1: grad_norm, although .* every row here are finite.* not the cause. Check the objective"
     with pytest.raises(FloatingPointError, match=sentence):
-        run(tmp_path / "steep", objective=Steep())
-    with pytest.raises(FloatingPointError, match=r"at step 3: loss, .*-000000\. Lower TrainConfig\.lr"):
-        run(tmp_path / "late", objective=Late())
+        run(tmp_path, objective=Steep())
 
 
 def test_a_process_whose_prediction_fails_waits_for_no_other(tmp_path):
