@@ -71,6 +71,8 @@ def test_common_mistakes_get_a_fix():
             model, prompt, seed=2**64
         ),
         r"be StopRule or 'checkpoint' or None, got": lambda: dgemma.generate(model, prompt, stop="end"),
+        r"got 'a'\. Pass one, such as dgemma\.Regex\(": lambda: dgemma.generate(model, prompt, constraint="a"),
+        r"got \(3, 5\)\. Write spans as \[\(start, stop\)": lambda: dgemma.infill(model, prompt, (3, 5)),
         r"got None\. Pass out\.trajectory of generate\(\.\.\., record=True\)": lambda: dgemma.view.to_html(None),
     }.items():
         with pytest.raises(ValueError, match=text):

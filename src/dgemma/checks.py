@@ -14,9 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dgemma.printing import nearest
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _MOST_SHOWN = 8  # elements of a tensor in `short_repr`
+_EXAMPLES = {
+    "Sampler": "dgemma.EntropyBound(bound=0.1)",
+    "Noise": "dgemma.UniformNoise(vocab_size)",
+    "Regex": "dgemma.Regex(pattern, tokenizer)",
+}
 _WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -73,7 +80,10 @@ def typed(function: Function) -> Function:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{owner} {error}. It takes {', '.join(sorted(names))}.") from None
+            near = next((near for name in kwargs if name not in names and (near := nearest(name, names))), None)
+            hint = f" Perhaps you meant {near}." if near else ""
+            listed = ", ".join(sorted({*names} - {"self", "cls"}))
+            raise TypeError(f"{owner} {error}.{hint} It takes {listed}.") from None
         for name, hint in _hints_of(function).items():
             if name in bound.arguments and name in names and name != "model":
                 _check_type(bound.arguments[name], hint, f"{owner} {name}")
@@ -190,6 +200,8 @@ def _fix_type(value: Any, wanted: str) -> str:
         return f"Write {value.__name__}()."
     if type(value) is int and as_int(value) is None:
         return "An integer must fit into 64 bits: from -2**63 to 2**63 - 1."
+    if "Sequence[tuple[int, int]]" in wanted:
+        return "Write spans as [(start, stop), ...]."
     if wanted == "Trajectory":
         return "Pass out.trajectory of generate(..., record=True)."
     if wanted == "Tensor" and isinstance(value, str):
@@ -198,7 +210,8 @@ def _fix_type(value: Any, wanted: str) -> str:
         return "Pass its .tokens."
     if wanted == "Tensor" and isinstance(value, list):
         return "Write torch.tensor(...)."
-    return "Pass one, such as dgemma.EntropyBound(bound=0.1)." if wanted.startswith("Sampler") else ""
+    kind = wanted.replace("[", " ").split()[0]
+    return f"Pass one, such as {_EXAMPLES[kind]}." if kind in _EXAMPLES else ""
 
 
 @functools.cache
@@ -295,13 +308,17 @@ def has_values(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_meta
 
 
+class Words(str):
+    """A description in place of a value, which `show` writes without quotes."""
+
+
 def show(value: Any) -> str:
     """Format a value for an error message: tensors by dtype and shape, long values shortened."""
     if isinstance(value, Tensor) and value.dim():
         return f"{value.dtype} of shape {tuple(value.shape)}"
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    text = repr(value)
+    text = str(value) if isinstance(value, Words) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -116,7 +116,8 @@ def read_json_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
                     value = json.loads(line)
                 except (ValueError, RecursionError) as error:
                     reason = printable(str(getattr(error, "msg", error)))
-                    got = f"{_name(path)}:{number} must be JSON, got {line.strip()[:60]!r}: {reason}."
+                    start = line.strip()[:60].decode(errors="replace")
+                    got = f"{_name(path)}:{number} must be JSON, got {start!r}: {reason}."
                     raise ValueError(f"{got} Mend or delete this line.") from None
                 yield f"{_name(path)}:{number}", value
 

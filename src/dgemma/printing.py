@@ -3,10 +3,12 @@
 Use `printable` for text on a terminal, `one_line` for an error message, and `to_json` for JSON.
 """
 
+import difflib
 import json
 import math
 import re
 import sys
+from collections.abc import Collection
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +57,15 @@ def without_nan(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [without_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def nearest(name: str, known: Collection[str]) -> str | None:
+    """Return the known name that begins with another or is most like it; None if none is like it.
+
+    Example: `nearest("eos_token_id", ["seed", "eos_token_ids"])` is "eos_token_ids".
+    """
+    begun = [each for each in known if name and each.startswith(name)]
+    return next(iter(begun or difflib.get_close_matches(name, list(known), n=1)), None)
 
 
 def install_command(extra: str) -> str:

@@ -118,9 +118,9 @@ def test_bad_pictures_get_one_sentence(monkeypatch, tmp_path):
         ),
         (tiny_png(0, 4), "its format is unknown, or it has no pixels"),
         ("http://example.com/x.png", "got 'http://example.com/x.png'. Download it: other URLs are not fetched."),
-        (saved(frames[0], "GIF", save_all=True, append_images=frames[1:]), "must be a still picture, got 'several"),
-        (Image.new("F", (4, 4)), "must have 8 bits per channel, got 'mode F'"),
-        (Image.new("RGB", (0, 4)), "must have 1 to 67,108,864 pixels, got '0 × 4'"),
+        (saved(frames[0], "GIF", save_all=True, append_images=frames[1:]), "must be a still picture, got several"),
+        (Image.new("F", (4, 4)), "must have 8 bits per channel, got mode F"),
+        (Image.new("RGB", (0, 4)), "must have 1 to 67,108,864 pixels, got 0 × 4"),
         (np.zeros((4, 4), np.uint8), r"image array must be uint8 of shape \(H, W, 3\)"),
         ("data:text/html;base64,aaaa", "image URL must begin with data:image/"),
         ("data:image/png;base64,a", "image URL must hold base64 data"),
@@ -131,7 +131,7 @@ def test_bad_pictures_get_one_sentence(monkeypatch, tmp_path):
             open_image(source)
     large = saved(Image.new("1", (1 << 14, (1 << 12) + 1)))
     monkeypatch.setattr(Image.Image, "convert", lambda *_: pytest.fail("decoded before its size was checked"))
-    with pytest.raises(ValueError, match="must have 1 to 67,108,864 pixels, got '16384 × 4097'"):
+    with pytest.raises(ValueError, match="must have 1 to 67,108,864 pixels, got 16384 × 4097"):
         open_image(large)
     with pytest.raises(FileNotFoundError):
         open_image(tmp_path / "absent.png")

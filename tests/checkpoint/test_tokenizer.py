@@ -220,7 +220,8 @@ def test_decoding_drops_the_frame_and_keeps_channel_and_tool_markers(tokenizer):
         tokenizer.decode_batch(torch.tensor(ids))
     with pytest.raises(ValueError, match=r"token_id token must be str, got 5"):
         tokenizer.token_id(5)
-    last = tokenizer.vocab_size - 1
+    last, (word,) = tokenizer.vocab_size - 1, tokenizer.encode("a", bos=False)
+    assert tokenizer.decode([word, last + 1, 10**9, word]) == "a\ufffd\ufffda"
     for id in (-1, 2**32):
         with pytest.raises(ValueError, match=rf"tokens must be ids of the vocabulary, from 0 to {last}, got {id}\.$"):
             tokenizer.decode([5, id])

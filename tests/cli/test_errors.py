@@ -33,8 +33,8 @@ def refuses(ran, *messages):
         assert words in ran.err
 
 
-NO_CHECKPOINT_READ = [
-    (("write",), "invalid choice: 'write'"),
+REFUSED = [
+    (("generte",), "evaluate, train, serve, got 'generte', perhaps you meant generate."),
     (("generate", ""), "must not be empty"),
     (("generate", "bytes \udcff"), "must be UTF-8"),
     (("generate", "-m", "/no/such/folder", "Hi"), "'/no/such/folder' is neither a folder nor a hub id"),
@@ -42,6 +42,8 @@ NO_CHECKPOINT_READ = [
     (("generate", "dgemma/text", "Hi"), "dgemma/text is a model, not part of the text. Write --model before it"),
     (("generate", "--steps", "0", "Hi"), "--steps must be a whole number of at least 1, got 0"),
     (("generate", "--output", "run.jsonl", "Hi"), "unknown: --output, perhaps you meant --out."),
+    (("generate", "--temp", "2", "Hi"), "unknown: --temp, perhaps you meant --temperature."),
+    (("infill", "--level", "3", "a__"), "unknown: --level. See"),
     (("generate", "--gif", "run.png", "Hi"), "--gif must be a file that ends in .gif, got 'run.png'"),
     (
         ("generate", "--temperature", "1e-300", "Hi"),
@@ -61,18 +63,26 @@ NO_CHECKPOINT_READ = [
     (("generate", "--regex", "a[", "Hi"), "got 'a[': unterminated character set at position 1"),
     (("generate", "--device", "gpu", "Hi"), "--device must be cpu, cuda or cuda:N, got 'gpu'"),
     (("generate", "--html", "/no/such/folder/run.html", "Hi"), "--html must be a file that can be written"),
+    (
+        ("generate", "--html", "a.gif", "--gif", "../" + Path.cwd().name + "/a.gif", "Hi"),
+        "--gif must be another file than that of --html, got",
+    ),
+    (("generate", "--input", "a.jsonl", "--out", "a.jsonl"), "--out must be another file than that of --input"),
     (("infill", "no holes, only _"), "must have a hole"),
     (("edit", "--keep", "ho", "Hi"), "--keep must name words of the text, got 'ho'"),
+    (("edit", "--keep", "Hi you", "Hi you"), "--keep must leave words to rewrite, got the whole text"),
     (("sudoku", "--givens", "5"), "--givens must be a whole number from 23 to 81, got 5"),
     (("sudoku", "." * 80), "a puzzle must have 81 characters, got 80"),
     (("sudoku", CONTRADICTION), "contradict each other"),
+    (("sudoku", "-m", "dgemma/text"), "must be a Sudoku solver, with 824 tokens and canvas 81"),
+    (("generate", "--device", "cuda", "Hi"), "must name a device that torch can use here, got 'cuda'"),
+    (("generate", "--fast", "Hi"), "--fast needs a GPU"),
+    (("generate", "--weights", "fp8", "Hi"), "--weights must be used with --fast"),
     (("train", "words.txt"), "required: --out"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"), NO_CHECKPOINT_READ, ids=[" ".join(w[:3])[:40] for w, _ in NO_CHECKPOINT_READ]
-)
+@pytest.mark.parametrize(("words", "message"), REFUSED, ids=[" ".join(w[:3])[:40] for w, _ in REFUSED])
 def test_bad_arguments_get_one_sentence(command, words, message):
     refuses(command(*words), f"dgemma {words[0]}:" if words[1:] else "dgemma:", message)
 
@@ -95,7 +105,6 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded(command, checkpoint
 def test_other_encodings_than_utf8_are_refused(command, checkpoint):
     refuses(command("generate", "-m", checkpoint, stdin="Où?".encode("latin-1")), "standard input must be UTF-8")
     refuses(command("chat", "-m", checkpoint, stdin="Où?".encode("latin-1")), "standard input must be UTF-8")
-    refuses(command("sudoku", "-", stdin=b"\xff" * 81), "standard input must be UTF-8")
 
 
 def test_a_folder_without_a_model_is_not_a_checkpoint(command, checkpoint, tmp_path):
@@ -129,19 +138,6 @@ def test_files_with_only_empty_answers_or_texts_are_refused(line, command, check
         ran = command(*words, "-m", checkpoint, tmp_path / "empty.jsonl")
         refuses(ran, "the files must have a text or an answer that is not empty, got none. Add one to the files.")
     assert not (tmp_path / "run").exists()
-
-
-def test_sudoku_refuses_a_text_model(command, checkpoint):
-    refuses(command("sudoku", "-m", checkpoint), "must be a Sudoku solver, with 824 tokens and canvas 81")
-
-
-def test_options_that_need_a_gpu_say_so(command, checkpoint):
-    refuses(
-        command("generate", "-m", checkpoint, "--device", "cuda", "Hi"),
-        "must name a device that torch can use here, got 'cuda'",
-    )
-    refuses(command("generate", "-m", checkpoint, "--fast", "Hi"), "--fast needs a GPU")
-    refuses(command("generate", "-m", checkpoint, "--weights", "fp8", "Hi"), "--weights must be used with --fast")
 
 
 def test_a_file_in_place_of_a_folder_is_refused_and_nothing_is_written(command, checkpoint, tmp_path):

@@ -305,8 +305,20 @@ def test_rl_learns_from_prompts_and_answers(command, checkpoint, tmp_path):
     file.write_text(json.dumps({"prompt": "1+1=", "answer": "two"}))
     ran = command("train", "-m", checkpoint, "--rl", file, "--reward", "numeric", "--out", tmp_path / "other")
     assert (ran.code, ran.err) == (2, "dgemma train: numeric answer must have a number, got 'two'.\n")
+    (tmp_path / "own.py").write_text("def half(texts, answers):\n    return [0.5 for _ in texts]\n")
+    own = ("train", "-m", checkpoint, "--rl", file, "--out", tmp_path / "own", *settings, "--batch-size", "1", "--json")
+    assert json.loads(command(*own, "--reward", f"{tmp_path / 'own.py'}:half").out)["reward"] == 0.5
+    for name, words in {
+        f"{tmp_path / 'own.py'}:third": "no attribute 'third'",
+        f"{tmp_path / 'none.py'}:half": "No such file",
+        "nowhere.rewards:half": "No module named 'nowhere'",
+        "json:__name__": "must be a function",
+        "half": "must be one of exact, numeric, regex, json, sudoku, countdown, got 'half'. Name your own",
+    }.items():
+        ran = command("train", "-m", checkpoint, "--rl", file, "--out", tmp_path / "other", "--reward", name)
+        assert (ran.code, words in ran.err) == (2, True), ran.err
     ran = command("train", "--rl", file, "--out", tmp_path / "other", "--preset", "tiny")
-    assert (ran.code, "start from a checkpoint, got '--preset tiny'. Name one with -m." in ran.err) == (2, True)
+    assert (ran.code, "start from a checkpoint, got --preset tiny. Name one with -m." in ran.err) == (2, True)
     assert not (tmp_path / "other").exists()
 
 

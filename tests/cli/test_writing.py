@@ -280,4 +280,4 @@ def test_images_of_generate_and_chat_are_those_of_the_library(command, tmp_path)
     with warnings.catch_warnings():  # Pillow's warning would be a second sentence
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         refused = command("generate", *options, "--image", str(tmp_path / "large.png"), "What?")
-    assert "large.png must have 1 to 67,108,864 pixels, got '10000 × 10000'. Resize it." in refused.err
+    assert "large.png must have 1 to 67,108,864 pixels, got 10000 × 10000. Resize it." in refused.err

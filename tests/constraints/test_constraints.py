@@ -228,8 +228,8 @@ def test_a_constraint_for_another_tokenizer_is_refused():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: dgemma.JsonSchema({"type": "string", "maxLength": 20_000}, TOKENIZER), "got 'a longer repetition'"),
-        (lambda: dgemma.JsonSchema({"enum": ["abcdefgh" * 3_000]}, TOKENIZER), "got '24004 states'"),
+        (lambda: dgemma.JsonSchema({"type": "string", "maxLength": 20_000}, TOKENIZER), "got a longer repetition"),
+        (lambda: dgemma.JsonSchema({"enum": ["abcdefgh" * 3_000]}, TOKENIZER), "got 24004 states"),
         (lambda: dgemma.Grammar(CALLS_FOUR_TIMES, TOKENIZER), "must expand to at most 10000000 characters"),
         (lambda: dgemma.Grammar('start: "a" start "b" | "c"', TOKENIZER, depth=10**9), "must nest less deep"),
         (lambda: dgemma.JsonSchema(REFERS_TO_ITSELF, TOKENIZER, depth=10**9), "must nest less deep"),
@@ -290,7 +290,7 @@ def test_spelling_is_bounded_while_it_grows(monkeypatch):
 )
 def test_an_automaton_with_billions_of_states_is_refused_within_the_limits(make, monkeypatch):
     monkeypatch.setattr(build, "SECONDS", 1)
-    with pytest.raises(ValueError, match=r"at most 20000 states, built in 1 s and 1 GiB, got 'more time or memory'"):
+    with pytest.raises(ValueError, match=r"at most 20000 states, built in 1 s and 1 GiB, got more time or memory"):
         make().automaton  # noqa: B018
 
 

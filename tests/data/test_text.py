@@ -65,7 +65,7 @@ def test_documents_equal_those_of_str_split(tmp_path, monkeypatch, separator, ch
         ("latin.txt", "café".encode("latin-1"), "latin.txt must be UTF-8"),
         ("list.jsonl", b'["text"]\n', "list.jsonl:1 must be an object"),
         ("number.jsonl", b'{"text": "a"}\n{"prompt": "b", "answer": 3}\n', "number.jsonl:2 must be an object"),
-        ("broken.jsonl", b'{"text": \n', "broken.jsonl:1 must be JSON"),
+        ("broken.jsonl", b'{"text": \n', "broken.jsonl:1 must be JSON, got '{\"text\":': "),
         ("odd.jsonl", b'{"text": "\\ud800abc"}\n', "half of a surrogate pair"),
     ],
 )
@@ -311,7 +311,7 @@ def test_a_scan_scores_every_token_once_with_its_context(letters):
 
 def test_prompts_are_not_running_text(tmp_path):
     file = TokenFile.write([Document("4", "2+2="), Document("free")], ByteTokenizer(), tmp_path)
-    with pytest.raises(ValueError, match=r"running text, without prompts, .*got '1 prompts'. Use PromptSource"):
+    with pytest.raises(ValueError, match=r"running text, without prompts, .*got 1 prompts. Use PromptSource"):
         source_of(file)
 
 

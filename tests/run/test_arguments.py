@@ -115,9 +115,7 @@ def test_numpy_and_torch_scalars_are_accepted_as_numbers(model):
 NOTHING_FROZEN = torch.zeros(2, 32, dtype=torch.bool)
 TOKENS = torch.zeros(2, 32, dtype=torch.long)
 BAD = [
-    ({"sampler": dgemma.EntropyBound}, "sampler must be .*, got the class EntropyBound"),
     ({"noise": dgemma.UniformNoise(100)}, "vocab_size must be the model's 512"),
-    ({"noise": dgemma.UniformNoise(512), "sampler": dgemma.Confidence()}, "Confidence must run under mask noise"),
     ({"attention_mask": torch.ones(3, 4)}, r"attention_mask must be a tensor of shape \(2, 4\)"),
     ({"attention_mask": torch.full((2, 4), torch.nan)}, "attention_mask must be .* 1 for real tokens"),
     ({"eos_token_ids": [1, VOCAB]}, r"eos_token_ids must be a token id or several in \[0, 512\), got \[1, 512\]"),

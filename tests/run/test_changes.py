@@ -93,7 +93,7 @@ def test_the_mask_is_never_proposed_after_allowed_changes():
         ),
         ({"sampler": Confidence()}, "Confidence must run under mask noise, got 'uniform'"),
         (5, r"changes must be DenoiseState or Mapping\[str, Any\] or None, got 5"),
-        ({"canvas": torch.full((2, 6), 11)}, r"DenoiseState\.canvas must hold ids in \[0, 11\), got '11\.\.11'"),
+        ({"canvas": torch.full((2, 6), 11)}, r"DenoiseState\.canvas must hold ids in \[0, 11\), got 11\.\.11\."),
         (
             {"allowed": torch.zeros(1, 1, VOCAB, dtype=torch.bool)},
             r"DenoiseState\.allowed must leave at least one token",

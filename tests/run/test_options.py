@@ -33,9 +33,9 @@ def test_a_signature_shows_every_option_with_its_default(function, options):
 
 @pytest.mark.parametrize("function", [dgemma.generate, dgemma.stream, read_plan])
 def test_an_unknown_option_is_refused_by_the_function_that_got_it(function):
-    sentence = rf"{function.__name__} got an unexpected keyword argument 'stepz'\. It takes allowed, .*steps"
+    sentence = rf"{function.__name__} got .* argument 'eos_token_id'\. Perhaps you meant eos_token_ids\. It takes"
     with pytest.raises(TypeError, match=sentence):
-        function(dgemma.DiffusionGemma(dgemma.presets.tiny()), torch.full((1, 3), 5), stepz=3)
+        function(dgemma.DiffusionGemma(dgemma.presets.tiny()), torch.full((1, 3), 5), eos_token_id=3)
 
 
 def test_a_model_that_is_not_a_denoiser_is_refused():

@@ -1,5 +1,6 @@
 """A recorded run is complete, and can be saved, replayed bit for bit and forked."""
 
+import functools
 import json
 import math
 from dataclasses import dataclass, replace
@@ -91,6 +92,9 @@ def test_a_record_of_a_tiny_vocabulary_has_all_of_its_tokens():
     assert out.trajectory[0].top_tokens.sort(-1).values.unique(dim=1).tolist() == [[[0, 1, 2]]]
     filled = dgemma.infill(model, prompt, [(1, 2)], **more)
     assert filled.trajectories[0][0].top_tokens.shape == (1, 8, 3)
+    for run in (dgemma.generate, functools.partial(dgemma.infill, holes=[(1, 2)])):
+        with pytest.raises(ValueError, match=r"record_top must be from 0 to the vocabulary's 3, got 4\."):
+            run(model, prompt, record_top=4, **more)
 
 
 def test_finished_rows_are_absent_and_their_forwards_are_counted(recorded):

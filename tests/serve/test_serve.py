@@ -123,6 +123,8 @@ OPEN_CHOICE = {"type": "choice", "instructions": "?"}
                 ({"stop": ["b"] * 17}, "at most 16 items"),
                 ({"stop": ["b", ""]}, "stop.1 must have at least 1 character, got ''."),
                 ({"seed": "1"}, "seed must be a valid integer, got '1'."),
+                ({"echo": True}, "echo must be false, got true."),
+                ({"suffix": [None, "a None"]}, "suffix must be null, got [null, 'a None']."),
                 ({"stepz": 1}, "stepz is not a field"),
                 ({f"f{number}": 1 for number in range(60_000)}, "f0 is not a field"),
                 ({"response_format": {"type": "text", "x": 1}}, "response_format.x is not a field"),
@@ -133,7 +135,7 @@ OPEN_CHOICE = {"type": "choice", "instructions": "?"}
             for fields, status, message in (
                 ({"holes": [2]}, 400, "holes.0 must be a hole [start, stop], got 2."),
                 ({"holes": [[0, 2]]}, 400, "but never the first"),
-                ({"holes": [[2, 99]]}, 400, "0 <= start < stop <= 4"),
+                ({"holes": [[2, 99]]}, 400, "spans [[start, stop], ...] with 0 <= start < stop <= 4, got [[2, 99]]."),
                 ({"tokens": [5, 999]}, 400, "ids below 384"),
                 ({"tokens": [5] * 321}, 400, "tokens must have at most 320 ids, got 321"),
                 ({"model": "other"}, 404, "does not exist"),

@@ -228,5 +228,5 @@ def test_what_needs_a_diffusion_gemma_says_so(bert):
     packed = TrainBatch(
         tokens=tokens, prompt_len=torch.tensor([1]), length=torch.tensor([3]), documents=torch.tensor([[0, 0, 1]])
     )
-    with pytest.raises(ValueError, match="must have one text per row for a Wrapped, got 'rows that pack several'"):
+    with pytest.raises(ValueError, match="must have one text per row for a Wrapped, got rows that pack several"):
         evaluate(bert, packed, dgemma.MaskNoise(VOCAB, mask_token_id=MASK))

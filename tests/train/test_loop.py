@@ -276,21 +276,20 @@ def test_a_number_that_is_not_finite_stops_the_run_at_the_last_good_checkpoint(t
     bad = int(seeds[4][2])
     good, _ = run(tmp_path / "good", on_step=stop_at(3))
     model = next_token.model()
-    with pytest.raises(FloatingPointError, match=rf"at step 4: loss, .*rows with seeds \[{bad}\].*step-000003"):
+    with pytest.raises(FloatingPointError, match=rf"step 4: loss, .* seeds \[{bad}\].*-000003\. Check those"):
         run(tmp_path / "bad", model=model, objective=Poisoned(bad_seed=bad), checkpoint_every=3)
     assert_same_bits(weights(good), weights(model))
     assert sorted(path.name for path in (tmp_path / "bad").glob("step-*")) == ["step-000000", "step-000003"]
 
 
-def test_a_gradient_that_is_not_finite_is_named(tmp_path):
+def test_a_gradient_that_is_not_finite_is_named_and_the_advice_fits_the_cause(tmp_path):
     class Steep(NextToken):
         def reduce(self, terms, totals):
             loss = super().reduce(terms, totals)
             return loss + (loss - loss.detach()).sqrt()  # zero, with an infinite slope
 
-    with pytest.raises(
-        FloatingPointError, match="at step 1: grad_norm, although the terms of every row here are finite"
-    ):
+    sentence = "at step 1: grad_norm, although .* every row here are finite.* not the cause. Check the objective"
+    with pytest.raises(FloatingPointError, match=sentence):
         run(tmp_path, objective=Steep())
 
 

@@ -18,7 +18,7 @@ import torch
 from einops import rearrange
 
 from dgemma.checkpoint.tokenizer import IMAGE_MARKER, Tokenizer, explained
-from dgemma.checks import Checked, Count, require
+from dgemma.checks import Checked, Count, Words, require
 from dgemma.files import read_bytes, read_json
 from dgemma.location import resolve, stored_folder
 from dgemma.model.config import ModelConfig
@@ -119,7 +119,7 @@ def open_image(source: "ImageSource", *, most_pixels: int = _MOST_PIXELS) -> "Im
         raise ImportError('Images need Pillow. Install it: pip install -e ".[images]".') from error
     if isinstance(source, np.ndarray):
         fits = source.dtype == np.uint8 and source.ndim == 3 and source.shape[2] == 3 and source.size > 0
-        require(fits, "image array", "be uint8 of shape (H, W, 3)", f"{source.dtype} of shape {source.shape}")
+        require(fits, "image array", "be uint8 of shape (H, W, 3)", Words(f"{source.dtype} of shape {source.shape}"))
         source = Image.fromarray(source)
     is_path = isinstance(source, Path) or (isinstance(source, str) and not is_data_url(source))
     name = f"image {printable(str(source))}" if is_path else "image"
@@ -137,13 +137,13 @@ def open_image(source: "ImageSource", *, most_pixels: int = _MOST_PIXELS) -> "Im
     # The header has the size and the mode, so nothing is decoded before these checks.
     width, height = source.size
     fits = 0 < width * height <= most_pixels
-    require(fits, name, f"have 1 to {most_pixels:,} pixels", f"{width} × {height}", "Resize it.")
+    require(fits, name, f"have 1 to {most_pixels:,} pixels", Words(f"{width} × {height}"), "Resize it.")
     with explained(problem, fix):
         # A phone stores depth or brightness as further frames of a photo, which Pillow calls MPO.
         is_animated = getattr(source, "is_animated", False) and source.format != "MPO"
-    require(not is_animated, name, "be a still picture", "several frames", "Pass one frame.")
+    require(not is_animated, name, "be a still picture", Words("several frames"), "Pass one frame.")
     is_wide = source.mode in ("I", "F") or ";" in source.mode
-    require(not is_wide, name, "have 8 bits per channel", f"mode {source.mode}", "Convert it to RGB.")
+    require(not is_wide, name, "have 8 bits per channel", Words(f"mode {source.mode}"), "Convert it to RGB.")
     with explained(problem, fix):
         image = ImageOps.exif_transpose(source)
         if image.has_transparency_data:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from dgemma.checks import as_int, as_lists, require, typed
+from dgemma.checks import Words, as_int, as_lists, require, typed
 from dgemma.files import new_files, open_file, parse_json, read_bytes, write_bytes, write_json, writing
 from dgemma.location import resolve, stored_folder
 from dgemma.model.published import read_published
@@ -212,8 +213,8 @@ class Tokenizer(ABC):
         """Return the text of a row of tokens (N,).
 
         `skip_special` drops padding, bos, eos and turn markers. Channel, tool and mask markers stay, because they
-        separate thought, answer and tool calls. A model with a larger vocabulary may write ids from `vocab_size` on,
-        which have no text.
+        separate thought, answer and tool calls. An id without a text becomes U+FFFD: a model with a larger vocabulary
+        may write ids from `vocab_size` on.
 
         Example: `tokenizer.decode(out.new_tokens[0])`.
         """
@@ -305,7 +306,7 @@ class Tokenizer(ABC):
         answer = whole[len(prompt) :]
         fits, rule = whole[: len(prompt)] == prompt, "write the model's turn after its generation prompt"
         fix = "Use prompts and answers instead of chats."
-        require(fits, "the chat template of Tokenizer.chat_turn", rule, "another one", fix)
+        require(fits, "the chat template of Tokenizer.chat_turn", rule, Words("another one"), fix)
         if end in answer:
             answer = answer[: len(answer) - answer[::-1].index(end)]  # without the line break after the turn
         return prompt, answer
@@ -434,8 +435,13 @@ class PretrainedTokenizer(Tokenizer):
 
     def _decode(self, ids: list[int]) -> str:
         with explained(f"the tokenizer in {self._folder} cannot decode these ids", "Check its tokenizer.json."):
-            text: str = self.backend_tokenizer.decode(ids, skip_special_tokens=False)
-        return text
+            # The library would leave out ids that are not in the vocabulary.
+            runs = groupby(ids, key=lambda token: self.backend_tokenizer.id_to_token(token) is not None)
+            decode = self.backend_tokenizer.decode
+            return "".join(
+                decode(list(run), skip_special_tokens=False) if is_known else "\ufffd" * len(list(run))
+                for is_known, run in runs
+            )
 
     def _render(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         if not self.has_chat_template:

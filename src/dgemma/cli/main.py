@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import threading
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -80,6 +81,7 @@ def _run(argv: Sequence[str] | None) -> int:
             parser.print_help()
             return 0
         name = f"dgemma {arguments.command}"
+        _refuse_one_file_for_two(arguments)
         checkpoint = getattr(arguments, "model", None) or getattr(arguments, "checkpoint", None)
         if checkpoint and not checkpoint.endswith(".gguf"):
             find_local(checkpoint)  # reports a wrong path before torch is imported
@@ -98,6 +100,16 @@ def _run(argv: Sequence[str] | None) -> int:
         return _fail(name, error, 2 if error.errno in _BAD_PATH else 1)
     except (RuntimeError, ArithmeticError, ImportError, MemoryError) as error:
         return _fail(name, error, 1)
+
+
+def _refuse_one_file_for_two(arguments: Namespace) -> None:
+    """Raise if two options name the same file, because one output would replace the other, or the input."""
+    options: dict[Path, str] = {}
+    for option in ("input", "out", "html", "gif"):
+        path = getattr(arguments, option, None)
+        other = options.setdefault(Path(path).resolve(), option) if path else option
+        if other != option:
+            raise ValueError(f"--{option} must be another file than that of --{other}, got {str(path)!r}.")
 
 
 def _fail(name: str, error: BaseException, code: int) -> int:

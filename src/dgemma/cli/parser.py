@@ -4,7 +4,6 @@ The readers of values report mistakes before torch is imported, except for sampl
 """
 
 import argparse
-import difflib
 import gc
 import importlib.util
 import math
@@ -18,7 +17,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from dgemma.printing import install_command, one_line
+from dgemma.printing import install_command, nearest, one_line
 
 if TYPE_CHECKING:
     from dgemma.sampling import Sampler
@@ -86,15 +85,20 @@ class Parser(argparse.ArgumentParser):
         """Report unknown arguments with the name of the command."""
         arguments, unknown = super().parse_known_args(*words, **options)
         if unknown:
-            known = [name for action in self._actions for name in action.option_strings]
-            near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1, cutoff=0.7)
-            self.error(f"unknown: {' '.join(unknown)}" + (f", perhaps you meant {near[0]}" if near else ""))
+            known = {name.lstrip("-"): name for action in self._actions for name in action.option_strings}
+            near = nearest(unknown[0].partition("=")[0].lstrip("-"), known)
+            self.error(f"unknown: {' '.join(unknown)}" + (f", perhaps you meant {known[near]}" if near else ""))
         return arguments, unknown
 
     def error(self, message: str) -> NoReturn:
         # "argument --steps: must be …" becomes a sentence.
         sentence = re.sub(r"^argument (\S+): (must|needs) ", r"\1 \2 ", message).rstrip(".")
         sentence = re.sub(r"^argument (\S+): not allowed with argument (\S+)", r"\1 must not be used with \2", sentence)
+        found = re.match(r"argument (\S+): invalid choice: (.*) \(choose from (.*)\)$", sentence)
+        if found:
+            name, got, choices = found[1], found[2], found[3].replace("'", "")
+            near = nearest(got.strip("'"), choices.split(", "))
+            sentence = f"{name} must be one of {choices}, got {got}" + (f", perhaps you meant {near}" if near else "")
         self.exit(2, one_line(f"{self.prog}: {sentence}. See {self.prog} --help.") + "\n")
 
 

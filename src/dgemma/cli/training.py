@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from dgemma.checkpoint.images import ImageProcessor
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.checks import require
+from dgemma.checks import Words, require
 from dgemma.cli import loading, output
 from dgemma.data.documents import Document, list_files, read_dataset, read_documents
 from dgemma.data.sudoku.encoding import load_tokenizer
@@ -41,6 +41,7 @@ from dgemma.train import TrainConfig, evaluate, recipes, train
 from dgemma.train.batch import BatchSource
 from dgemma.train.checkpoints import lock_folder
 from dgemma.train.learning import REWARDS, PolicyGradient, Problems
+from dgemma.train.learning.rewards import find_reward
 from dgemma.train.log import TrainLog, TrainResult, TrainStep
 from dgemma.train.lora import LoRA, add_lora, merge_lora
 from dgemma.train.parallel import ADAPTERS
@@ -146,11 +147,12 @@ def _learn_from_runs(arguments: argparse.Namespace) -> int:
     """Learn from the model's own runs on prompts with answers."""
     require(len(arguments.files) == 1, "dgemma train --rl", "have one file", arguments.files)
     preset, fix = arguments.preset, "Name one with -m. Runs of random weights have nothing to learn from."
-    require(preset is None, "dgemma train --rl", "start from a checkpoint", f"--preset {preset}", fix)
+    require(preset is None, "dgemma train --rl", "start from a checkpoint", Words(f"--preset {preset}"), fix)
     tokenizer = load_tokenizer(arguments.model, ModelConfig.from_hf(resolve(arguments.model)))
     batch = {"batch_size": arguments.batch_size or 4, "updates": arguments.updates, "seed": arguments.seed}
-    problems, reward = Problems.read(arguments.files[0], tokenizer, **batch), REWARDS[arguments.reward]
-    reward([""] * len(problems.answers), problems.answers)  # so that an answer of a wrong kind is an error now
+    problems, reward = Problems.read(arguments.files[0], tokenizer, **batch), find_reward(arguments.reward)
+    if arguments.reward in REWARDS:
+        reward([""] * len(problems.answers), problems.answers)  # so that an answer of a wrong kind is an error now
     model = _new_model(arguments, tokenizer)
     if arguments.lora:
         add_lora(model, LoRA(rank=arguments.lora, alpha=2.0 * arguments.lora), seed=arguments.seed)

@@ -50,7 +50,7 @@ def build_automaton(pattern: str, texts: list[bytes | None], owner: str) -> Toke
         # A repetition such as .* before a counted one such as .{30} can double the states with each character.
         rule = f"have at most {MOST_STATES} states, built in {SECONDS} s and {GIBIBYTES} GiB"
         fix = "Shorten counted repetitions such as {0,1000}, a schema's maxLength and maxItems, and long texts."
-        raise ValueError(f"{owner} must {rule}, got {str(error)!r}. {fix}") from None
+        raise ValueError(f"{owner} must {rule}, got {error}. {fix}") from None
 
 
 def stop_builds() -> None:

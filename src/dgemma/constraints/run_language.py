@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from dgemma.checks import require
+from dgemma.checks import Words, require
 from dgemma.constraints.automaton import Automaton, any_by
 from dgemma.constraints.build import KeptResults
 from dgemma.constraints.canvas_language import Language
@@ -50,7 +50,7 @@ class RunLanguage(NamedTuple):
             return states
         reached = self.automaton.advance(states, tokens)
         if bool((reached < 0).any()):
-            got, fix = "a text outside the language", "Do not change the draft in on_step."
+            got, fix = Words("a text outside the language"), "Do not change the draft in on_step."
             require(False, "generate constraint", "hold for every committed block", got, fix)
         return reached
 

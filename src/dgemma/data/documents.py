@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from dgemma.checkpoint.images import take_images
 from dgemma.checkpoint.tokenizer import explained
-from dgemma.checks import require, typed
+from dgemma.checks import Words, require, typed
 from dgemma.files import open_file, read_json_lines
 from dgemma.printing import install_command
 
@@ -61,7 +61,7 @@ def read_documents(paths: str | Path | Sequence[str | Path], *, separator: str |
                 yield document
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} must be UTF-8, got {error.reason}. Convert it.") from None
-        require(has_text, str(path), "hold text", "only white space", "Remove it.")
+        require(has_text, str(path), "hold text", Words("only white space"), "Remove it.")
 
 
 @typed

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dgemma.checks import Count, at_least, check_types, require, require_field, typed
+from dgemma.checks import Count, Words, at_least, check_types, require, require_field, typed
 from dgemma.data.documents import Document, read_dataset, read_documents
 from dgemma.data.token_file import TokenFile
 from dgemma.diffusion import draws
@@ -55,7 +55,7 @@ class TextSource:
         check_types(self)
         num_prompts = int((self.file.prompt_len > 1).sum())  # more than begin-of-text
         rule = "hold running text, without prompts, which would be trained on"
-        require(not num_prompts, "TextSource.file", rule, f"{num_prompts} prompts", "Use PromptSource.")
+        require(not num_prompts, "TextSource.file", rule, Words(f"{num_prompts} prompts"), "Use PromptSource.")
 
     @property
     def stride(self) -> int:

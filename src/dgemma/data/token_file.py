@@ -13,7 +13,7 @@ import numpy as np
 
 from dgemma.checkpoint.images import ImageProcessor, encode_text, is_data_url
 from dgemma.checkpoint.tokenizer import IMAGE_MARKER, Tokenizer
-from dgemma.checks import Checked, require, typed
+from dgemma.checks import Checked, Words, require, typed
 from dgemma.data.documents import Document, list_files
 from dgemma.files import crc32_of, map_array, new_file, open_file, read_array, read_json, write_json, writing
 from dgemma.model.vision.images import Images
@@ -142,14 +142,14 @@ class TokenFile:
         fits = sizes.ndim == 2 and len(sizes) == 2 and sizes.shape[1] > 0 and (sizes[0] > sizes[1]).all()
         fits = fits and sizes[1].min() >= 1 and sizes[0].max() <= np.iinfo(np.int64).max // sizes.shape[1]
         rule = "hold documents that are longer than their prompts"
-        require(bool(fits), str(folder / "lengths.npy"), rule, "others", fix)
+        require(bool(fits), str(folder / "lengths.npy"), rule, Words("others"), fix)
         lengths, prompt_len = sizes
         starts = np.concatenate(([0], lengths.cumsum()))
         tokens = map_array(folder / "tokens.bin", dtype=str(dtype), count=int(starts[-1]))
         vocab_size = numbers["vocab_size"]
         of_images = about.get("images")
         is_written = about.get("crc32") == _crc32(tokens, sizes, of_images)
-        require(is_written, str(folder), "hold what was written", "other tokens", fix)
+        require(is_written, str(folder), "hold what was written", Words("other tokens"), fix)
         are_ids = 0 <= numbers["eos_token_id"] < vocab_size and int(tokens.max()) < vocab_size
         require(are_ids, str(folder), f"hold ids below its vocab_size {vocab_size}", int(tokens.max()), fix)
         return cls(

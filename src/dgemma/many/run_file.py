@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
-from dgemma.checks import require
+from dgemma.checks import Words, require
 from dgemma.files import open_file, writing
 
 with suppress(ImportError):  # not on Windows
@@ -96,7 +96,7 @@ class RunFile:
                 index = _index_of(line)
                 rule, fix = "hold one result per line, each with its own index", "Remove it; its prompt is done again."
                 fits = index is not None and index not in self
-                require(fits, str(self.path), rule, f"something else in line {number}", fix)
+                require(fits, str(self.path), rule, Words(f"something else in line {number}"), fix)
                 self._places[cast(int, index)] = self._end
                 self._end += len(line)
         self._file.truncate(self._end)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgemma.checks import in_range, require, require_tensor
+from dgemma.checks import Words, in_range, require, require_tensor
 from dgemma.diffusion.prediction import Prediction
 from dgemma.model.cache import Cache, PrefixCache
 from dgemma.model.config import ModelConfig
@@ -33,7 +33,7 @@ def check_tokens(model: Denoiser[Any], tokens: Tensor, cache: Cache, name: str, 
     require(end <= most, owner, f"end within max_position_embeddings {most}", end, "Shorten the prompt.")
     # On a GPU, a wrong id raises a device-side assertion.
     if not in_range(tokens, config.vocab_size):
-        rule, ids = f"hold ids in [0, {config.vocab_size})", f"{int(tokens.min())}..{int(tokens.max())}"
+        rule, ids = f"hold ids in [0, {config.vocab_size})", Words(f"{int(tokens.min())}..{int(tokens.max())}")
         require(False, owner, rule, ids, "Use the checkpoint's own tokenizer.")
 
 

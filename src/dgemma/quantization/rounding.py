@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dgemma.checks import require, require_field
+from dgemma.checks import Words, require, require_field
 from dgemma.quantization.weights import (
     E2M1,
     NVFP4_GROUP,
@@ -180,7 +180,7 @@ def check_weight(weight: Tensor, group_size: int, owner: str) -> None:
     fits, rule = width % group_size == 0, f"divide the weight's {width} columns"
     require(fits, f"{owner} group_size", rule, group_size, "Use 32 or 64.")
     is_finite = bool(torch.linalg.vector_norm(weight.flatten(), torch.inf).isfinite())
-    require(is_finite, f"{owner} weight", "be finite", "NaN or infinity", "Repair or load another checkpoint.")
+    require(is_finite, f"{owner} weight", "be finite", Words("NaN or infinity"), "Repair or load another checkpoint.")
 
 
 def requantize(values: Tensor, like: QuantizedWeight) -> QuantizedWeight:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from dgemma.checks import as_int, as_lists, has_values, require, require_tensor
+from dgemma.checks import Words, as_int, as_lists, has_values, require, require_tensor
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.schedule import LEAST_NOISE
 from dgemma.diffusion.span import Span
@@ -72,7 +72,7 @@ def read_span(
         require_tensor(frozen, "generate frozen", rule, shape=shape, dtypes=(torch.bool,))
         frozen = frozen.to(device)
         is_noise = frozen & ((canvas < 0) | noise.masked(canvas))
-        require(not is_noise.any(), "generate frozen", rule, "a position of noise", "Unfreeze it.")
+        require(not is_noise.any(), "generate frozen", rule, Words("a position of noise"), "Unfreeze it.")
     if allowed is not None:
         allowed = read_allowed("generate allowed", allowed, noise, (batch_size, max_new_tokens), device)
     return Span(canvas=canvas, frozen=frozen, allowed=allowed)
@@ -104,7 +104,7 @@ def check_memory(owner: str, batch_size: int, config: DenoiserConfig, device: to
         total = torch.cuda.get_device_properties(device).total_memory
     elif device.type == "cpu" and hasattr(os, "sysconf"):
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    rule, got = f"fit into the {total / 2**30:.3g} GiB of {device}", f"{needed / 2**30:.3g} GiB of logits"
+    rule, got = f"fit into the {total / 2**30:.3g} GiB of {device}", Words(f"{needed / 2**30:.3g} GiB of logits")
     require(needed <= total, f"{owner} canvas", rule, got, "Use fewer rows or a smaller canvas.")
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from dgemma.checks import has_values, require, require_tensor, typed
+from dgemma.checks import Words, has_values, require, require_tensor, typed
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState, split_fields
@@ -111,7 +111,7 @@ def _check(name: str, value: Any, state: DenoiseState, *, is_knob: bool) -> None
         rule = f"stay {now.dtype} {tuple(now.shape)}"
         require_tensor(value, owner, rule, shape=now.shape, dtypes=(now.dtype,))
     if name == "canvas" and bool(((value < 0) | (value >= vocab_size)).any()):
-        require(False, owner, f"hold ids in [0, {vocab_size})", f"{int(value.min())}..{int(value.max())}")
+        require(False, owner, f"hold ids in [0, {vocab_size})", Words(f"{int(value.min())}..{int(value.max())}"))
 
 
 def is_same(left: Any, right: Any) -> bool:

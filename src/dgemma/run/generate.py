@@ -63,7 +63,7 @@ def generate(
     - `on_step(record)` gets every `StepRecord`. It may return a changed `record.state`, or a dictionary of fields of
       the state and of `Knobs`. Changed knobs apply to the rest of the run, a changed state to the rest of its canvas.
       A changed temperature or noise level lasts for one step.
-    - `record` keeps a `Trajectory`, with the `record_top` best candidates of every position.
+    - `record` keeps a `Trajectory`, with the `record_top` best candidates of every position (None: 5).
     - `progress` shows a progress bar for long runs, in terminals and notebooks only.
 
     Example: `dgemma.generate(model, prompt_tokens, max_new_tokens=64, seed=1).new_tokens`.
@@ -72,7 +72,7 @@ def generate(
     plan = read_plan(model, prompt_tokens, cache=cache, **select(options, RunOptions))
     events, trajectory = run_plan(model, plan, cache), None
     if watch["record"]:
-        trajectory = Trajectory(plan, top=min(watch["record_top"], plan.noise.vocab_size))
+        trajectory = Trajectory(plan, top=watch["record_top"])
         events = trajectory.record(events, may_change=watch["on_step"] is not None)
     show = watch["progress"] and not shows_progress(watch["on_step"])
     with progress_bar(desc="denoising", unit="step", show=show) as bar:

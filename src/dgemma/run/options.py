@@ -71,7 +71,7 @@ class WatchOptions(TypedDict, total=False):
 
     on_step: OnStep | None
     record: Annotated[bool, Default(False)]
-    record_top: Annotated[int, Default(5)]
+    record_top: int | None
     progress: Annotated[bool, Default(True)]
 
 

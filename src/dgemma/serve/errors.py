@@ -1,11 +1,15 @@
 """Errors of the server in OpenAI's shape: a status, a sentence, and the parameter that is wrong."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}
+
+_CONSTANTS = {"None": "null", "True": "true", "False": "false"}
+_QUOTED_OR_CONSTANT = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\b(None|True|False)\b""")
 
 
 class ApiError(Exception):
@@ -51,6 +55,15 @@ def too_many(most: int) -> ApiError:
 
 def shut_down() -> ApiError:
     return ApiError(503, "The server is shutting down. Try again later.")
+
+
+def in_json(message: str) -> str:
+    """Write Python's constants as JSON does, except in quotes, and pairs of numbers as lists.
+
+    Example: `in_json("seed must be an integer, got True.")` is "seed must be an integer, got true.".
+    """
+    message = re.sub(r"\((-?\d+, -?\d+)\)", r"[\1]", message)
+    return _QUOTED_OR_CONSTANT.sub(lambda found: _CONSTANTS[found[1]] if found[1] else found[0], message)
 
 
 def encodable(text: str) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictBool, StrictInt, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from dgemma.serve.errors import ApiError, encodable
+from dgemma.serve.errors import ApiError, encodable, in_json
 
 _ALTERNATIVES = ("body", "str", "constrained-str", "int", "ToolChoice", "TextPart", "ImagePart")
 _PART_NAMES = {"text": "TextPart", "image_url": "ImagePart"}
@@ -268,7 +268,7 @@ def describe_mistake(errors: list[Any]) -> ApiError:
     same = [error for error in of_field if _place(error) == _place(first) and len(error["loc"]) == len(first["loc"])]
     rule = _RULES.get(name) or ", or ".join(dict.fromkeys(map(_rule, same)))
     # Of a long or deep value, the message shows the beginning.
-    message = f"{name} must {rule}, got {reprlib.repr(first['input'])}."
+    message = f"{name} must {in_json(rule)}, got {in_json(reprlib.repr(first['input']))}."
     return ApiError(400, message, param=name, code="invalid_value")
 
 
@@ -276,14 +276,16 @@ def describe_refusal(message: str, body: ChatRequest | CompletionRequest) -> Api
     """Turn a mistake that the library found into an error of the API, with the names that the request uses."""
     limit_name, _ = body.most_tokens
     prompt_name = "messages" if isinstance(body, ChatRequest) else "prompt"
-    constraint_name = "tool_choice" if body.response_format is None else "response_format"
+    constraint_name, schema_name = "response_format", "response_format.json_schema.schema"
+    if body.response_format is None:
+        constraint_name, schema_name = "tool_choice", "tools.function.parameters"
     for theirs, ours in (
         ("generate must", f"{prompt_name} and {limit_name} must"),
         ("generate max_new_tokens", limit_name),
         ("max_new_tokens", limit_name),
         ("generate constraint", constraint_name),
         ("generate images", prompt_name),
-        ("JsonSchema.schema", "response_format.json_schema.schema"),
+        ("JsonSchema.schema", schema_name),
         ("ToolCalls.tools", "tools"),
         ("ByteTokenizer.chat role", "messages role"),
         ("ByteTokenizer.chat ", ""),
@@ -293,7 +295,7 @@ def describe_refusal(message: str, body: ChatRequest | CompletionRequest) -> Api
         message = message.replace(theirs, ours)
     param = message.partition(" ")[0].partition(".")[0]
     code = "context_length_exceeded" if "max_position_embeddings" in message else "invalid_value"
-    return ApiError(400, message, param=param if param in type(body).model_fields else None, code=code)
+    return ApiError(400, in_json(message), param=param if param in type(body).model_fields else None, code=code)
 
 
 def _rule(error: Any) -> str:

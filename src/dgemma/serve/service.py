@@ -27,7 +27,7 @@ from dgemma.run.plan import read_plan
 from dgemma.serve.answer import Answer, AnswerChoice
 from dgemma.serve.decisions import TypedAnswer, answer_questions
 from dgemma.serve.engine import Engine, Job, Written, read_events
-from dgemma.serve.errors import ApiError, has_left, time_limit, too_many
+from dgemma.serve.errors import ApiError, has_left, in_json, time_limit, too_many
 from dgemma.serve.gate import Limits
 from dgemma.serve.images import chat_urls, read_images
 from dgemma.serve.log_probs import LogProbs
@@ -118,7 +118,8 @@ class Service:
         try:
             row = await run_in_threadpool(infill_row, self.model, tokens, body.holes, seed=body.seed)
         except ValueError as error:
-            raise ApiError(400, str(error), param="holes", code="invalid_value") from None
+            message = in_json(str(error).replace("[(start, stop), ...]", "[[start, stop], ...]"))
+            raise ApiError(400, message, param="holes", code="invalid_value") from None
         jobs = self._submit([row], request)
         async with self.watched(jobs, request):
             written = [event async for _, event in read_events(jobs) if isinstance(event, Written)][-1]

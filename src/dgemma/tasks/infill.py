@@ -201,7 +201,8 @@ class _Infiller:
     plan: Plan  # a template of one canvas, which `HoleRows` completes; `span.allowed` covers the whole text
     tail_token_id: int | None
     on_step: OnStep | None
-    record_top: int | None  # None records nothing
+    record: bool
+    record_top: int | None
     progress: bool
     from_text: bool = False  # start from noised text instead of noise
     constraint: Constraint = None
@@ -217,8 +218,8 @@ class _Infiller:
         with progress_bar(desc="denoising", unit="step", show=show) as bar:
             while not rows.ended:
                 plan = replace(rows.plan, knobs=knobs)
-                trajectory = None if self.record_top is None else Trajectory(plan, top=self.record_top)
-                cache = rows.encode(self.model, cache if self.record_top is None else None)
+                trajectory = Trajectory(plan, top=self.record_top) if self.record else None
+                cache = rows.encode(self.model, None if self.record else cache)
                 state = rows.start(self.model, knobs)
                 events = denoise_canvas(self.model, state, cache, knobs)
                 if trajectory is not None:
@@ -239,7 +240,7 @@ class _Infiller:
             log_probs=log_probs,
             steps=steps,
             tokens_per_forward=todo.sum(1) / forwards,
-            trajectories=None if self.record_top is None else tuple(trajectories),
+            trajectories=tuple(trajectories) if self.record else None,
         )
 
     def _score(self, state: DenoiseState, cache: Cache, drafts: Tensor) -> Tensor:
@@ -358,7 +359,7 @@ class HoleRows(BatchRow):
             is_tail = torch.arange(canvas_len, device=device) >= plan.text_len[:, None]
             canvas, frozen = torch.where(is_tail, tail, canvas), frozen | is_tail
         self.plan = replace(plan, span=replace(plan.span, canvas=canvas, frozen=frozen))
-        if filler.record_top is None:
+        if not filler.record:
             new = [row.text[start : row.place.start] for row, start in zip(rows, num_before, strict=True)]
             self.uncached, self.uncached_mask = _pad_rows(new, device)
         else:  # a replay encodes the whole prefix of each canvas again
@@ -422,7 +423,8 @@ def _read_options(name: str, model: Denoiser, tokens: Any, options: InfillOption
         plan=replace(plan, span=Span(allowed=allowed), images=arguments.read_images(model, tokens, settings["images"])),
         tail_token_id=settings["tail_token_id"],
         on_step=settings["on_step"],
-        record_top=min(settings["record_top"], plan.noise.vocab_size) if settings["record"] else None,
+        record=settings["record"],
+        record_top=settings["record_top"],
         progress=settings["progress"],
         constraint=constraint,
     )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dgemma.checkpoint.tokenizer import IMAGE_MARKER, Tokenizer
-from dgemma.checks import as_int, as_lists, check_types, require, short_repr, show, typed
+from dgemma.checks import Words, as_int, as_lists, check_types, require, short_repr, show, typed
 from dgemma.diffusion import draws
 from dgemma.diffusion.noise import Noise
 from dgemma.many.prefixes import SharedPrefixes
@@ -217,7 +217,7 @@ def calibrate(
         else:
             laws += [answer.probabilities for answer in filled.answers]
             rights += [answer.probabilities[index] for answer, index in zip(filled.answers, indices, strict=True)]
-    require(bool(laws), "calibrate results", "have at least one answered slot", f"{len(laws)} slots")
+    require(bool(laws), "calibrate results", "have at least one answered slot", Words(f"{len(laws)} slots"))
     scores = torch.nn.utils.rnn.pad_sequence(laws, batch_first=True).log()  # padding has probability 0
     right = torch.stack(rights).log().clamp(min=-700.0)  # a true option of probability 0 counts as e^-700
     # Bounds of log(1 / temperature). The log-likelihood is concave in 1 / temperature, so bisection finds its maximum.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dgemma.checkpoint.identity import fingerprint
 from dgemma.checkpoint.names import our_names, published_name
-from dgemma.checks import require, typed
+from dgemma.checks import Words, require, typed
 from dgemma.files import open_tensors, parse_json, read_json, write_json, write_tensors, writing
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.model.experts import Experts
@@ -149,13 +149,13 @@ def _find_sources(names: Mapping[str, Any], config: Mapping[str, Any], folder: P
         sources.setdefault(f"{ours}.{prefix}lora_{letter.lower()}", []).append(key)
         twin = key.replace(_DECODER, _ENCODER) if _DECODER in key else key.replace(_ENCODER, _DECODER)
         fix = "dgemma has one stack for both. Train the adapters tied."
-        require(twin in names, str(folder), "adapt the encoder and the decoder alike", f"only {key}", fix)
+        require(twin in names, str(folder), "adapt the encoder and the decoder alike", Words(f"only {key}"), fix)
     return sources
 
 
 def _read_equal(copies: list[Tensor], name: str) -> Tensor:
     fits, fix = all(torch.equal(copies[0], copy) for copy in copies), "dgemma has one stack for both. Train them tied."
-    require(fits, f"the adapters of {name}", "be equal in the encoder and the decoder", "others", fix)
+    require(fits, f"the adapters of {name}", "be equal in the encoder and the decoder", Words("others"), fix)
     return copies[0]
 
 

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from dgemma.checks import require
+from dgemma.checks import Words, require
 from dgemma.doors import replace_weights
 from dgemma.model.experts import Experts, Routing, combine, dispatch, group_by_expert
 from dgemma.model.layers import wide_dtype
@@ -130,7 +130,7 @@ class FullySharded(Parallel):
         """Move a module to the device, with the weights of the main process."""
         tensors = [*module.parameters(), *module.buffers()]
         if any(tensor.is_meta for tensor in tensors):
-            require(not self.is_main, "FullySharded model", "have weights on the main process", "meta tensors")
+            require(not self.is_main, "FullySharded model", "have weights on the main process", Words("meta tensors"))
             module.to_empty(device=self.device)
         else:
             module.to(self.device)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgemma.checks import require
+from dgemma.checks import Words, require
 from dgemma.intervals import Estimate, half_width
 from dgemma.printing import without_nan
 
@@ -72,7 +72,7 @@ class Likelihood:
 
     def __post_init__(self) -> None:
         has_tokens = bool(self.rows.tokens.any())
-        require(has_tokens, "evaluate source", "have a token to score", "none in any row", "Check the data.")
+        require(has_tokens, "evaluate source", "have a token to score", Words("none in any row"), "Check the data.")
 
     @cached_property
     def nelbo(self) -> Estimate:

@@ -76,8 +76,9 @@ def evaluate(
     noise's schedule is ignored, because the bound does not depend on it. `parametrisation` is the meaning of the
     logits, see `nelbo.integrand`. `self_cond` adds a first pass per canvas, for self-conditioning. `sampler` adds the
     exact likelihood of the texts under this sampler at temperature 1, in at most `steps` steps per canvas (None: one
-    per position). It must have a fixed order, and the noise must be mask noise. Each step takes a forward, so this
-    costs as much as generating the texts. `num_bytes`, the size of all scored text, adds bits per byte. The same seed
+    per position). It must have a fixed order, and the noise must be mask noise. The number is about runs of `generate`,
+    so its steps pass predictions on, whatever `self_cond` is. Each step takes a forward, so this costs as much as
+    generating the texts. `num_bytes`, the size of all scored text, adds bits per byte. The same seed
     gives the same number for any `batch_size`. `seed` can also be a tensor (R,), with one seed per row.
 
     Any `Denoiser` works. A `DiffusionGemma` predicts all canvases of a row in one pass, others one at a time. Without

@@ -293,9 +293,16 @@ class _Run:
         finite = torch.stack([values.isfinite() for values in record.sums.values()]).all(0)  # (B,)
         seeds = torch.cat([part.seeds for part in record.parts])[~finite].tolist()
         rows = f"in the rows with seeds {seeds}" if seeds else "although the terms of every row here are finite"
+        if record.step == 1:
+            checked = "those rows" if seeds else "the objective"
+            advice = f"No update came before, so the learning rate is not the cause. Check {checked} and the weights."
+        elif 0 < len(seeds) < len(finite):
+            advice = "Check those rows, because others here are finite. If they are right, lower TrainConfig.lr."
+        else:
+            advice = "Lower TrainConfig.lr or TrainConfig.clip."
         raise FloatingPointError(
             f"train computed a number that is not finite at step {record.step}: {', '.join(terms)}, {rows}. "
-            f"{self._restore()} Lower TrainConfig.lr or TrainConfig.clip, or check those rows."
+            f"{self._restore()} {advice}"
         )
 
     def _restore(self) -> str:

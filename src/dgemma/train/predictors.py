@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgemma.checks import require
+from dgemma.checks import Words, require
 from dgemma.diffusion.noise import Noise
 from dgemma.model.cache import Cache
 from dgemma.model.denoiser import Denoiser
@@ -69,7 +69,7 @@ class ByCanvas:
 
     def __init__(self, model: Denoiser, canvases: Canvases, proposer: Noise | None) -> None:
         rule, fix = f"have one text per row for a {type(model).__name__}", "Read the texts with scan."
-        require(canvases.documents is None, "evaluate source", rule, "rows that pack several", fix)
+        require(canvases.documents is None, "evaluate source", rule, Words("rows that pack several"), fix)
         self.model, self.canvases, self.proposer = model, canvases, proposer
 
     @cached_property

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dgemma.checks import require
+from dgemma.checks import Words, require
 from dgemma.doors import replaceable
 from dgemma.model.diffusion import DiffusionGemma
 from dgemma.quantization.weights import frozen_tensors, quantized_weights
@@ -139,7 +139,7 @@ class Updater:
         if "decoder" in here and self.parallel.world_size == 1:
             has_answer = any(length > prompt for part in parts for prompt, length in part.batch.spans or ())
             rule = f"exceed prompt_len in some row of step {step}"
-            require(has_answer, "TrainBatch.length", rule, "no answer in any row", "Check the data.")
+            require(has_answer, "TrainBatch.length", rule, Words("no answer in any row"), "Check the data.")
         everywhere = self.parallel.sum(torch.stack([*here.values(), torch.ones_like(next(iter(here.values())))]))
         return {
             **dict(zip((*here, "processes"), everywhere.unbind(), strict=True)),
@@ -172,7 +172,7 @@ def check_weights(model: DiffusionGemma, config: TrainConfig) -> None:
     """Raise if the model's weights cannot be trained in this precision."""
     can_learn = is_adapted(model) or not any(quantized_weights(model))
     rule, fix = "have unquantised weights or adapters", "Call add_lora(model) first."
-    require(can_learn, "train model", rule, "quantised ones, which cannot be trained", fix)
+    require(can_learn, "train model", rule, Words("quantised ones, which cannot be trained"), fix)
     fits = config.precision != "mixed" or model.dtype == torch.float32
     fix = "Load the model with dtype=torch.float32, or choose precision='weights'."
     require(fits, "TrainConfig.precision 'mixed'", "train float32 weights", model.dtype, fix)

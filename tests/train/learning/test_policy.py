@@ -154,14 +154,16 @@ def test_runs_that_top_k_excludes_under_other_weights_have_the_ratio_zero():
     excluded = runs.trajectory.log_prob(other, strict=False).detach() == -torch.inf
     assert bool(excluded.any())
     advantages = torch.tensor([1.0, -1.0] * 4, dtype=torch.float64)
-    policy = objective(clip=0.2, kl_weight=1.0, reference=other)
+    # Under the weights that made the runs (`reference`), each token has probability 1.
+    policy = objective(clip=0.2, kl_weight=1.0, reference=model)
     of_model = policy._score(model, runs).sum(0, keepdim=True).detach()
     # An engine that rounds may write a token that the model itself excludes: then there is no older probability.
     for old, gain, cost in ((of_model, 0.0, 0.8), (None, -1.0, 1.0)):
         terms = policy._losses(other, runs, advantages, old, torch.tensor(0))
         expected = torch.where(advantages > 0, gain, cost).double()
         torch.testing.assert_close(terms["policy"][excluded].detach(), expected[excluded], rtol=0, atol=1e-4)
-        assert terms["kl"].detach().tolist() == [0.0] * 8
+        assert terms["kl"].detach().tolist() == [0.0] * 8  # excluded, or equally likely under both
+        assert terms["run/excluded"].tolist() == excluded.double().tolist()
         assert bool(gradient((terms["policy"] + terms["kl"]).sum(), other).isfinite().all())
 
 
@@ -181,8 +183,8 @@ def test_the_ratio_is_exactly_one_before_the_first_update(tmp_path):
     assert ratios[0] == ratios[2] == 1.0
     assert ratios[1] != 1.0 != ratios[3]
     lines = result.log.lines()[0]
-    names = {"loss/policy", "run/reward", "run/forwards", "run/entropy", "run/ratio", "run/clipped", "run/spread"}
-    assert names <= lines.keys()
+    names = ("reward", "forwards", "entropy", "ratio", "clipped", "excluded", "spread")
+    assert {"loss/policy", *(f"run/{name}" for name in names)} <= lines.keys()
     assert 2 <= lines["run/forwards"] <= 4
 
 

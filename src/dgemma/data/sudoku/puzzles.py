@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dgemma.checks import at_least, at_most, require, typed
+from dgemma.checks import Words, at_least, at_most, require, typed
 from dgemma.data.sudoku.solver import ANY_DIGIT, Digits, candidates, read_board, search
 from dgemma.data.sudoku.symmetry import class_keys
 from dgemma.files import read_text, write_text
@@ -56,7 +56,7 @@ class Puzzles:
         """Read a file that `save` wrote."""
         pairs = [line.split() for line in read_text(path, most=_MOST_BYTES).splitlines()]
         are_pairs = bool(pairs) and all(len(pair) == 2 for pair in pairs)
-        require(are_pairs, str(path), "have a puzzle, a space and its solution in each line", "other lines")
+        require(are_pairs, str(path), "have a puzzle, a space and its solution in each line", Words("other lines"))
         puzzles, solutions = zip(*pairs, strict=True)
         return cls(puzzles=parse(puzzles), solutions=parse(solutions))
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from dgemma.run.rows import Rows
 from dgemma.run.step import predict, settle
 from dgemma.values import find_unknown
 
+_TOP = 5  # candidates of a position, by default
 StepPlace = tuple[int, int]  # a block, and a step's place in it
 Script = Callable[[StepPlace, Moment, StepRecord | None], Changes]
 
@@ -47,11 +48,13 @@ class Trajectory:
     Example: `generate(model, prompt, record=True).trajectory.array("entropy").mean(-1)` is (steps, B).
     """
 
-    def __init__(self, plan: Plan, *, top: int = 5) -> None:
+    def __init__(self, plan: Plan, *, top: int | None = None) -> None:
         require(isinstance(plan, Plan), "Trajectory.plan", "come from read_plan", plan)
-        fits = as_int(top) is not None and 0 <= top <= plan.noise.vocab_size
-        require(fits, "Trajectory.top", f"be in [0, {plan.noise.vocab_size}]", top)
-        self.plan, self.top = plan, int(top)
+        vocab_size = plan.noise.vocab_size
+        read = min(_TOP, vocab_size) if top is None else as_int(top)
+        fits, rule = read is not None and 0 <= read <= vocab_size, f"be from 0 to the vocabulary's {vocab_size}"
+        require(fits, "record_top", rule, top)
+        self.plan, self.top = plan, cast(int, read)
         self.steps: list[RecordedStep] = []
         self.commits: list[BlockCommit] = []
         self.changes: list[Change] = []

@@ -48,7 +48,8 @@ class PolicyGradient:
     - advantage: "z", or "leave_one_out": the reward minus the mean of the group's others. With it, the gradient is that
       of the expected reward - speed_weight · forwards, without bias.
     - kl_weight: of the estimate exp(d) - 1 - d per step, d = log(q_start / q), whose mean is the KL divergence from the
-      start. `reference` has the start weights; with adapters, the default is the model without them.
+      start. Canvases that top-k or top-p exclude under the present weights are left out; "run/excluded" is their share.
+      `reference` has the start weights; with adapters, the default is the model without them.
     - num_steps: the gradient takes so many random steps of the runs of a micro-batch, weighted so that it stays
       unbiased. None: all.
     - through_self_cond: gradients through the predictions that steps pass on. Without, the gradient is biased, but
@@ -89,7 +90,7 @@ class PolicyGradient:
         runs, old = self._runs(model, batch)
         advantages = self.advantages(runs)  # (B, G)
         zeros = torch.zeros(batch.batch_size, dtype=torch.float64, device=model.device)
-        sums = {"policy": zeros, "run/ratio": zeros + 1, "run/clipped": zeros}
+        sums = {"policy": zeros, "run/ratio": zeros + 1, "run/clipped": zeros, "run/excluded": zeros}
         if (self.policy_weight and bool(advantages.any())) or self.kl_weight:
             of_runs = self._losses(model, runs, advantages.flatten(), old, seeds[0])
             sums |= {name: values.view(-1, self.group).mean(1) for name, values in of_runs.items()}
@@ -145,17 +146,21 @@ class PolicyGradient:
         surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - self.clip, 1 + self.clip) * advantages)
         taken = sum_canvases(runs.trajectory.present.to(weights), blocks) > 0  # (blocks, R)
         share = taken / taken.sum(0)
+        excluded = sum_canvases((values <= _LEAST_LOG_PROB).double(), blocks) > 0
         is_clipped = ((ratio - 1) * advantages.sign() > self.clip).double()
         terms = {
             "policy": -torch.where(taken, surrogate, 0.0).sum(0),
             "run/ratio": (share * ratio.detach()).sum(0),
             "run/clipped": (share * is_clipped).sum(0),
+            "run/excluded": (share * excluded).sum(0),
         }
         if self.kl_weight:
             with torch.no_grad(), start_weights(model, self.reference, "PolicyGradient.reference") as start:
                 difference = self._score(start, runs)
             difference = (difference - log_probs).clamp(-_MOST_LOG_RATIO, _MOST_LOG_RATIO)
-            terms["kl"] = (weights[:, None] * (difference.exp() - 1 - difference)).sum(0)
+            estimate = difference.exp() - 1 - difference
+            # The present weights never write an excluded canvas, so it says nothing about their divergence.
+            terms["kl"] = (weights[:, None] * torch.where(excluded[blocks], 0.0, estimate)).sum(0)
         return terms
 
     def _teach(self, model: DiffusionGemma, batch: TrainBatch, teacher: Teacher) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dgemma.checkpoint.tokenizer import Tokenizer
-from dgemma.checks import Count, check_types, require, require_field, typed
+from dgemma.checks import Count, Words, check_types, require, require_field, typed
 from dgemma.diffusion import draws
 from dgemma.files import read_json_lines
 from dgemma.train.batch import TrainBatch, row_seeds
@@ -59,7 +59,7 @@ class Problems:
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from None
             answers.append(line["answer"])
-        require(bool(prompts), str(path), "hold prompts and answers", "no line")
+        require(bool(prompts), str(path), "hold prompts and answers", Words("no line"))
         return cls(prompts=prompts, answers=answers, batch_size=batch_size, updates=updates, seed=seed)
 
     def __call__(self, step: int, rows: range) -> TrainBatch:

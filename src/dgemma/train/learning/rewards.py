@@ -5,12 +5,15 @@ raise ValueError for an answer that no text can have.
 """
 
 import ast
+import importlib
+import importlib.util
 import json
 import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from dgemma.checks import require
@@ -152,3 +155,27 @@ REWARDS: Mapping[str, Reward] = {
     "sudoku": sudoku,
     "countdown": countdown,
 }
+
+
+def find_reward(name: str) -> Reward:
+    """Return a reward of `REWARDS`, or your own: "module:function" or "file.py:function" is imported.
+
+    Example: `find_reward("numeric")` is `numeric`; `find_reward("my_rewards.py:short")` runs that file.
+    """
+    source, colon, function = name.rpartition(":")
+    if not colon:
+        rule, fix = f"be one of {', '.join(REWARDS)}", "Name your own as module:function or file.py:function."
+        require(name in REWARDS, "reward", rule, name, fix)
+        return REWARDS[name]
+    try:
+        spec = importlib.util.spec_from_file_location(Path(source).stem, source) if source.endswith(".py") else None
+        if spec is None or spec.loader is None:
+            module = importlib.import_module(source)
+        else:
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        reward: Reward = getattr(module, function)
+    except Exception as error:  # your code may raise anything
+        raise ValueError(f"reward must be importable, got {name!r} ({type(error).__name__}: {error}).") from error
+    require(callable(reward), "reward", "be a function", name)
+    return reward
