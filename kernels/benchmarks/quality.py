@@ -196,8 +196,10 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4, help="noise levels per text and puzzle (%(default)s)")
     parser.add_argument("--corpus", type=Path, help="train a larger model on this text and measure it, on a GPU")
     parser.add_argument("--minutes", type=float, default=3.0, help="time to train the larger model (%(default)s)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
-    arguments = {name: value for name, value in vars(options).items() if name not in ("out", "corpus", "minutes")}
+    others = ("out", "corpus", "minutes", "device")
+    arguments = {name: value for name, value in vars(options).items() if name not in others}
     results: dict[str, Any] = json.loads(options.out.read_text()) if options.out.is_file() else {}
     if results.setdefault("arguments", arguments) != arguments:
         parser.error(f"{options.out} was measured with {results['arguments']}")
@@ -223,7 +225,7 @@ def main() -> None:
             done["rounding"] = measure_rounding(settings)
         for checkpoint, measure in measures.items():
             if checkpoint not in done:
-                model, error = load(checkpoint, settings)
+                model, error = load(checkpoint, settings, options.device)
                 done[checkpoint] = {"relative_error": error, **measure(model)}
                 write_json(options.out, results)
                 print(name, checkpoint, done[checkpoint], flush=True)
@@ -231,7 +233,7 @@ def main() -> None:
     for checkpoint, measure in measures.items():
         for kind in ("bf16", "float8"):
             if kind not in inputs.setdefault(checkpoint, {}):
-                model, _ = load(checkpoint, FORMATS["int4, groups of 64"])
+                model, _ = load(checkpoint, FORMATS["int4, groups of 64"], options.device)
                 if kind == "float8":
                     round_inputs(model)
                 inputs[checkpoint][kind] = measure(model)
