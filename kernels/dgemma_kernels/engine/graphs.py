@@ -282,10 +282,7 @@ def _load(kernel: Any) -> bool:
 
 
 class ZeroedMemory(TorchFunctionMode):
-    """Makes torch allocate zeros, so that functions can index by the results of kernels that are not launched.
-
-    Example: `with ZeroedMemory(): torch.empty(4)`.
-    """
+    """Makes torch allocate zeros in a `with` block, so that functions can index by results of kernels not launched."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))

@@ -648,9 +648,7 @@ def _follow_kernel(
         tl.store(path + position + 1, state)
 
 
-@triton.jit(
-    do_not_specialize=["num_states", "num_classes"], do_not_specialize_on_alignment=["forward_ptr", "backward_ptr"]
-)
+@triton.jit(do_not_specialize=["num_states", "num_classes"], do_not_specialize_on_alignment=["backward_ptr"])
 def _class_bias_kernel(
     forward_ptr: tl.tensor,
     backward_ptr: tl.tensor,
