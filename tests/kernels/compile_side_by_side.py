@@ -4,6 +4,7 @@ Run it in a separate process, without TRITON_INTERPRET.
 """
 
 import json
+from types import SimpleNamespace
 
 import torch
 import triton
@@ -26,8 +27,13 @@ def cached_kernels(kernel: JITFunction) -> list[str]:
 
 
 def main() -> None:
-    gpu, launchers = absent_gpu(), []
-    gpu.launcher_cls = lambda source, metadata: launchers.append(metadata.name)
+    gpu, loaded = absent_gpu(), []
+    gpu.launcher_cls = lambda source, metadata: None
+    gpu.utils = SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": 232_448},
+        load_binary=lambda name, *args: (loaded.append(name) or name, 1, 32, 0, 1024),
+        unload_module=lambda module: None,
+    )
     triton.runtime.driver.set_active(gpu)
     configs.gpu_name = lambda device: "NVIDIA H200"
     x, weight = torch.empty(4, 96), torch.empty(96)
@@ -36,9 +42,12 @@ def main() -> None:
         for _ in range(2):
             norms.rms_norm(x, weight, 1e-6)
             norms.attention_residual(x, x, [weight] * 4, 1e-6, float8=True)
-            _wrong_kernel[(1,)](x)
 
-    compile_together(launches)
+    def launches_and_one_fails() -> None:
+        launches()
+        _wrong_kernel[(1,)](x)
+
+    all_loaded = [compile_together(launches), compile_together(launches_and_one_fails)]
     try:
         _wrong_kernel[(1,)](x)
         message = ""
@@ -46,7 +55,7 @@ def main() -> None:
         message = str(error)
     kernels = (norms._rms_norm_kernel, norms._attention_residual_kernel, _wrong_kernel)
     cached = [cached_kernels(kernel) for kernel in kernels]
-    print(json.dumps({"cached": cached, "error": message, "launchers": sorted(launchers)}))
+    print(json.dumps({"cached": cached, "error": message, "loaded": sorted(loaded), "all loaded": all_loaded}))
 
 
 if __name__ == "__main__":

@@ -8,11 +8,16 @@ schedule, stop rule and shapes.
 
 import copy
 from collections.abc import Collection, Iterator
+from dataclasses import replace
+from itertools import product
 from typing import Any, NoReturn
 
 import torch
+import triton
 from torch import Tensor, nn
 
+from dgemma.constraints.automaton import Automaton
+from dgemma.constraints.canvas_language import Language
 from dgemma.diffusion.prediction import Prediction
 from dgemma.diffusion.state import DenoiseState
 from dgemma.model.causal import CausalRule, CausalState
@@ -24,11 +29,14 @@ from dgemma.model.vision.images import Images
 from dgemma.printing import progress_bar
 from dgemma.run.generate import generate
 from dgemma.run.knobs import Knobs
+from dgemma.run.plan import read_plan
 from dgemma.run.records import StepRecord
+from dgemma.run.step import start_state
+from dgemma.tasks.autoregressive import generate_causal
 from dgemma_kernels.engine.cache import Arena, CacheBuffers, FusedCache
 from dgemma_kernels.engine.checks import check_model, check_weights, require_gpu
 from dgemma_kernels.engine.forward import Forward, choose_kernels
-from dgemma_kernels.engine.graphs import Graphs, compile_together, in_turn
+from dgemma_kernels.engine.graphs import Graphs, ZeroedMemory, compile_together, in_turn
 from dgemma_kernels.engine.precision import choose_parts
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits
 from dgemma_kernels.engine.reading import MOST_READ, MOST_READ_FOUR_BIT, CausalReader, read_sizes
@@ -37,6 +45,7 @@ from dgemma_kernels.engine.weights import stored_format, take_weights
 from dgemma_kernels.engine.workspace import Workspace
 from dgemma_kernels.formats import FourBit
 from dgemma_kernels.ops.attention.kernel import KernelName
+from dgemma_kernels.ops.automaton.kernel import launch_passes
 from dgemma_kernels.ops.draws import kernel as draws
 
 _ANSWER = 8  # canvases after a prompt, for which a warmed-up engine has room
@@ -209,7 +218,9 @@ class FusedDenoiser(Denoiser[FusedCache]):
 
         Afterwards no call of `encode`, `denoise`, `step` or `generate` compiles or captures a forward, except for a
         batch of prompts with images. The first step with a new sampler or setting runs what follows the forward once
-        more, to capture it. Memory for such calls is allocated now: 0.85 GB per row for the published model.
+        more, to capture it, and compiles a kernel for a constraint with many branches. `generate_causal` compiles
+        nothing, but captures its forward for every setting and number of rows. `causal_logits` of several tokens is
+        left out. Memory for such calls is allocated now: 0.85 GB per row for the published model.
 
         Example: `fast = accelerate(model); fast.warm_up()`.
         """
@@ -225,8 +236,9 @@ class FusedDenoiser(Denoiser[FusedCache]):
             workspace.vision.warm_up()
             alone = [self._zeros(1, size) for size in sizes[1]]
             inputs += [[tokens, self._forward.embed_prompt(tokens)] for tokens in alone]
-        if self.device.type == "cuda":
-            compile_together(self._forward.rehearsal(lambda: self._launch_all(inputs, most_rows)))
+        if not triton.knobs.runtime.interpret:
+            launch = self._forward.rehearsal(lambda: self._launch_all(inputs, most_rows))
+            workspace.memory.is_loaded = compile_together(launch)
         workspace.memory.is_warm = True
         num_graphs = len(inputs) + 4 * batch_size
         # Later calls have as much room as without a warm-up.
@@ -244,11 +256,8 @@ class FusedDenoiser(Denoiser[FusedCache]):
                 self._arena.capture_trim(rows).mark_stale()
                 generate(self, canvas[:, :1], max_new_tokens=canvas_len, steps=1, progress=False)
                 bar.update(4)
-        # Without a stop rule, a run uses another kernel. Torch loads a kernel when it is first used, and that takes
-        # longer than a step.
-        generate(self, self._zeros(1, 1), max_new_tokens=canvas_len, steps=1, stop=None, progress=False)
-        self._use_prediction(self._zeros(1, canvas_len), top_k=2)
-        self._use_prediction(self._zeros(1, canvas_len), top_k=2, top_p=0.5)
+        workspace.memory.is_loaded = False  # later calls have other kernels too
+        generate_causal(self, self._zeros(1, 1), max_new_tokens=1)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # of the runs before each capture
 
@@ -257,24 +266,45 @@ class FusedDenoiser(Denoiser[FusedCache]):
         for tokens, *embedded in reads:
             buffers = self._empty_buffers(len(tokens))
             self._forward.read(tokens, buffers, last=False, embedded=embedded[0] if embedded else None)
+        size = self.config.canvas_length
         for rows in most_rows:
-            canvas, buffers = self._zeros(rows, self.config.canvas_length), self._empty_buffers(rows)
+            canvas, buffers = self._zeros(rows, size), self._empty_buffers(rows)
             signal = self._workspace.soft_embedding(None, canvas.shape)
             self._forward.read_and_canvas(canvas, canvas, signal, buffers)
             hidden = self._forward.canvas(canvas, signal, buffers)
             self._forward.head(hidden, out=self._stepper.place(canvas.shape).logits.flatten(0, 1))
             self._use_prediction(canvas)
             self._use_prediction(canvas, top_k=2)
-        alone = self._zeros(1, self.config.canvas_length)
-        self._use_prediction(alone, allowed=alone.new_ones(1, self.config.vocab_size, dtype=torch.bool))
+            token, number = self._zeros(rows, 1), self._zeros(rows)
+            self._workspace.causal_logits(self._forward.read(token, buffers, last=True))
+            self.uniform(number, number, number, 1, "token")
+            self._use_prediction(token, temperature=1.0)
+            self._use_prediction(token, temperature=1.0, top_k=2)
+        self._use_prediction(canvas[:1], top_k=2, top_p=0.5)
+        plan, vocab_size = read_plan(self, canvas[:1]), self.config.vocab_size
+        token_class = torch.arange(vocab_size, dtype=torch.int32).clamp(max=1)
+        automaton = Automaton.build(token_class, torch.tensor([[1, 0], [1, 1]]), torch.tensor([False, True]))
+        mask = torch.ones(1, min(size, 16), vocab_size, dtype=torch.bool, device=self.device)  # more would be large
+        for length, masks in ((size, (None, mask[:, :1])), (mask.shape[1], (mask,))):
+            may_end = mask.new_ones(1, length)
+            language = Language(automaton.to(self.device), self._zeros(1), mask.new_ones(1, 2), may_end)
+            languages = (None, language, language._replace(may_end=None))
+            for of_text, allowed, stop in product(languages, masks, (plan.knobs.stop, None)):
+                knobs = replace(plan.knobs, stop=stop)
+                options: Any = {"seeds": self._zeros(1), "canvas_len": length}
+                options |= {"num_steps": 1, "canvas": self._zeros(1, length), "language": of_text, "allowed": allowed}
+                with ZeroedMemory():
+                    self._stepper.launch(start_state(knobs, plan.noise, **options), knobs)
+        launch_passes(language, size)
 
-    def _use_prediction(self, canvas: Tensor, **cuts: Any) -> None:
+    def _use_prediction(self, canvas: Tensor, **shaping: Any) -> None:
         """Sample a canvas (B, C) from the last logits, and compute their soft embedding."""
         logits = Logits(self._stepper.place(canvas.shape).logits, self.turn)
         raw = FusedPrediction(logits, (self._workspace.softcap,))
-        prediction = raw.shaped(temperature=torch.ones(len(canvas), device=self.device), **cuts)
+        prediction = raw.shaped(**{"temperature": torch.ones(len(canvas), device=self.device)} | shaping)
         prediction.sample(torch.zeros(canvas.shape, dtype=torch.float64, device=self.device))
-        self._workspace.soft_embedding(prediction, canvas.shape)
+        if canvas.shape[1] > 1:  # not of a single token
+            self._workspace.soft_embedding(prediction, canvas.shape)
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=self.device)

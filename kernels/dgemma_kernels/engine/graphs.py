@@ -11,9 +11,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from triton import AsyncCompileMode
-from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 _compiling = threading.RLock()  # `only_compiling` replaces a function that all threads share
@@ -96,6 +96,7 @@ class GraphMemory:
     def __init__(self, device: torch.device, sides: Sequence[torch.cuda.Stream] = ()) -> None:
         self.device, self.turn, self._sides = device, Turn(device), sides
         self.is_warm = False  # True from the warm-up on: kernels are compiled, and torch's unused memory stays
+        self.is_loaded = False  # True in a warm-up that has loaded all kernels, so that nothing is rehearsed
         self._failed: list[torch.cuda.CUDAGraph] = []
         if device.type == "cuda":
             self._start()
@@ -149,7 +150,8 @@ class Replay:
 
     `fn` reads static tensors, which already hold the first replay's inputs, and returns a pytree. On a GPU, its
     Python code runs only in the constructor. `rehearse` runs all kernels of a long `fn` once, in less time. They are
-    compiled in parallel before that. Without it, `fn` runs once before it is captured.
+    compiled in parallel before that. Without it, `fn` runs once before it is captured. If a capture without rehearsal
+    fails, it is rehearsed and captured again, so that a failed kernel raises its own error.
 
     Example: `square = Replay(lambda: x * x, GraphMemory(x.device)); square.replay(); square.result` is `x * x`.
     """
@@ -166,6 +168,12 @@ class Replay:
         if device.type != "cuda":
             self._fn, self.result = fn, fn()
             return
+        if rehearse is not None and memory.is_loaded:
+            try:
+                self._capture(fn, memory)
+                return
+            except (CaptureError, torch.OutOfMemoryError) as error:
+                memory.is_loaded = isinstance(error, torch.OutOfMemoryError)  # perhaps a library loads kernels later
         memory.first_run.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(memory.first_run):
             if rehearse is not None and not memory.is_warm:
@@ -222,24 +230,26 @@ class Replay:
             self.replay()
 
 
-def compile_together(launches: Callable[[], Any]) -> None:
+def compile_together(launches: Callable[[], Any]) -> bool:
     """Compile in parallel all kernels that `launches` would launch. `launches` runs, but its kernels are not launched.
 
-    So their results are missing, and nothing in `launches` may index by them.
+    So their results are missing, and nothing in `launches` may index by them, except in `ZeroedMemory`. Return True if
+    all kernels are loaded on the device, so that launches can be captured.
 
     Example: `compile_together(lambda: forward.canvas(tokens, signal, buffers))`.
     """
-    copy_context().run(_compile_together, launches)  # so that an interrupt does not leave Triton in this mode
+    # In a context of its own, so that an interrupt does not leave Triton in this mode.
+    return copy_context().run(_compile_together, launches)
 
 
-def _compile_together(launches: Callable[[], Any]) -> None:
+def _compile_together(launches: Callable[[], Any]) -> bool:
     # Threads are enough, because Triton releases Python's lock while it compiles. A kernel that fails to compile raises
     # at its launch.
-    with ThreadPoolExecutor() as threads:
+    device = torch.cuda.current_device() if torch.cuda.is_available() else -1  # a thread has its own current device
+    with ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(device,)) as threads:
         with AsyncCompileMode(threads, ignore_errors=True), only_compiling() as kernels:
             launches()
-        started = {id(kernel): kernel for kernel in kernels if hasattr(kernel, "result")}  # not compiled before
-        list(threads.map(_build_launcher, started.values()))
+        return all(list(threads.map(_load, {id(kernel): kernel for kernel in kernels if kernel}.values())))
 
 
 @contextmanager
@@ -264,11 +274,19 @@ def only_compiling() -> Iterator[list[Any]]:
             JITFunction.run = run
 
 
-def _build_launcher(compiled: Any) -> None:
-    """Build a kernel's launcher, which is C code for the host, into Triton's cache; else its first launch builds it."""
-    kernel = compiled.result(True)  # ignores errors
-    if kernel is not None:
-        driver.active.launcher_cls(kernel.src, kernel.metadata)
+def _load(kernel: Any) -> bool:
+    """Build a kernel's launcher, and load the kernel on the device; else its first launch does. Return True if done."""
+    if hasattr(kernel, "result"):  # not compiled before
+        kernel = kernel.result(True)  # ignores errors
+    return hasattr(kernel, "run") and kernel.function is not None  # reading `run` loads the kernel
+
+
+class ZeroedMemory(TorchFunctionMode):
+    """Makes torch allocate zeros in a `with` block, so that functions can index by results of kernels not launched."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return result.zero_() if function.__name__ in ("empty", "empty_like", "new_empty") else result
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dgemma.constraints.joint import ClassBias, JointBias
 from dgemma.diffusion.prediction import Allow, JointLaw, Prediction, SoftCap, Statistics, Temper, TopK, Transform
@@ -233,7 +234,8 @@ class FusedPrediction(Prediction):
         else:
             temperature = torch.full((1,), float(temper), device=self.device)
         if bias is not None:
-            values = (bias.bias if isinstance(bias, ClassBias) else bias.joint.bias).flatten(0, 1).float().contiguous()
+            values = (bias.bias if isinstance(bias, ClassBias) else bias.joint.bias).flatten(0, 1).float()
+            values = pad(values, (0, -values.shape[1] % 16))  # Triton specialises on multiples of 16
             token_class = bias.token_class if isinstance(bias, ClassBias) else bias.joint.language.automaton.token_class
             bias = vocabulary.Bias(values, token_class)
         floor = None if top_k is None else self._find_floor(top_k, allow)

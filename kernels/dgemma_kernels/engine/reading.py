@@ -193,7 +193,7 @@ class CapturedCausalStep:
             join()
             return _fields(rule.choose(prediction, static, uniform))
 
-        self.graph = Replay(run, workspace.memory)
+        self.graph = Replay(run, workspace.memory, rehearse=forward.rehearsal(run))
 
     def __call__(self, state: CausalState) -> CausalState:
         copy_all(list(self._inputs.values()), list(_fields(state).values()))

@@ -90,6 +90,11 @@ class Stepper:
         before = replace(state, self_cond=None)
         return after, StepRecord(**record, prediction=prediction, before=before, state=after, cache=cache, knobs=knobs)
 
+    def launch(self, state: DenoiseState, knobs: Knobs) -> None:
+        """Launch the kernels of a step's second and third graph."""
+        step = _StaticStep(self._workspace, self.place(state.canvas.shape), state, knobs)
+        step.soften(step.find_changes(step.run()) or [])
+
     def denoise(self, canvas: Tensor, signal: Tensor, cache: FusedCache) -> FusedPrediction:
         """Predict a canvas (B, C) with a soft embedding (B, C, D), after `finish`."""
         self._last = None  # its inputs are overwritten

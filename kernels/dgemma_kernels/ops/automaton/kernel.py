@@ -5,6 +5,8 @@ positions, with the values of all states in registers. The three passes of a row
 parallel over positions. Reference: `reference.py`.
 """
 
+from itertools import product
+from operator import le
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +22,10 @@ from dgemma_kernels.ops.automaton.tables import Fan, IndexGroups, with_tables
 from dgemma_kernels.ops.vocabulary.kernel import LogitShaping, processed
 
 _WARPS = 16
+# Sizes for which passes are compiled, because a kernel per size would be compiled at many first uses: states; rows of
+# `Fan.some`, and rows and width of `Fan.join`. Larger tables are padded to powers of two.
+_STATES = (64, 128, 256, 512, 1024, 2048)
+_TABLES = ((0, 0, 0), (64, 32, 16), (256, 128, 16))
 _MOST_SLOTS = 1 << 14  # of a `Fan` (the arcs by state): this many values fit into the registers of one program
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LEAST = tl.constexpr(-(1 << 30))  # the exponent of a packed 0
@@ -34,17 +40,6 @@ class _Endings(NamedTuple):
 
     ends_text: Any
     may_end: Any
-
-
-class _LanguageSizes(NamedTuple):
-    """The sizes of the passes: positions, slots of a `Fan`, states, and the sizes of the fan's tables."""
-
-    canvas: Any
-    slots: Any
-    states: Any
-    some: Any
-    joined: Any
-    width: Any
 
 
 def class_sums(prediction: Any, automaton: Automaton) -> tuple[Tensor, Tensor]:
@@ -131,7 +126,7 @@ def best_pass(language: Language, weights: Tensor) -> Tensor:
 
 def _walk(language: Language, fan: Fan, weights: Tensor | None, best_weights: Tensor) -> Tensor:
     """Run the best pass; with `weights` the forward, the backward and the best pass: (passes, B, C + 1, Q)."""
-    num_states, (batch_size, canvas_len, _) = language.automaton.num_states, best_weights.shape
+    num_states, (batch_size, canvas_len, _) = fan.few.shape[2], best_weights.shape
     num_passes, num_slots, device = 1 if weights is None else 3, fan.arc.shape[1], fan.arc.device
     slots = torch.empty((num_passes, batch_size, canvas_len, num_slots), dtype=torch.int64, device=device)
     block = 1024
@@ -147,19 +142,37 @@ def _walk(language: Language, fan: Fan, weights: Tensor | None, best_weights: Te
     )
     out = torch.empty((num_passes, batch_size, canvas_len + 1, num_states), dtype=torch.float64, device=device)
     num_some, num_joined, width = fan.some.shape[1], *fan.join.shape[1:]
+    tables = (num_some if num_joined else 0, num_joined, width)
+    padded = (*_TABLES, tuple(map(triton.next_power_of_2, tables)))
+    some, *join = next(sizes for sizes in padded if all(map(le, tables, sizes)))
     _passes_kernel[(batch_size, num_passes)](
         slots,
         language.start,
         language.end.contiguous(),
         fan._replace(arc=_UNUSED),
         out,
-        _LanguageSizes(canvas_len, num_slots, num_states, num_some, num_joined, width),
-        FEW=(fan.few.shape[1], triton.next_power_of_2(num_states)),
-        SOME=(triton.next_power_of_2(num_some) if num_joined else 0, fan.some.shape[2]),
-        JOIN=(triton.next_power_of_2(num_joined), triton.next_power_of_2(width)),
+        canvas_len,
+        num_slots,
+        num_states,
+        num_some,
+        num_joined,
+        width,
+        FEW=(fan.few.shape[1], max(_STATES[0], triton.next_power_of_2(num_states))),
+        SOME=(some, fan.some.shape[2]),
+        JOIN=tuple(join),
         num_warps=_WARPS,
     )
     return out
+
+
+def launch_passes(language: Language, canvas_len: int) -> None:
+    """Launch the passes of all sizes of `_STATES` and `_TABLES`, for `only_compiling`: their results mean nothing."""
+    row = with_tables(language.automaton).fan.few.shape[1]
+    weights = torch.zeros(1, canvas_len, 1, dtype=torch.float64, device=language.end.device)
+    for states, (some, joined, width) in product(_STATES, _TABLES):
+        shapes = (row, states), (max(some, 1), row), (joined, width), (states,), (row * (states + some),)
+        fan = Fan(*(language.start.new_zeros(2, *shape) for shape in shapes))
+        _walk(language, fan, weights, weights)
 
 
 def best_path(language: Language, weights: Tensor, best: Tensor) -> Tensor:
@@ -291,7 +304,7 @@ def _load_groups(
     return group, first, tl.load(groups.first + group + 1, mask=valid, other=0), valid
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin", "end", "num_classes"])
 def _class_sums_kernel(
     logits_ptr: tl.tensor,
     shaping: LogitShaping,
@@ -319,7 +332,7 @@ def _class_sums_kernel(
     tl.store(best_ptr + at, _maximum(top), mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_arcs", "num_classes"])
 def _arc_weights_kernel(
     class_ptr: tl.tensor,
     links: IndexGroups,
@@ -369,7 +382,7 @@ def _pack(k: tl.tensor, m: tl.tensor) -> tl.tensor:
     return (k.to(tl.int64) << 32) | m.to(tl.int32, bitcast=True).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_arcs", "num_slots"])
 def _slots_kernel(
     weight_ptr: tl.tensor,
     best_weight_ptr: tl.tensor,
@@ -457,37 +470,38 @@ def _run_pass(
     out: tl.tensor,
     step: tl.tensor,
     fan: Fan,
-    num: _LanguageSizes,
+    sizes: tuple,
     MAXIMUM: tl.constexpr,
     FEW: tl.constexpr,
     SOME: tl.constexpr,
     JOIN: tl.constexpr,
 ) -> None:
     """Run one pass over all positions, from the states `begin` (STATES,) bool."""
+    canvas_len, num_slots, num_states, num_some, num_joined, width = sizes
     ZERO: tl.constexpr = _NO_PATH if MAXIMUM else _ZERO
     ONE: tl.constexpr = 0 if MAXIMUM else 0x3F800000
     values = tl.where(begin, ONE, ZERO).to(tl.int64)
-    few_other, few_at, few_inside = _load_table(fan.few, FEW[0], num.states, 0, FEW)
+    few_other, few_at, few_inside = _load_table(fan.few, FEW[0], num_states, 0, FEW)
     few_weight = tl.load(weight + few_at, mask=few_inside, other=ZERO)
     if SOME[0] > 0:
-        some_other, some_at, some_inside = _load_table(fan.some, num.some, SOME[1], 0, SOME)
-        some_at += FEW[0] * num.states
+        some_other, some_at, some_inside = _load_table(fan.some, num_some, SOME[1], 0, SOME)
+        some_at += FEW[0] * num_states
         some_weight = tl.load(weight + some_at, mask=some_inside, other=ZERO)
-        joined_row, _, _ = _load_table(fan.join, num.joined, num.width, num.some - 1, JOIN)
+        joined_row, _, _ = _load_table(fan.join, num_joined, width, num_some - 1, JOIN)
         state = tl.arange(0, FEW[1])
-        place = tl.load(fan.place + state, mask=state < num.states, other=0).to(tl.int32) - num.states
+        place = tl.load(fan.place + state, mask=state < num_states, other=0).to(tl.int32) - num_states
         is_joined = place >= 0
         place = tl.maximum(place, 0)
-    _store_values(out, values, num.states, MAXIMUM)
-    for position in range(num.canvas):
+    _store_values(out, values, num_states, MAXIMUM)
+    for position in range(canvas_len):
         few = tl.reshape(tl.gather(values, few_other, 0), FEW)
         if SOME[0] > 0:
             some = tl.reshape(tl.gather(values, some_other, 0), SOME)
         values = _combine(tl.reshape(few_weight, FEW), few, 0, MAXIMUM)
         if SOME[0] > 0:
             rows = _combine(tl.reshape(some_weight, SOME), some, 1, MAXIMUM)
-        if position + 1 < num.canvas:  # the next weights are loaded early, to hide the latency
-            weight += step * num.slots
+        if position + 1 < canvas_len:  # the next weights are loaded early, to hide the latency
+            weight += step * num_slots
         few_weight = tl.load(weight + few_at, mask=few_inside, other=ZERO)
         if SOME[0] > 0:
             some_weight = tl.load(weight + some_at, mask=some_inside, other=ZERO)
@@ -498,18 +512,23 @@ def _run_pass(
                 k, m = _split(rows)
                 joined = _sum(k, m, 1)
             values = tl.where(is_joined, tl.gather(joined, place, 0), values)
-        out += step * num.states
-        _store_values(out, values, num.states, MAXIMUM)
+        out += step * num_states
+        _store_values(out, values, num_states, MAXIMUM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "num_states", "num_some", "num_joined", "width"])
 def _passes_kernel(
     weight_ptr: tl.tensor,
     start_ptr: tl.tensor,
     end_ptr: tl.tensor,
     fan: Fan,
     out_ptr: tl.tensor,
-    num: _LanguageSizes,
+    canvas_len: tl.tensor,
+    num_slots: tl.tensor,
+    num_states: tl.tensor,
+    num_some: tl.tensor,
+    num_joined: tl.tensor,
+    width: tl.tensor,
     FEW: tl.constexpr,
     SOME: tl.constexpr,
     JOIN: tl.constexpr,
@@ -519,26 +538,27 @@ def _passes_kernel(
     is_forward = kind == 2
     index = tl.where(is_forward, 1, 0)  # of the fan
     fan = Fan(
-        fan.few + index * FEW[0] * num.states,
-        fan.some + index * num.some * SOME[1],
-        fan.join + index * num.joined * num.width,
-        fan.place + index * num.states,
+        fan.few + index * FEW[0] * num_states,
+        fan.some + index * num_some * SOME[1],
+        fan.join + index * num_joined * width,
+        fan.place + index * num_states,
         fan.arc,
     )
+    sizes = (canvas_len, num_slots, num_states, num_some, num_joined, width)  # as an argument it would be specialised
     state = tl.arange(0, FEW[1])
-    at_end = tl.load(end_ptr + row * num.states + state, mask=state < num.states, other=0) != 0
+    at_end = tl.load(end_ptr + row * num_states + state, mask=state < num_states, other=0) != 0
     begin = tl.where(is_forward, state == tl.load(start_ptr + row), at_end)
     step = tl.where(is_forward, 1, -1)
     sequence = tl.program_id(1) * tl.num_programs(0) + row
-    weight = weight_ptr + (sequence * num.canvas + tl.where(is_forward, 0, num.canvas - 1)) * num.slots
-    out = out_ptr + (sequence * (num.canvas + 1) + tl.where(is_forward, 0, num.canvas)) * num.states
+    weight = weight_ptr + (sequence * canvas_len + tl.where(is_forward, 0, canvas_len - 1)) * num_slots
+    out = out_ptr + (sequence * (canvas_len + 1) + tl.where(is_forward, 0, canvas_len)) * num_states
     if kind == 0:
-        _run_pass(begin, weight, out, step, fan, num, True, FEW, SOME, JOIN)
+        _run_pass(begin, weight, out, step, fan, sizes, True, FEW, SOME, JOIN)
     else:
-        _run_pass(begin, weight, out, step, fan, num, False, FEW, SOME, JOIN)
+        _run_pass(begin, weight, out, step, fan, sizes, False, FEW, SOME, JOIN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_arcs", "num_states"], do_not_specialize_on_alignment=["value_ptr"])
 def _choose_kernel(
     weight_ptr: tl.tensor,
     value_ptr: tl.tensor,
@@ -606,7 +626,7 @@ def _load_through(
     return weight + tl.load(values + target, mask=mask, other=float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_states"])
 def _follow_kernel(
     chosen_ptr: tl.tensor,
     rests_ptr: tl.tensor,
@@ -628,7 +648,7 @@ def _follow_kernel(
         tl.store(path + position + 1, state)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_states", "num_classes"], do_not_specialize_on_alignment=["backward_ptr"])
 def _class_bias_kernel(
     forward_ptr: tl.tensor,
     backward_ptr: tl.tensor,

@@ -95,7 +95,7 @@ def kth_largest(logits: Tensor, k: int) -> Tensor:
     chunks = padded.unflatten(1, (-1, chunk_len))
     best = chunks.amax(-1).topk(min(k, chunks.shape[1]), dim=-1).indices
     near = chunks.gather(1, best[..., None].expand(-1, -1, chunk_len)).flatten(1)
-    return near.topk(min(k, logits.shape[1]), dim=-1).values[:, -1].contiguous()
+    return near.topk(min(k, logits.shape[1]), dim=-1).values[:, -1].clone()  # begins at a multiple of 16 bytes
 
 
 def vocabulary_statistics(logits: Tensor, shaping: Shaping) -> VocabularyStatistics:
@@ -108,7 +108,8 @@ def vocabulary_statistics(logits: Tensor, shaping: Shaping) -> VocabularyStatist
     num_chunks = triton.cdiv(vocab_size, CHUNK)
     chunk_best, chunk_sum, chunk_slope = torch.empty((3, num_rows, num_chunks), device=logits.device)
     argmax = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    entropy, confidence, margin, log_normalizer, best = torch.empty((5, num_rows), device=logits.device)
+    aligned = torch.empty((5, triton.cdiv(num_rows, 4) * 4), device=logits.device)  # one compilation for all rows
+    entropy, confidence, margin, log_normalizer, best = aligned[:, :num_rows]
     statistics = VocabularyStatistics(entropy, argmax, confidence, margin, log_normalizer, best, chunk_best, chunk_sum)
     _sweep_kernel[(num_chunks, num_rows)](
         logits, operands, chunk_best, chunk_sum, chunk_slope, vocab_size, CHUNK=CHUNK, num_warps=2
