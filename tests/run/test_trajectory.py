@@ -392,6 +392,18 @@ def test_a_state_for_a_fork_overrides_earlier_changes(model, prompt):
     assert kept.keys() == {"sampler", "canvas", "open"}  # of a whole state, only what differs is kept
 
 
+def test_a_canvas_for_a_fork_follows_the_earlier_changes(model, prompt):
+    def close(record):
+        record.state.open[:, 5:] = False
+
+    run = dgemma.generate(model, prompt, record=True, on_step=close, **options(max_new_tokens=CANVAS_LEN)).trajectory
+    moment = run.moment(model, step=1)
+    canvas = moment.state.canvas.flip(1)
+    state, _ = dgemma.apply_changes({"canvas": canvas}, moment.state, moment.knobs)
+    fork = run.fork(model, step=1, canvas=canvas).trajectory
+    assert fork.difference(run.fork(model, step=1, state=state).trajectory) is None
+
+
 def test_forks_can_be_forked(model, recorded):
     first = recorded.trajectory.fork(model, block=0, step=1, temperature=0.2).trajectory
     second = first.fork(model, block=1, step=1, seed=8).trajectory
