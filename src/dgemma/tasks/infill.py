@@ -30,6 +30,7 @@ from dgemma.run.options import CanvasOptions, ImagesOption, WatchOptions, fill_i
 from dgemma.run.plan import Plan, read_plan
 from dgemma.run.recorded.trajectory import Trajectory
 from dgemma.run.records import BlockCommit, OnStep, shows_progress
+from dgemma.run.rows import Rows
 
 Holes = Tensor | int | Sequence[tuple[int, int]]
 
@@ -99,8 +100,8 @@ class InfillOptions(CanvasOptions, WatchOptions, total=False):
 def infill_row(model: Denoiser, tokens: Tensor, holes: Holes, **options: Unpack[CanvasOptions]) -> "HoleRows":
     """Return a text (1, N) with holes as a row of a `Batch`, which writes the tokens of `infill`."""
     require(options.get("constraint") is None, "infill_row constraint", "be None", options.get("constraint"))
-    tokens, real, filler = _read_options("infill", model, tokens, cast(InfillOptions, options))
-    return HoleRows(filler, tokens, real, _read_todo(tokens, real, holes, filler))
+    filler = _read_options("infill", model, tokens, cast(InfillOptions, options))
+    return HoleRows(filler, _read_todo(filler, holes))
 
 
 @takes_options(InfillOptions)
@@ -132,8 +133,8 @@ def infill(model: Denoiser, tokens: Tensor, holes: Holes, **options: Unpack[Infi
 
     Example: `infill(model, tokens, [(12, 20)], noise=MaskNoise(vocab_size), sampler=Confidence(), seed=1).tokens`.
     """
-    tokens, real, filler = _read_options("infill", model, tokens, options)
-    return filler.fill(tokens, real, _read_todo(tokens, real, holes, filler))
+    filler = _read_options("infill", model, tokens, options)
+    return filler.fill(_read_todo(filler, holes))
 
 
 @takes_options(InfillOptions)
@@ -156,34 +157,35 @@ def edit(
 
     Example: `edit(model, tokens, noise_level=0.3, frozen=is_prompt)`.
     """
-    tokens, real, filler = _read_options("edit", model, tokens, options)
+    filler = _read_options("edit", model, tokens, options)
     level = arguments.read_noise_level("edit", noise_level)
-    todo = real & (real.cumsum(1) > 1)
+    todo = filler.real & (filler.real.cumsum(1) > 1)
     if frozen is not None:
         rule = f"be booleans of the tokens' shape {tuple(tokens.shape)}"
         require_tensor(frozen, "edit frozen", rule, shape=tokens.shape, dtypes=(torch.bool,))
         todo = todo & ~frozen.to(tokens.device)
     rule = "leave a token to rewrite in every row"
     require(bool(todo.any(1).all()), "edit frozen", rule, frozen, "Omit the rows that have none.")
-    _check_text(tokens, real, filler)
-    return replace(filler, plan=replace(filler.plan, noise_level=level), from_text=True).fill(tokens, real, todo)
+    _check_text(filler, filler.real)
+    return replace(filler, plan=replace(filler.plan, noise_level=level), from_text=True).fill(todo)
 
 
 @dataclass
-class _TextRow:
-    """One row of the batch without its padding, on the host."""
+class _Text:
+    """A row of the batch without its padding, on the host."""
 
-    index: int
+    index: int  # of the row
     columns: Tensor  # (n,) the positions of its tokens in the batch
-    text: Tensor  # (n,) int64
-    todo: Tensor  # (n,) bool
-    place: Placement  # of the next canvas
-    first_start: int = 1  # the first position that a canvas may cover, after the images
+    tokens: Tensor  # (n,) int64
+    todo: Tensor  # (n,) bool: the holes that are not yet written
+    log_probs: Tensor  # (n,) of the written tokens
+    place: Placement  # of the present canvas
+    canvas_len: int
 
-    def under(self, values: Tensor, canvas_len: int, beyond: int) -> Tensor:
-        """Return the part of values (n, ...) under the canvas, (C, ...). Positions after the text get `beyond`."""
-        part = values[self.place.start : self.place.start + canvas_len]
-        return torch.cat((part, part.new_full((canvas_len - len(part), *part.shape[1:]), beyond)))
+    def under(self, values: Tensor, beyond: int) -> Tensor:
+        """Return the part of values (n, ...) under the canvas, (C, ...). Positions after the values get `beyond`."""
+        part = values[self.place.start : self.place.start + self.canvas_len]
+        return torch.cat((part, part.new_full((self.canvas_len - len(part), *part.shape[1:]), beyond)))
 
     def keep(self, values: Tensor, canvas: Tensor) -> None:
         """Copy the holes that the placement keeps from a canvas (C,) into values (n,)."""
@@ -191,14 +193,21 @@ class _TextRow:
         kept = self.todo[start:keep_until].nonzero()[:, 0]
         values[start + kept] = canvas.cpu()[kept]
 
+    def allowed(self, allowed: Tensor) -> Tensor:
+        """Return its part of allowed (B or 1, N or 1, V), (n or 1, V)."""
+        table = allowed[min(self.index, len(allowed) - 1)]
+        return table if len(table) == 1 else table[self.columns.to(table.device)]
+
 
 @dataclass(frozen=True)
 class _Infiller:
-    """The settings of `infill` or `edit`."""
+    """The checked arguments of `infill` or `edit`."""
 
     name: str  # of the function, for errors
     model: Denoiser
-    plan: Plan  # a template of one canvas, which `HoleRows` completes; `span.allowed` covers the whole text
+    tokens: Tensor  # (B, N) int64
+    real: Tensor  # (B, N) bool: not padding
+    plan: Plan  # of one canvas, which `HoleRows` completes for each canvas; `span.allowed` covers the whole text
     tail_token_id: int | None
     on_step: OnStep | None
     record_top: int | None  # None records nothing
@@ -206,40 +215,38 @@ class _Infiller:
     from_text: bool = False  # start from noised text instead of noise
     constraint: Constraint = None
 
-    def fill(self, tokens: Tensor, real: Tensor, todo: Tensor) -> Infilling:
-        """Fill the positions `todo` of `tokens`, of which `real` are not padding; all (B, N)."""
-        out, log_probs = tokens.clone(), torch.zeros(tokens.shape, device=tokens.device)
-        steps, forwards = torch.zeros(2, len(tokens), dtype=torch.int64, device=tokens.device)
-        rows, knobs, trajectories = HoleRows(self, tokens, real, todo), self.plan.knobs, []
-        scored = [torch.zeros(len(row.text)) for row in rows.texts]
+    def fill(self, todo: Tensor) -> Infilling:
+        """Write the positions `todo` (B, N)."""
+        rows, knobs, recorded = HoleRows(self, todo), self.plan.knobs, list[Trajectory]()
+        steps, forwards = torch.zeros(2, len(todo), dtype=torch.int64, device=todo.device)
         cache: Cache | None = None
         show = self.progress and not shows_progress(self.on_step)
         with progress_bar(desc="denoising", unit="step", show=show) as bar:
             while not rows.ended:
-                plan = replace(rows.plan, knobs=knobs)
-                trajectory = None if self.record_top is None else Trajectory(plan, top=self.record_top)
-                cache = rows.encode(self.model, cache if self.record_top is None else None)
+                cache = rows.encode(self.model, cache)
                 state = rows.start(self.model, knobs)
                 events = denoise_canvas(self.model, state, cache, knobs)
-                if trajectory is not None:
-                    events = trajectory.record(events, may_change=self.on_step is not None, rows=state.rows)
+                if self.record_top is not None:
+                    recorded.append(Trajectory(replace(rows.plan, knobs=knobs), top=self.record_top))
+                    events = recorded[-1].record(events, may_change=self.on_step is not None, rows=state.rows)
                 drafts, num_steps, num_forwards, knobs = drain(events, on_step=self.on_step, bar=bar)
-                for row, score in zip(rows.open, self._score(state, cache, drafts), strict=True):
-                    row.keep(scored[row.index], score)
+                for text, score in zip(rows.open, self._score(state, cache, drafts), strict=True):
+                    text.keep(text.log_probs, score)
                 commit = rows.commit(drafts, num_steps, num_forwards)
-                if trajectory is not None:
-                    trajectory.add_commit(commit)
-                    trajectories.append(trajectory)
+                if self.record_top is not None:
+                    recorded[-1].add_commit(commit)
                 steps[state.rows] += num_steps
                 forwards[state.rows] += num_forwards
-        for row, score in zip(rows.texts, scored, strict=True):
-            out[row.index, row.columns], log_probs[row.index, row.columns] = row.text.to(out), score.to(log_probs)
+        tokens, log_probs = self.tokens.clone(), torch.zeros(todo.shape, device=todo.device)
+        for text in rows.texts:
+            tokens[text.index, text.columns] = text.tokens.to(tokens)
+            log_probs[text.index, text.columns] = text.log_probs.to(log_probs)
         return Infilling(
-            tokens=out,
+            tokens=tokens,
             log_probs=log_probs,
             steps=steps,
             tokens_per_forward=todo.sum(1) / forwards,
-            trajectories=None if self.record_top is None else tuple(trajectories),
+            trajectories=None if self.record_top is None else tuple(recorded),
         )
 
     def _score(self, state: DenoiseState, cache: Cache, drafts: Tensor) -> Tensor:
@@ -249,41 +256,45 @@ class _Infiller:
 
 
 class HoleRows(BatchRow):
-    """Texts with holes, of which `todo` (B, N) are to write. Each block is a canvas over the first holes of each row.
+    """Texts with holes. Each canvas is a run of its own, whose prompt is the text to its left.
 
-    `plan` is that of the next canvases, of the rows that still have holes. They are in `open`.
+    So after every canvas `plan` is that of the next run, for the texts that still have holes (`open`). As a row of a
+    `Batch` it has one text.
     """
 
-    block = 0  # each plan is for one canvas
+    block = 0  # every plan has one canvas
 
-    def __init__(self, filler: _Infiller, tokens: Tensor, real: Tensor, todo: Tensor) -> None:
+    def __init__(self, filler: _Infiller, todo: Tensor) -> None:
         super().__init__(filler.plan)
-        self._filler, self.texts = filler, []
-        for index, (text, kept, holes) in enumerate(zip(tokens.cpu(), real.cpu(), todo.cpu(), strict=True)):
-            row = _TextRow(index, kept.nonzero()[:, 0], text[kept], holes[kept], Placement(0, 0))
-            row.first_start = self._first_start(row)
-            self.texts.append(row)
+        self._filler, self.texts, canvas_len = filler, list[_Text](), filler.plan.canvas_len
+        for tokens, real, holes in zip(filler.tokens.cpu(), filler.real.cpu(), todo.cpu(), strict=True):
+            values = real.nonzero()[:, 0], tokens[real], holes[real], torch.zeros(int(real.sum()))
+            self.texts.append(_Text(len(self.texts), *values, Placement(0, 0), canvas_len))
+        self._first_starts = [_find_start(filler, text) for text in self.texts]
         self._language = None if filler.constraint is None else self._read_constraint(filler.constraint)
         self.open = self.texts
-        self._staying: list[int] | None = None  # the places of open rows in the cache; None: all
+        self._staying: list[int] | None = None  # the places of `open` in the cache; None for all that are there
         self._place()
 
     def encode(self, model: Denoiser, cache: Cache | None = None) -> Cache:
+        """Extend the cache by the text up to the canvases. Texts without holes leave before: they need no more."""
+        if self._filler.record_top is not None:  # as a replay of this canvas will do
+            return Rows(self.plan).encode(model)
         if cache is not None and self._staying is not None:
             cache = cache.select(torch.tensor(self._staying, device=self.present.device))
         return super().encode(model, cache)
 
     def start(self, model: Denoiser, knobs: Knobs) -> DenoiseState:
-        index = torch.tensor([row.index for row in self.open], device=self.present.device)
+        index = torch.tensor([text.index for text in self.open], device=self.present.device)
         return replace(super().start(model, knobs), rows=index)
 
     def commit(self, drafts: Tensor, steps: Tensor, forwards: Tensor) -> BlockCommit:
         """Keep the tokens of the holes that the canvases have finished, and place the next ones."""
         commit = super().commit(drafts, steps, forwards)
-        for row, draft in zip(self.open, drafts, strict=True):
-            row.keep(row.text, draft)
-            row.todo[: row.place.keep_until] = False
-        stay = [at for at, row in enumerate(self.open) if bool(row.todo.any())]
+        for text, draft in zip(self.open, drafts, strict=True):
+            text.keep(text.tokens, draft)
+            text.todo[: text.place.keep_until] = False
+        stay = [at for at, text in enumerate(self.open) if bool(text.todo.any())]
         self._staying = stay if len(stay) < len(self.open) else None
         self.open, self.ended = [self.open[at] for at in stay], not stay
         if stay:
@@ -293,76 +304,73 @@ class HoleRows(BatchRow):
     @property
     def new_tokens(self) -> Tensor:
         """The text of the first row so far, (1, N)."""
-        return self.texts[0].text[None]
-
-    def _first_start(self, row: _TextRow) -> int:
-        """Return the first position of a row that a canvas may cover: after the first token and after the images."""
-        filler = self._filler
-        if filler.plan.images is None:
-            return 1
-        assert isinstance(filler.model.config, ModelConfig)
-        start = max((row.text == filler.model.config.image_token_id).nonzero().flatten().tolist(), default=0) + 1
-        require(not bool(row.todo[:start].any()), f"{filler.name} images", "stand before the first hole", start)
-        return start
+        return self.texts[0].tokens[None]
 
     def _read_constraint(self, constraint: Constraint) -> HoleLanguage:
         """The constraint over the texts of all rows without padding."""
-        holes, allowed = pad_sequence([row.todo for row in self.texts], batch_first=True), self.plan.span.allowed
+        holes, allowed = pad_sequence([text.todo for text in self.texts], batch_first=True), self.plan.span.allowed
         if allowed is not None:
-            tables = [_allowed_in(row, allowed) for row in self.texts]
+            tables = [text.allowed(allowed) for text in self.texts]
             allowed = pad_sequence(tables, batch_first=True, padding_value=True)
         return HoleLanguage(self._filler.name, constraint, holes, allowed, self.plan.noise)
 
     def _place(self) -> None:
-        """Place the next canvas of every open row, and plan it as a run whose prompt is the text left of the canvas."""
-        filler, rows, device = self._filler, self.open, self.present.device
-        template, canvas_len, num_before = filler.plan, filler.plan.canvas_len, [row.place.start for row in rows]
-        for row in rows:
-            row.place = place_canvas(row.todo, canvas_len, row.first_start)
-        text = torch.stack([row.under(row.text, canvas_len, -1) for row in rows]).to(device)
-        frozen = torch.stack([row.under(~row.todo, canvas_len, False) for row in rows]).to(device)
-        kept = torch.tensor([row.place.keep_until - row.place.start for row in rows], device=device)
-        awaited = ~frozen & (torch.arange(canvas_len, device=device) < kept[:, None])
-        text_len = [min(len(row.text) - row.place.start, canvas_len) for row in rows]
-        canvas, allowed = torch.full_like(text, -1), template.span.allowed
+        """Place the next canvas of every open text, and plan its run."""
+        num_cached, device = [text.place.start for text in self.open], self.present.device
+        for text in self.open:
+            text.place = place_canvas(text.todo, text.canvas_len, self._first_starts[text.index])
+        self.plan = self._plan_canvases(device)
+        self.present = torch.arange(len(self.open), device=device)
+        new = [text.tokens[start : text.place.start] for text, start in zip(self.open, num_cached, strict=True)]
+        self.uncached, self.uncached_mask = _pad_rows(new, device)
+
+    def _plan_canvases(self, device: torch.device) -> Plan:
+        filler, texts = self._filler, self.open
+        template, canvas_len, allowed = filler.plan, filler.plan.canvas_len, filler.plan.span.allowed
         if allowed is not None and allowed.shape[:2] != (1, 1):
-            tables = [_allowed_in(row, allowed) for row in rows]
-            if allowed.shape[1] > 1:
-                tables = [row.under(table, canvas_len, True) for row, table in zip(rows, tables, strict=True)]
-            allowed = torch.stack(tables)
-        prefix, is_prefix = _pad_rows([row.text[: row.place.start] for row in rows], device)
-        self.present = torch.arange(len(rows), device=device)
-        self.plan = plan = replace(
+            tables = [(text, text.allowed(allowed)) for text in texts]
+            allowed = torch.stack([table if len(table) == 1 else text.under(table, True) for text, table in tables])
+        tokens = torch.stack([text.under(text.tokens, -1) for text in texts]).to(device)
+        frozen = torch.stack([text.under(~text.todo, False) for text in texts]).to(device)
+        awaited = torch.stack([text.under(text.todo[: text.place.keep_until], False) for text in texts]).to(device)
+        canvas = torch.full_like(tokens, -1)
+        text_len = torch.tensor([min(len(text.tokens) - text.place.start, canvas_len) for text in texts], device=device)
+        prefix, is_prefix = _pad_rows([text.tokens[: text.place.start] for text in texts], device)
+        plan = replace(
             template,
             prompt_tokens=prefix,
             attention_mask=is_prefix,
-            seeds=template.seeds[:, [row.index for row in rows]],
+            seeds=template.seeds[:, [text.index for text in texts]],
             eos_token_ids=(),
             span=Span(canvas=canvas, allowed=allowed, awaited=awaited),
             first_block=len(self.commits),
-            text_len=torch.tensor(text_len, device=device) if min(text_len) < canvas_len else None,
-            language=None if self._language is None else self._language.canvases(rows, canvas_len).to(device),
-            images=None if template.images is None else tuple(template.images[row.index] for row in rows),
+            text_len=text_len if int(text_len.min()) < canvas_len else None,
+            language=None if self._language is None else self._language.canvases(texts, canvas_len).to(device),
+            images=None if template.images is None else tuple(template.images[text.index] for text in texts),
         )
-        if filler.from_text:
-            # The level is that of the first step, which is rarely exactly the requested one.
-            canvas = _corrupt(text, allowed, super().start(filler.model, plan.knobs), plan)
-        canvas = torch.where(frozen, text, canvas)
+        if filler.from_text:  # the level is that of the first step, which is rarely exactly the requested one
+            canvas = _corrupt(tokens, Rows(plan).start(filler.model, plan.knobs), plan)
+        canvas = torch.where(frozen, tokens, canvas)
         # Under mask noise, positions after the text are frozen masks by default. The sampler spends all its steps on
         # the holes, and the masks tell the network that the text may go on. A network that takes the level of each
         # position is an exception, because it would read level 0 at frozen masks.
         tail = filler.tail_token_id
         if tail is None and plan.noise.kind == "mask" and not filler.model.takes_position_levels:
             tail = plan.noise.mask_token
-        if tail is not None and plan.text_len is not None:
-            is_tail = torch.arange(canvas_len, device=device) >= plan.text_len[:, None]
+        if tail is not None:
+            is_tail = torch.arange(canvas_len, device=device) >= text_len[:, None]
             canvas, frozen = torch.where(is_tail, tail, canvas), frozen | is_tail
-        self.plan = replace(plan, span=replace(plan.span, canvas=canvas, frozen=frozen))
-        if filler.record_top is None:
-            new = [row.text[start : row.place.start] for row, start in zip(rows, num_before, strict=True)]
-            self.uncached, self.uncached_mask = _pad_rows(new, device)
-        else:  # a replay encodes the whole prefix of each canvas again
-            self.uncached, self.uncached_mask, self.uncached_images = prefix, is_prefix, plan.images
+        return replace(plan, span=replace(plan.span, canvas=canvas, frozen=frozen))
+
+
+def _find_start(filler: _Infiller, text: _Text) -> int:
+    """Return the first position of a text that a canvas may cover: after the first token and after the images."""
+    if filler.plan.images is None:
+        return 1
+    assert isinstance(filler.model.config, ModelConfig)
+    start = max((text.tokens == filler.model.config.image_token_id).nonzero().flatten().tolist(), default=0) + 1
+    require(not bool(text.todo[:start].any()), f"{filler.name} images", "stand before the first hole", start)
+    return start
 
 
 def _pad_rows(parts: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -371,15 +379,9 @@ def _pad_rows(parts: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor
     return pad_sequence(parts, batch_first=True).to(device), is_real.to(device)
 
 
-def _allowed_in(row: _TextRow, allowed: Tensor) -> Tensor:
-    """The tokens that are allowed in a row, (n or 1, V), of allowed (B or 1, N or 1, V)."""
-    table = allowed[min(row.index, len(allowed) - 1)]
-    return table if len(table) == 1 else table[row.columns.to(table.device)]
-
-
-def _corrupt(text: Tensor, allowed: Tensor | None, state: DenoiseState, plan: Plan) -> Tensor:
+def _corrupt(text: Tensor, state: DenoiseState, plan: Plan) -> Tensor:
     """Noise the text (R, C) to the state's level; -1 after its end, and where the result is not allowed."""
-    u_event, u_token = state.uniform("corrupt event"), state.uniform("corrupt token")
+    u_event, u_token, allowed = state.uniform("corrupt event"), state.uniform("corrupt token"), plan.span.allowed
     noised = plan.noise.corrupt(text, state.noise_level, u_event, u_token, allowed=allowed)
     ends = text < 0
     if allowed is not None:
@@ -389,8 +391,8 @@ def _corrupt(text: Tensor, allowed: Tensor | None, state: DenoiseState, plan: Pl
     return torch.where(ends, -1, noised)
 
 
-def _read_options(name: str, model: Denoiser, tokens: Any, options: InfillOptions) -> tuple[Tensor, Tensor, _Infiller]:
-    """Check tokens and options like `generate`; return the tokens in int64, those that are real, and a filler."""
+def _read_options(name: str, model: Denoiser, tokens: Any, options: InfillOptions) -> _Infiller:
+    """Check tokens and options like `generate`."""
     check_denoiser(name, model)
     longest = model.config.max_position_embeddings
     rule = f"be integer ids of shape (batch, 1 to {longest} positions)"
@@ -416,9 +418,11 @@ def _read_options(name: str, model: Denoiser, tokens: Any, options: InfillOption
         require_tensor(mask, f"{name} attention_mask", rule, shape=tokens.shape)
         require(bool(((mask == 0) | (mask == 1)).all()), f"{name} attention_mask", rule, mask)
         real = mask.to(tokens.device, torch.bool)
-    filler = _Infiller(
+    return _Infiller(
         name=name,
         model=model,
+        tokens=tokens.long(),
+        real=real,
         plan=replace(plan, span=Span(allowed=allowed), images=arguments.read_images(model, tokens, settings["images"])),
         tail_token_id=settings["tail_token_id"],
         on_step=settings["on_step"],
@@ -426,7 +430,6 @@ def _read_options(name: str, model: Denoiser, tokens: Any, options: InfillOption
         progress=settings["progress"],
         constraint=constraint,
     )
-    return tokens.long(), real, filler
 
 
 def _read_holes(holes: Holes, tokens: Tensor) -> Tensor:
@@ -446,19 +449,19 @@ def _read_holes(holes: Holes, tokens: Tensor) -> Tensor:
     return marked
 
 
-def _read_todo(tokens: Tensor, real: Tensor, holes: Holes, filler: _Infiller) -> Tensor:
+def _read_todo(filler: _Infiller, holes: Holes) -> Tensor:
     """Check the holes and the text around them; return the tokens to write, (B, N) bool."""
-    todo = _read_holes(holes, tokens) & real
+    real, todo = filler.real, _read_holes(holes, filler.tokens) & filler.real
     fits = bool(todo.any(1).all()) and not bool((todo & (real.cumsum(1) == 1)).any())
     rule = "mark a token in every row, but never the first, which is the prefix of a canvas"
     require(fits, "infill holes", rule, holes, "Put the bos token first, and omit rows without a hole.")
-    _check_text(tokens, real & ~todo, filler)
+    _check_text(filler, real & ~todo)
     return todo
 
 
-def _check_text(tokens: Tensor, kept: Tensor, filler: _Infiller) -> None:
+def _check_text(filler: _Infiller, kept: Tensor) -> None:
     """Check that the tokens outside the holes are in the vocabulary and are not noise."""
-    noise = filler.plan.noise
+    tokens, noise = filler.tokens, filler.plan.noise
     strange = tokens[kept & ((tokens < 0) | (tokens >= noise.vocab_size) | noise.masked(tokens))].tolist()
     rule = f"hold ids in [0, {noise.vocab_size}) and no mask token outside the holes"
     require(not strange, f"{filler.name} tokens", rule, strange, "Mark them as holes.")
