@@ -171,7 +171,7 @@ def edit(
 
 
 @dataclass
-class _Text:
+class _HoleText:
     """A row of the batch without its padding, on the host."""
 
     index: int  # of the row
@@ -266,10 +266,10 @@ class HoleRows(BatchRow):
 
     def __init__(self, filler: _Infiller, todo: Tensor) -> None:
         super().__init__(filler.plan)
-        self._filler, self.texts, canvas_len = filler, list[_Text](), filler.plan.canvas_len
+        self._filler, self.texts, canvas_len = filler, list[_HoleText](), filler.plan.canvas_len
         for tokens, real, holes in zip(filler.tokens.cpu(), filler.real.cpu(), todo.cpu(), strict=True):
             values = real.nonzero()[:, 0], tokens[real], holes[real], torch.zeros(int(real.sum()))
-            self.texts.append(_Text(len(self.texts), *values, Placement(0, 0), canvas_len))
+            self.texts.append(_HoleText(len(self.texts), *values, Placement(0, 0), canvas_len))
         self._first_starts = [_find_start(filler, text) for text in self.texts]
         self._language = None if filler.constraint is None else self._read_constraint(filler.constraint)
         self.open = self.texts
@@ -363,7 +363,7 @@ class HoleRows(BatchRow):
         return replace(plan, span=replace(plan.span, canvas=canvas, frozen=frozen))
 
 
-def _find_start(filler: _Infiller, text: _Text) -> int:
+def _find_start(filler: _Infiller, text: _HoleText) -> int:
     """Return the first position of a text that a canvas may cover: after the first token and after the images."""
     if filler.plan.images is None:
         return 1
