@@ -61,6 +61,9 @@ class Placement(NamedTuple):
     keep_until: int
 
 
+_NOWHERE = Placement(0, 0)  # no text is left of it
+
+
 def place_canvas(todo: Tensor, canvas_len: int, least: int = 1) -> Placement:
     """Place the next canvas: todo (N,) bool marks the tokens to write, never the first.
 
@@ -179,8 +182,8 @@ class _HoleText:
     tokens: Tensor  # (n,) int64
     todo: Tensor  # (n,) bool: the holes that are not yet written
     log_probs: Tensor  # (n,) of the written tokens
-    place: Placement  # of the present canvas
     canvas_len: int
+    place: Placement = _NOWHERE  # of the present canvas
 
     def under(self, values: Tensor, beyond: int) -> Tensor:
         """Return the part of values (n, ...) under the canvas, (C, ...). Positions after the values get `beyond`."""
@@ -267,9 +270,11 @@ class HoleRows(BatchRow):
     def __init__(self, filler: _Infiller, todo: Tensor) -> None:
         super().__init__(filler.plan)
         self._filler, self.texts, canvas_len = filler, list[_HoleText](), filler.plan.canvas_len
-        for tokens, real, holes in zip(filler.tokens.cpu(), filler.real.cpu(), todo.cpu(), strict=True):
-            values = real.nonzero()[:, 0], tokens[real], holes[real], torch.zeros(int(real.sum()))
-            self.texts.append(_HoleText(len(self.texts), *values, Placement(0, 0), canvas_len))
+        for row in zip(filler.real.cpu(), filler.tokens.cpu(), todo.cpu(), strict=True):
+            columns = row[0].nonzero()[:, 0]
+            tokens, holes = (values[columns] for values in row[1:])
+            log_probs, index = torch.zeros(len(columns)), len(self.texts)
+            self.texts.append(_HoleText(index, columns, tokens, holes, log_probs, canvas_len))
         self._first_starts = [_find_start(filler, text) for text in self.texts]
         self._language = None if filler.constraint is None else self._read_constraint(filler.constraint)
         self.open = self.texts
