@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import dgemma
 from dgemma.sampling import Ancestral, Confidence, EntropyBound, StepCap
-from dgemma.tasks.infill import edit, infill, infill_row, place_canvas
+from dgemma.tasks.holes import place_canvas
+from dgemma.tasks.infill import edit, infill, infill_row
 from many.test_many import run_together
 
 VOCAB, CANVAS_LEN = 512, 32

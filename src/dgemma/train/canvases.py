@@ -270,22 +270,16 @@ def noise_canvases(
     u_time, u_event, u_token, u_self_cond, u_masked = draw(seeds, canvases.index, sizes)
     time = low + (high - low) * u_time  # (B, K, 1) float64
 
-    def put(noise: Noise) -> tuple[Tensor, Tensor, Tensor]:
+    def put(noise: Noise, scored: str) -> tuple[Tensor, Tensor, Tensor]:
         level = 1 - noise.schedule.alpha(time)
         replaced = u_event >= noise.clean_share(level)
-        return torch.where(replaced, noise.refill(u_token, level, allowed=allowed), canvases.x), replaced, level
+        z = torch.where(replaced, noise.refill(u_token, level, allowed=allowed), canvases.x)
+        return z, canvases.scored & replaced if scored == "noised" else canvases.scored, level
 
-    z, replaced, level = put(noise)
-    masked = None
+    z, counted, level = put(noise, scored)
     if masks is not None:
-        masked = u_masked < masks_prob
-        pairs = zip(put(masks), (z, replaced, level), strict=True)
-        z, replaced, level = (torch.where(masked, ours, other) for ours, other in pairs)
-    counted = canvases.scored
-    if scored == "noised":
-        counted = counted & replaced
-    elif masked is not None:
-        counted = counted & (replaced | ~masked)
+        pairs = zip(put(masks, "noised"), (z, counted, level), strict=True)
+        z, counted, level = (torch.where(u_masked < masks_prob, ours, other) for ours, other in pairs)
     return NoisyCanvases(
         z=torch.where(canvases.frozen, canvases.x, z),
         scored=counted,

@@ -427,13 +427,9 @@ class Trajectory:
             block, index = again.place()
             return script((block, index + 1), record)
 
-        events = run_plan(
-            model,
-            replace(again.plan, knobs=self._knobs_at(block)).to(model.device),
-            None if cache is None else cache.clone(),
-            past=self.commits[:block],
-            on_start=on_start,
-        )
+        plan = replace(again.plan, knobs=self._knobs_at(block)).to(model.device)
+        cache = None if cache is None else cache.clone()
+        events = run_plan(model, plan, cache, past=self.commits[:block], on_start=on_start)
         return Generation(**vars(drain(again.record(events, may_change=True), on_step=on_step)), recorded=again)
 
     def _check_model(self, model: Denoiser, cache: Cache | None) -> None:
