@@ -320,9 +320,8 @@ def test_a_row_can_come_from_a_run_with_an_equal_constraint(model, prompt):
 def meddle(record):
     """All a callback may do: write tokens, close positions, edit self-conditioning, change sampler and temperature."""
     if int(record.block[0]) == 0 and int(record.step[0]) == 0:
-        written, is_open = record.state.canvas.clone().index_fill(1, torch.tensor([4]), 11), record.state.open.clone()
-        is_open[:, 5:] = False
-        state = replace(record.state, canvas=written, open=is_open)
+        written = record.state.canvas.clone().index_fill(1, torch.tensor([4]), 11)
+        state = replace(record.state, canvas=written, open=record.state.open & (torch.arange(CANVAS_LEN) < 5))
         return {"state": state, "sampler": EntropyBound(bound=2.0)}
     if int(record.step[0]) == 1:
         return {"self_cond": record.prediction.logits * 0.5, "temperature": 0.3}
