@@ -108,7 +108,6 @@ def test_finished_rows_are_absent_and_their_forwards_are_counted(recorded):
     assert bool(trajectory.array("entropy")[~expected].isnan().all())
     assert not bool(trajectory.array("accepted")[~expected].any())
     assert torch.equal(trajectory.num_forwards, torch.tensor([[2, 2], [3, 3], [4, 4]]))
-    assert torch.equal(trajectory.num_forwards, recorded.steps)
     assert torch.equal(trajectory.new_tokens, recorded.new_tokens)
     assert torch.equal(trajectory.tokens_per_forward, recorded.tokens_per_forward)
     assert trajectory.at(block=1, step=3).rows.tolist() == [2]
@@ -323,9 +322,10 @@ def test_a_row_can_come_from_a_run_with_an_equal_constraint(model, prompt):
 
 
 def meddle(record):
-    """Everything a callback may do: write tokens, edit the self-conditioning, change sampler and temperature."""
+    """All a callback may do: write tokens, close positions, edit self-conditioning, change sampler and temperature."""
     if int(record.block[0]) == 0 and int(record.step[0]) == 0:
-        state = replace(record.state, canvas=record.state.canvas.clone().index_fill(1, torch.tensor([4]), 11))
+        written = record.state.canvas.clone().index_fill(1, torch.tensor([4]), 11)
+        state = replace(record.state, canvas=written, open=record.state.open & (torch.arange(CANVAS_LEN) < 5))
         return {"state": state, "sampler": EntropyBound(bound=2.0)}
     if int(record.step[0]) == 1:
         return {"self_cond": record.prediction.logits * 0.5, "temperature": 0.3}
@@ -389,11 +389,14 @@ def test_a_state_for_a_fork_overrides_earlier_changes(model, prompt):
     out = dgemma.generate(model, prompt, record=True, on_step=meddle, **options())
     state = out.trajectory.moment(model, block=0, step=1).state
     assert bool((state.canvas[:, 4] == 11).all())  # the callback wrote 11 there
-    fork = out.trajectory.fork(model, block=0, step=1, state=replace(state, canvas=torch.full_like(state.canvas, 17)))
+    canvas = torch.full_like(state.canvas, 17)
+    fork = out.trajectory.fork(model, block=0, step=1, state=replace(state, canvas=canvas))
     assert bool((fork.trajectory.at(block=0, step=1).canvas == 17).all())
     kept = fork.trajectory.changes[0].values
     assert kept["sampler"] == EntropyBound(bound=2.0)  # the callback's knobs still apply
     assert kept.keys() == {"sampler", "canvas", "open"}  # of a whole state, only what differs is kept
+    same = out.trajectory.fork(model, block=0, step=1, canvas=canvas)  # the positions that the callback closed stay so
+    assert same.trajectory.difference(fork.trajectory) is None
 
 
 def test_forks_can_be_forked(model, recorded):

@@ -21,7 +21,7 @@ import pydantic
 from starlette.testclient import TestClient
 
 import dgemma
-from dgemma.checkpoint.tokenizer import ToolCall
+from dgemma.checkpoint.turns import ToolCall
 from dgemma.constraints import build
 from dgemma.many.batch import BatchRow
 from dgemma.serve.app import create_app

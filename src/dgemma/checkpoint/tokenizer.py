@@ -5,12 +5,10 @@ checkpoint, because the published one has changed before and a copy in code woul
 """
 
 import hashlib
-import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -21,14 +19,13 @@ import tokenizers
 import torch
 from torch import Tensor
 
+from dgemma.checkpoint.turns import IMAGE_MARKER, THOUGHT_START, Message, Reply, as_turns, check_parts, without_thought
 from dgemma.checks import Words, as_int, as_lists, require, typed
-from dgemma.files import new_files, open_file, parse_json, read_bytes, write_bytes, write_json, writing
+from dgemma.files import new_files, open_file, read_bytes, write_bytes, write_json, writing
 from dgemma.location import resolve, stored_folder
 from dgemma.model.published import read_published
 from dgemma.model.vision.images import Images
 from dgemma.printing import one_line, printable
-
-Message = Mapping[str, Any]
 
 _TOKENIZER_FILES = ("tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "config.json")
 _TEMPLATES = ("chat_template.jinja", "additional_chat_templates")  # templates outside tokenizer_config.json
@@ -38,13 +35,7 @@ _SAVED_FILES = (
 )
 _MOST_BYTES = 1 << 28  # limit for tokenizer.json; Gemma's has 33 million bytes
 _TURN_TOKENS = ("<|turn>", "<turn|>")
-THOUGHT_START = "<|channel>thought"
-# An unclosed thought runs to the end: the token limit cut it off.
-_THOUGHT = re.compile(re.escape(THOUGHT_START) + r"\n?(.*?)(?:<channel\|>|\Z)", re.DOTALL)
-_TOOL_CALL = re.compile(r"<\|tool_call>(.*?)(?:<tool_call\|>|\Z)", re.DOTALL)
-_TOOL_QUOTE = '<|"|>'
 _GUARD = "\U00100000"  # a private character, to which Unicode assigns no text
-IMAGE_MARKER = "<|image|>"  # stands for a whole image before `place_images`, and then for each of its vectors
 _IMAGE_TOKENS = ("<|image>", IMAGE_MARKER, "<image|>")
 
 
@@ -53,24 +44,6 @@ class TokenBatch(NamedTuple):
 
     tokens: Tensor  # (B, P) int64
     attention_mask: Tensor  # (B, P) int64, 1 = real token
-
-
-@dataclass(frozen=True, kw_only=True)
-class ToolCall:
-    """A function call by the model. `arguments` is None if its text cannot be parsed."""
-
-    name: str
-    arguments: dict[str, Any] | None
-    text: str  # as the model wrote it, between the markers
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reply:
-    """The parts of a model turn. `thought` is None without a thought channel, and "" if it is empty."""
-
-    answer: str
-    thought: str | None
-    tool_calls: tuple[ToolCall, ...]
 
 
 class Tokenizer(ABC):
@@ -260,7 +233,7 @@ class Tokenizer(ABC):
         fits = all(isinstance(turn, Mapping) and isinstance(turn.get("role"), str) for turn in turns)
         rule = 'hold at least one turn, and only dictionaries with "role" and "content"'
         require(fits and len(turns) > 0, "Tokenizer.chat messages", rule, turns)
-        history = [self._guard(_without_thought(message)) for message in turns]
+        history = [self._guard(without_thought(message)) for message in turns]
         options = {"tools": self._guard(tools), "add_generation_prompt": True}
         ids = self._render(history, enable_thinking=thinking, **options)
         fits = not thinking or ids != self._render(history, enable_thinking=False, **options)
@@ -294,9 +267,9 @@ class Tokenizer(ABC):
         Example: `prompt, answer = tokenizer.chat_turn([{"role": "user", ...}, {"role": "assistant", ...}])`.
         """
         *before, last = messages
-        _check_parts(last)
-        history, content = [self._guard(_without_thought(message)) for message in before], last.get("content")
-        thinking = isinstance(content, str) and _THOUGHT.search(content) is not None
+        check_parts(last)
+        history, content = [self._guard(without_thought(message)) for message in before], last.get("content")
+        thinking = isinstance(content, str) and THOUGHT_START in content
         prompt = self.chat(before, thinking=thinking, tools=tools)
         end = self.token_id(_TURN_TOKENS[1])
         if thinking:  # templates drop thoughts
@@ -317,13 +290,7 @@ class Tokenizer(ABC):
 
         Example: `tokenizer.reply("<|channel>thought\\n2+2<channel|>4").answer` is "4".
         """
-        text = tokens if isinstance(tokens, str) else self.decode(tokens)
-        thoughts = [match.strip() for match in _THOUGHT.findall(text)]
-        answer = _THOUGHT.sub("", text)
-        calls = tuple(_parse_tool_call(match) for match in _TOOL_CALL.findall(answer))
-        # A turn that calls a tool ends with the start of the tool's response.
-        answer = _TOOL_CALL.sub("", answer).removesuffix("<|tool_response>")
-        return Reply(answer=answer.strip(), thought="\n".join(thoughts) if thoughts else None, tool_calls=calls)
+        return Reply.of(tokens if isinstance(tokens, str) else self.decode(tokens))
 
 
 class PretrainedTokenizer(Tokenizer):
@@ -486,7 +453,7 @@ class ByteTokenizer(Tokenizer):
         "<tool_call|>": 49,
         "<|tool_response>": 50,
         "<tool_response|>": 51,
-        _TOOL_QUOTE: 52,
+        '<|"|>': 52,
         "<|image>": 53,
         "<|image|>": 54,
         "<image|>": 55,
@@ -547,17 +514,8 @@ class ByteTokenizer(Tokenizer):
     def _render(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         fix = "Its template has no tools. Use the tokenizer of a checkpoint."
         require(not options["tools"], "ByteTokenizer.chat tools", "be None", options["tools"], fix)
-        messages = [{**message, "content": _plain_text(message.get("content"))} for message in messages]
-        system, text = "", ""
-        if messages[0]["role"] == "system":
-            system, messages = messages[0]["content"].strip(), messages[1:]
-        if system or options["enable_thinking"]:
-            text += "<|turn>system\n" + ("<|think|>\n" if options["enable_thinking"] else "") + f"{system}<turn|>\n"
-        for message in messages:
-            role = {"assistant": "model", "model": "model", "user": "user"}.get(message["role"])
-            require(role is not None, "ByteTokenizer.chat role", "be user or assistant here", message["role"])
-            text += f"<|turn>{role}\n{message['content'].strip()}<turn|>\n"
-        text += "<|turn>model\n" if options["add_generation_prompt"] else ""
+        thinking, has_prompt = options["enable_thinking"], options["add_generation_prompt"]
+        text = as_turns(messages, thinking=thinking, add_generation_prompt=has_prompt)
         return [self.bos_token_id, *self._encode_guarded(text)]
 
 
@@ -607,52 +565,3 @@ def _require_text(text: Any, **flags: Any) -> None:
 def _require_several(texts: Any) -> None:
     fits = not isinstance(texts, str) and all(isinstance(text, str) for text in texts)
     require(fits, "Tokenizer.encode_many texts", "be a list of texts", texts, "Write [text] for one.")
-
-
-def _without_thought(message: Message) -> dict[str, Any]:
-    """Return a message for the history. The thought channel of a model turn is removed."""
-    _check_parts(message)
-    content = message.get("content")
-    if message.get("role") not in ("assistant", "model") or content is None:
-        return dict(message)
-    if isinstance(content, str):
-        return {**message, "content": _THOUGHT.sub("", content).strip()}
-    require(isinstance(content, list | tuple), "Tokenizer.chat content", "be a text or a list of parts", content)
-    cleaned = [{**part, "text": _THOUGHT.sub("", part["text"]).strip()} if _is_text(part) else part for part in content]
-    return {**message, "content": cleaned}
-
-
-def _check_parts(message: Message) -> None:
-    """Raise for parts that templates leave out or replace by the marker of a video. Tools may answer in other parts."""
-    content, rule = message.get("content"), 'be {"type": "text", "text": "…"} or {"type": "image"}'
-    for part in content if isinstance(content, list | tuple) and message.get("role") != "tool" else ():
-        is_image = isinstance(part, Mapping) and part.get("type") == "image"
-        require(is_image or _is_text(part), "a part of Tokenizer.chat content", rule, part)
-
-
-def _is_text(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
-
-
-def _plain_text(content: Any) -> str:
-    """Return a message's content as text. A list of parts is joined, with a marker for every image."""
-    if isinstance(content, list | tuple):
-        content = "".join(part["text"] if _is_text(part) else IMAGE_MARKER for part in content)
-    require(isinstance(content, str), "ByteTokenizer.chat content", "be a text, or a list of parts", content)
-    return content
-
-
-def _parse_tool_call(text: str) -> ToolCall:
-    """Parse `call:name{key:<|"|>text<|"|>,count:3}`: JSON with bare keys and a special quote token."""
-    name, brace, body = text.strip().removeprefix("call:").partition("{")
-    pieces = (brace + body).split(_TOOL_QUOTE)
-    for index, piece in enumerate(pieces):
-        if index % 2 == 1:
-            pieces[index] = json.dumps(piece)
-        else:
-            piece = re.sub(r"([{,]\s*)([\w.-]+)(\s*:)", r'\1"\2"\3', piece)
-            pieces[index] = re.sub(r"\bNone\b", "null", piece)  # the published template writes null as None
-    arguments = None
-    with suppress(ValueError):
-        arguments = parse_json("".join(pieces), "a tool call")
-    return ToolCall(name=name.strip(), arguments=arguments, text=text)

@@ -131,9 +131,9 @@ class HoleLanguage:
     def canvases(self, rows: Sequence[Any], canvas_len: int) -> RunLanguage:
         """The language of one canvas per row.
 
-        Each of `rows` has the attributes `index`, `text` (n,) and `place.start`, where the canvas starts in the text.
+        Each of `rows` has the attributes `index`, `tokens` (n,) and `place.start`, where the canvas starts in the text.
         """
-        found = [self._canvas(row.index, row.text, row.place.start, canvas_len) for row in rows]
+        found = [self._canvas(row.index, row.tokens, row.place.start, canvas_len) for row in rows]
         start, ends, gaps = (torch.stack(column) for column in zip(*found, strict=True))
         return RunLanguage(self.automaton, start, ends[None], None, gaps)
 

@@ -1,4 +1,8 @@
-"""Changes that a caller makes between two steps, to state or knobs. Callbacks, forks and replays use this form."""
+"""Changes that a caller makes between two steps, to state or knobs.
+
+Callbacks, forks and replays all use a listing: the changed fields and knobs by name. A listing that names `canvas` or
+`frozen` also names `open`, which depends on them. So later changes are added to earlier ones by `|`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
@@ -17,14 +21,11 @@ from dgemma.run.knobs import Knobs
 from dgemma.sampling.temperature import check_temperature, read_temperature
 
 Changes = DenoiseState | Mapping[str, Any] | None
+_OPEN_FOLLOWS = {"canvas", "frozen"}  # the fields on which `open` depends
 
 
 def list_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> dict[str, Any]:
-    """Return the fields and knobs that change, by name. Changes are applied, recorded and replayed in this form.
-
-    If `canvas` or `frozen` changes and `open` does not, `open` is computed from them. Under mask noise, if `canvas`
-    changes, its mask positions are open. In all other cases, positions that are no longer frozen are added to `open`.
-    Frozen positions are never open.
+    """Return the listing of changes. If it has `canvas` or `frozen` but no `open`, `open` is computed from them.
 
     Example: `list_changes({"top_k": 5}, state, knobs)` is `{"top_k": 5}`.
     """
@@ -55,12 +56,28 @@ def list_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> dict[st
         if allowed is not None:
             allowed = read_allowed("DenoiseState.allowed", allowed, state.noise, shape, state.device, exact=True)
         listed["allowed"] = state.noise.proposable(allowed, state.device)
-    if listed.keys() & {"canvas", "frozen"} and "open" not in listed:
-        canvas, frozen = listed.get("canvas", state.canvas), listed.get("frozen", state.frozen)
-        masked = state.noise.kind == "mask" and "canvas" in listed
-        still_open = state.noise.masked(canvas) if masked else state.open | (state.frozen & ~frozen)
-        listed["open"] = still_open & ~frozen
+    if listed.keys() & _OPEN_FOLLOWS and "open" not in listed:
+        frozen = listed.get("frozen", state.frozen)
+        if state.noise.kind == "mask" and "canvas" in listed:  # the masks of the new canvas are open
+            now_open = state.noise.masked(listed["canvas"])
+        else:  # positions that are no longer frozen open too
+            now_open = state.open | (state.frozen & ~frozen)
+        listed["open"] = now_open & ~frozen
     return listed
+
+
+def snapshot(state: DenoiseState) -> DenoiseState:
+    """Copy a state, to detect later changes of its tensors. Predictions are shared, not copied."""
+    own = {name: getattr(state, name) for name in split_fields(state, "constant")[0]}
+    return replace(state, **tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, own))
+
+
+def list_in_place(before: DenoiseState, after: DenoiseState) -> dict[str, Any]:
+    """Return the listing of the fields that were changed in place since a snapshot."""
+    changeable, _ = split_fields(after, "constant")
+    names = {name for name in changeable if not is_same(getattr(before, name), getattr(after, name))}
+    names |= {"open"} if names & _OPEN_FOLLOWS else set()  # as it is now: nothing computes it after a change in place
+    return {name: getattr(after, name) for name in sorted(names)}
 
 
 @typed

@@ -36,19 +36,17 @@ def run_plan(
     Example: `run_plan(model, plan, past=trajectory.commits[:2])` begins with the third block.
     """
     rows, knobs = Rows(plan), plan.knobs
-    cache = rows.encode(model, cache)
     for commit in past:
-        rows.repeat(commit)
         cache = rows.encode(model, cache)
+        rows.repeat(commit)
     while not rows.ended:
+        cache = rows.encode(model, cache)
         state = rows.start(model, knobs)
         if on_start is not None:
             state, knobs = apply_changes(on_start(Moment(state, cache, knobs)), state, knobs)
         drafts, steps, forwards, knobs = yield from denoise_canvas(model, state, cache, knobs)
-        commit = rows.commit(drafts, steps, forwards)
-        cache = rows.encode(model, cache)
-        yield commit
-    return rows.output(cache)
+        yield rows.commit(drafts, steps, forwards)
+    return rows.output(rows.encode(model, cache))
 
 
 @torch.no_grad()

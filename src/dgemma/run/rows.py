@@ -1,7 +1,7 @@
 """The rows of a run in progress: their tokens, the states of their language, and which of them have ended.
 
-A driver repeats four calls for every block: `encode` (what is new), `start` (the next canvas), then it denoises
-the canvas, then `commit`.
+For every block a driver calls `encode` (the text that is new), `start` (the next canvas), denoises the canvas, and
+calls `commit`. After the last block it calls `encode` once more, because the cache of a result has the whole text.
 """
 
 import torch
@@ -25,14 +25,15 @@ class Rows:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.present = torch.arange(plan.batch_size, device=plan.seeds.device)  # (R,) the rows that have not ended
+        # (R,) the rows in the batch. A row that ends leaves it in `encode`, when its last block is in the cache.
+        self.present = torch.arange(plan.batch_size, device=plan.seeds.device)
         self.commits: list[BlockCommit] = []
         self.ended = False  # all rows have ended, or all blocks are written
         self.uncached: Tensor = plan.prompt_tokens  # (R, n) tokens that are not in the cache
         self.uncached_mask: Tensor | None = plan.attention_mask
         self.uncached_images = plan.images
         self._states = None if plan.language is None else plan.language.start  # (R,) of the constraint
-        self._leaving: list[bool] = []  # the present rows that ended in the last block, which is not yet in the cache
+        self._leaving: list[bool] = []  # of the present rows: True for those that ended in the last block
         self._retired: list[tuple[Tensor, Cache]] = []  # rows that left, and their cache
 
     @property
@@ -41,7 +42,7 @@ class Rows:
         return len(self.commits)
 
     def encode(self, model: Denoiser, cache: Cache | None = None) -> Cache:
-        """Encode the uncached tokens, and return the cache of the rows that go on. Rows that ended keep their cache."""
+        """Extend the cache by the prompt or the last block. Rows that ended then leave; `output` joins them again."""
         cache = model.encode_with(join_images(self.uncached_images), self.uncached, cache, self.uncached_mask)
         if any(self._leaving):
             leaving = torch.tensor(self._leaving)
@@ -68,7 +69,7 @@ class Rows:
         )
 
     def commit(self, drafts: Tensor, steps: Tensor, forwards: Tensor) -> BlockCommit:
-        """Commit the finished canvases (R, C), which took `steps` and `forwards` (R,). Call `encode` after it."""
+        """Commit the finished canvases (R, C), which took `steps` and `forwards` (R,)."""
         plan, block, present = self.plan, self.block, self.present
         if plan.language is not None and self._states is not None:
             self._states = plan.language.advance(self._states, drafts.to(self._states.device))

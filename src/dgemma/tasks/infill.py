@@ -1,35 +1,26 @@
-"""Infilling of holes and editing in place: canvases cover the part that changes, and all other tokens are frozen.
-
-A canvas sees the text to its left as prefix, but nothing to its right. So each canvas begins at the first open hole,
-which puts most of the following text inside it. A hole close to the end of a canvas is left to the next canvas.
-"""
+"""Infilling of holes and editing in place: canvases cover the part that changes, and all other tokens are frozen."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Unpack, cast
+from typing import Any, Unpack, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from dgemma.checks import as_int, require, require_tensor, short_repr
-from dgemma.constraints.run_language import Constraint, HoleLanguage
 from dgemma.diffusion.noise import Noise
 from dgemma.diffusion.span import Span
-from dgemma.diffusion.state import DenoiseState
-from dgemma.many.batch import BatchRow
 from dgemma.model.cache import Cache
-from dgemma.model.config import ModelConfig
 from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.printing import progress_bar
 from dgemma.run import arguments
-from dgemma.run.knobs import Knobs
 from dgemma.run.loop import denoise_canvas, drain
 from dgemma.run.options import CanvasOptions, ImagesOption, WatchOptions, fill_in, select, takes_options
-from dgemma.run.plan import Plan, read_plan
+from dgemma.run.plan import read_plan
 from dgemma.run.recorded.trajectory import Trajectory
-from dgemma.run.records import BlockCommit, OnStep, shows_progress
+from dgemma.run.records import shows_progress
+from dgemma.tasks.holes import Filling, HoleRows
 
 Holes = Tensor | int | Sequence[tuple[int, int]]
 
@@ -53,40 +44,6 @@ class Infilling:
     __repr__ = short_repr
 
 
-class Placement(NamedTuple):
-    """A canvas over a text: its start, and the position up to which its tokens are kept."""
-
-    start: int
-    keep_until: int
-
-
-def place_canvas(todo: Tensor, canvas_len: int, least: int = 1) -> Placement:
-    """Place the next canvas: todo (N,) bool marks the tokens to write, never the first.
-
-    The canvas starts at the first hole, or earlier if it would reach past the end of the text, but never before
-    `least`. The tokens written into a hole are kept if the canvas also covers enough text to the right of the hole: a
-    quarter of a canvas, or all that remains. A hole too long for this is written in several canvases. Only the last one
-    covers enough text after the hole.
-
-    Example: with holes at 5..7 and 18..19 of 100 tokens, a canvas of 16 gives `Placement(start=5, keep_until=8)`.
-    """
-    text_len = len(todo)
-    edges = torch.diff(F.pad(todo.int(), (1, 1))).nonzero()[:, 0].tolist()
-    holes = list(zip(edges[::2], edges[1::2], strict=True))
-    first, first_stop = holes[0]
-    start = max(least, min(first, text_len - canvas_len))
-    end = min(start + canvas_len, text_len)
-    keep_until = first
-    for _, stop in holes:
-        if stop + min(canvas_len // 4, text_len - stop) > end:
-            break
-        keep_until = stop
-    if keep_until == first:
-        view = min(canvas_len // 4, text_len - first_stop)
-        keep_until = min(end, first_stop + view - canvas_len) if view else end
-    return Placement(start, keep_until)
-
-
 class InfillOptions(CanvasOptions, WatchOptions, total=False):
     """Options of `infill`, which describes them, and of `edit`."""
 
@@ -96,11 +53,11 @@ class InfillOptions(CanvasOptions, WatchOptions, total=False):
 
 
 @takes_options(CanvasOptions)
-def infill_row(model: Denoiser, tokens: Tensor, holes: Holes, **options: Unpack[CanvasOptions]) -> "HoleRows":
+def infill_row(model: Denoiser, tokens: Tensor, holes: Holes, **options: Unpack[CanvasOptions]) -> HoleRows:
     """Return a text (1, N) with holes as a row of a `Batch`, which writes the tokens of `infill`."""
     require(options.get("constraint") is None, "infill_row constraint", "be None", options.get("constraint"))
-    tokens, real, filler = _read_options("infill", model, tokens, cast(InfillOptions, options))
-    return HoleRows(filler, tokens, real, _read_todo(tokens, real, holes, filler))
+    filling = _read_options("infill", model, tokens, cast(InfillOptions, options))
+    return HoleRows(filling, _read_todo(filling, holes))
 
 
 @takes_options(InfillOptions)
@@ -132,8 +89,8 @@ def infill(model: Denoiser, tokens: Tensor, holes: Holes, **options: Unpack[Infi
 
     Example: `infill(model, tokens, [(12, 20)], noise=MaskNoise(vocab_size), sampler=Confidence(), seed=1).tokens`.
     """
-    tokens, real, filler = _read_options("infill", model, tokens, options)
-    return filler.fill(tokens, real, _read_todo(tokens, real, holes, filler))
+    filling = _read_options("infill", model, tokens, options)
+    return _fill(filling, _read_todo(filling, holes), fill_in(options, WatchOptions))
 
 
 @takes_options(InfillOptions)
@@ -156,242 +113,61 @@ def edit(
 
     Example: `edit(model, tokens, noise_level=0.3, frozen=is_prompt)`.
     """
-    tokens, real, filler = _read_options("edit", model, tokens, options)
+    filling = _read_options("edit", model, tokens, options)
     level = arguments.read_noise_level("edit", noise_level)
-    todo = real & (real.cumsum(1) > 1)
+    todo = filling.real & (filling.real.cumsum(1) > 1)
     if frozen is not None:
         rule = f"be booleans of the tokens' shape {tuple(tokens.shape)}"
         require_tensor(frozen, "edit frozen", rule, shape=tokens.shape, dtypes=(torch.bool,))
         todo = todo & ~frozen.to(tokens.device)
     rule = "leave a token to rewrite in every row"
     require(bool(todo.any(1).all()), "edit frozen", rule, frozen, "Omit the rows that have none.")
-    _check_text(tokens, real, filler)
-    return replace(filler, plan=replace(filler.plan, noise_level=level), from_text=True).fill(tokens, real, todo)
+    _check_text(filling, filling.real)
+    filling = replace(filling, plan=replace(filling.plan, noise_level=level), from_text=True)
+    return _fill(filling, todo, fill_in(options, WatchOptions))
 
 
-@dataclass
-class _TextRow:
-    """One row of the batch without its padding, on the host."""
-
-    index: int
-    columns: Tensor  # (n,) the positions of its tokens in the batch
-    text: Tensor  # (n,) int64
-    todo: Tensor  # (n,) bool
-    place: Placement  # of the next canvas
-    first_start: int = 1  # the first position that a canvas may cover, after the images
-
-    def under(self, values: Tensor, canvas_len: int, beyond: int) -> Tensor:
-        """Return the part of values (n, ...) under the canvas, (C, ...). Positions after the text get `beyond`."""
-        part = values[self.place.start : self.place.start + canvas_len]
-        return torch.cat((part, part.new_full((canvas_len - len(part), *part.shape[1:]), beyond)))
-
-    def keep(self, values: Tensor, canvas: Tensor) -> None:
-        """Copy the holes that the placement keeps from a canvas (C,) into values (n,)."""
-        start, keep_until = self.place
-        kept = self.todo[start:keep_until].nonzero()[:, 0]
-        values[start + kept] = canvas.cpu()[kept]
-
-
-@dataclass(frozen=True)
-class _Infiller:
-    """The settings of `infill` or `edit`."""
-
-    name: str  # of the function, for errors
-    model: Denoiser
-    plan: Plan  # a template of one canvas, which `HoleRows` completes; `span.allowed` covers the whole text
-    tail_token_id: int | None
-    on_step: OnStep | None
-    record: bool
-    record_top: int | None
-    progress: bool
-    from_text: bool = False  # start from noised text instead of noise
-    constraint: Constraint = None
-
-    def fill(self, tokens: Tensor, real: Tensor, todo: Tensor) -> Infilling:
-        """Fill the positions `todo` of `tokens`, of which `real` are not padding; all (B, N)."""
-        out, log_probs = tokens.clone(), torch.zeros(tokens.shape, device=tokens.device)
-        steps, forwards = torch.zeros(2, len(tokens), dtype=torch.int64, device=tokens.device)
-        rows, knobs, trajectories = HoleRows(self, tokens, real, todo), self.plan.knobs, []
-        scored = [torch.zeros(len(row.text)) for row in rows.texts]
-        cache: Cache | None = None
-        show = self.progress and not shows_progress(self.on_step)
-        with progress_bar(desc="denoising", unit="step", show=show) as bar:
-            while not rows.ended:
-                plan = replace(rows.plan, knobs=knobs)
-                trajectory = Trajectory(plan, top=self.record_top) if self.record else None
-                cache = rows.encode(self.model, None if self.record else cache)
-                state = rows.start(self.model, knobs)
-                events = denoise_canvas(self.model, state, cache, knobs)
-                if trajectory is not None:
-                    events = trajectory.record(events, may_change=self.on_step is not None, rows=state.rows)
-                drafts, num_steps, num_forwards, knobs = drain(events, on_step=self.on_step, bar=bar)
-                for row, score in zip(rows.open, self._score(state, cache, drafts), strict=True):
-                    row.keep(scored[row.index], score)
-                commit = rows.commit(drafts, num_steps, num_forwards)
-                if trajectory is not None:
-                    trajectory.add_commit(commit)
-                    trajectories.append(trajectory)
-                steps[state.rows] += num_steps
-                forwards[state.rows] += num_forwards
-        for row, score in zip(rows.texts, scored, strict=True):
-            out[row.index, row.columns], log_probs[row.index, row.columns] = row.text.to(out), score.to(log_probs)
-        return Infilling(
-            tokens=out,
-            log_probs=log_probs,
-            steps=steps,
-            tokens_per_forward=todo.sum(1) / forwards,
-            trajectories=tuple(trajectories) if self.record else None,
-        )
-
-    def _score(self, state: DenoiseState, cache: Cache, drafts: Tensor) -> Tensor:
-        """The log-probability of every draft given the canvas before its first step, (R, C)."""
-        prediction = self.model.denoise_at(state.noise_level, state.canvas, cache, frozen=state.frozen)
-        return prediction.shaped(allowed=state.noise.proposable(None, state.device)).log_prob(drafts).float()
+def _fill(filling: Filling, todo: Tensor, watch: WatchOptions) -> Infilling:
+    """Write the positions `todo` (B, N)."""
+    model, rows, knobs, recorded = filling.model, HoleRows(filling, todo), filling.plan.knobs, list[Trajectory]()
+    on_step, top = watch["on_step"], watch["record_top"]
+    steps, forwards = torch.zeros(2, len(todo), dtype=torch.int64, device=todo.device)
+    cache: Cache | None = None
+    show = watch["progress"] and not shows_progress(on_step)
+    with progress_bar(desc="denoising", unit="step", show=show) as bar:
+        while not rows.ended:
+            cache = rows.encode(model, cache)
+            state = rows.start(model, knobs)
+            events = denoise_canvas(model, state, cache, knobs)
+            if filling.is_recorded:
+                recorded.append(Trajectory(replace(rows.plan, knobs=knobs), top=top))
+                events = recorded[-1].record(events, may_change=on_step is not None, rows=state.rows)
+            drafts, num_steps, num_forwards, knobs = drain(events, on_step=on_step, bar=bar)
+            # The scores are of the canvas before its first step, at temperature 1.
+            first = model.denoise_at(state.noise_level, state.canvas, cache, frozen=state.frozen)
+            first = first.shaped(allowed=state.noise.proposable(None, state.device))
+            for text, score in zip(rows.open, first.log_prob(drafts).float(), strict=True):
+                text.keep(text.log_probs, score)
+            commit = rows.commit(drafts, num_steps, num_forwards)
+            if filling.is_recorded:
+                recorded[-1].add_commit(commit)
+            steps[state.rows] += num_steps
+            forwards[state.rows] += num_forwards
+    tokens, log_probs = filling.tokens.clone(), torch.zeros(todo.shape, device=todo.device)
+    for text in rows.texts:
+        tokens[text.index, text.columns] = text.tokens.to(tokens)
+        log_probs[text.index, text.columns] = text.log_probs.to(log_probs)
+    return Infilling(
+        tokens=tokens,
+        log_probs=log_probs,
+        steps=steps,
+        tokens_per_forward=todo.sum(1) / forwards,
+        trajectories=tuple(recorded) if filling.is_recorded else None,
+    )
 
 
-class HoleRows(BatchRow):
-    """Texts with holes, of which `todo` (B, N) are to write. Each block is a canvas over the first holes of each row.
-
-    `plan` is that of the next canvases, of the rows that still have holes. They are in `open`.
-    """
-
-    block = 0  # each plan is for one canvas
-
-    def __init__(self, filler: _Infiller, tokens: Tensor, real: Tensor, todo: Tensor) -> None:
-        super().__init__(filler.plan)
-        self._filler, self.texts = filler, []
-        for index, (text, kept, holes) in enumerate(zip(tokens.cpu(), real.cpu(), todo.cpu(), strict=True)):
-            row = _TextRow(index, kept.nonzero()[:, 0], text[kept], holes[kept], Placement(0, 0))
-            row.first_start = self._first_start(row)
-            self.texts.append(row)
-        self._language = None if filler.constraint is None else self._read_constraint(filler.constraint)
-        self.open = self.texts
-        self._staying: list[int] | None = None  # the places of open rows in the cache; None: all
-        self._place()
-
-    def encode(self, model: Denoiser, cache: Cache | None = None) -> Cache:
-        if cache is not None and self._staying is not None:
-            cache = cache.select(torch.tensor(self._staying, device=self.present.device))
-        return super().encode(model, cache)
-
-    def start(self, model: Denoiser, knobs: Knobs) -> DenoiseState:
-        index = torch.tensor([row.index for row in self.open], device=self.present.device)
-        return replace(super().start(model, knobs), rows=index)
-
-    def commit(self, drafts: Tensor, steps: Tensor, forwards: Tensor) -> BlockCommit:
-        """Keep the tokens of the holes that the canvases have finished, and place the next ones."""
-        commit = super().commit(drafts, steps, forwards)
-        for row, draft in zip(self.open, drafts, strict=True):
-            row.keep(row.text, draft)
-            row.todo[: row.place.keep_until] = False
-        stay = [at for at, row in enumerate(self.open) if bool(row.todo.any())]
-        self._staying = stay if len(stay) < len(self.open) else None
-        self.open, self.ended = [self.open[at] for at in stay], not stay
-        if stay:
-            self._place()
-        return commit
-
-    @property
-    def new_tokens(self) -> Tensor:
-        """The text of the first row so far, (1, N)."""
-        return self.texts[0].text[None]
-
-    def _first_start(self, row: _TextRow) -> int:
-        """Return the first position of a row that a canvas may cover: after the first token and after the images."""
-        filler = self._filler
-        if filler.plan.images is None:
-            return 1
-        assert isinstance(filler.model.config, ModelConfig)
-        start = max((row.text == filler.model.config.image_token_id).nonzero().flatten().tolist(), default=0) + 1
-        require(not bool(row.todo[:start].any()), f"{filler.name} images", "stand before the first hole", start)
-        return start
-
-    def _read_constraint(self, constraint: Constraint) -> HoleLanguage:
-        """The constraint over the texts of all rows without padding."""
-        holes, allowed = pad_sequence([row.todo for row in self.texts], batch_first=True), self.plan.span.allowed
-        if allowed is not None:
-            tables = [_allowed_in(row, allowed) for row in self.texts]
-            allowed = pad_sequence(tables, batch_first=True, padding_value=True)
-        return HoleLanguage(self._filler.name, constraint, holes, allowed, self.plan.noise)
-
-    def _place(self) -> None:
-        """Place the next canvas of every open row, and plan it as a run whose prompt is the text left of the canvas."""
-        filler, rows, device = self._filler, self.open, self.present.device
-        template, canvas_len, num_before = filler.plan, filler.plan.canvas_len, [row.place.start for row in rows]
-        for row in rows:
-            row.place = place_canvas(row.todo, canvas_len, row.first_start)
-        text = torch.stack([row.under(row.text, canvas_len, -1) for row in rows]).to(device)
-        frozen = torch.stack([row.under(~row.todo, canvas_len, False) for row in rows]).to(device)
-        kept = torch.tensor([row.place.keep_until - row.place.start for row in rows], device=device)
-        awaited = ~frozen & (torch.arange(canvas_len, device=device) < kept[:, None])
-        text_len = [min(len(row.text) - row.place.start, canvas_len) for row in rows]
-        canvas, allowed = torch.full_like(text, -1), template.span.allowed
-        if allowed is not None and allowed.shape[:2] != (1, 1):
-            tables = [_allowed_in(row, allowed) for row in rows]
-            if allowed.shape[1] > 1:
-                tables = [row.under(table, canvas_len, True) for row, table in zip(rows, tables, strict=True)]
-            allowed = torch.stack(tables)
-        prefix, is_prefix = _pad_rows([row.text[: row.place.start] for row in rows], device)
-        self.present = torch.arange(len(rows), device=device)
-        self.plan = plan = replace(
-            template,
-            prompt_tokens=prefix,
-            attention_mask=is_prefix,
-            seeds=template.seeds[:, [row.index for row in rows]],
-            eos_token_ids=(),
-            span=Span(canvas=canvas, allowed=allowed, awaited=awaited),
-            first_block=len(self.commits),
-            text_len=torch.tensor(text_len, device=device) if min(text_len) < canvas_len else None,
-            language=None if self._language is None else self._language.canvases(rows, canvas_len).to(device),
-            images=None if template.images is None else tuple(template.images[row.index] for row in rows),
-        )
-        if filler.from_text:
-            # The level is that of the first step, which is rarely exactly the requested one.
-            canvas = _corrupt(text, allowed, super().start(filler.model, plan.knobs), plan)
-        canvas = torch.where(frozen, text, canvas)
-        # Under mask noise, positions after the text are frozen masks by default. The sampler spends all its steps on
-        # the holes, and the masks tell the network that the text may go on. A network that takes the level of each
-        # position is an exception, because it would read level 0 at frozen masks.
-        tail = filler.tail_token_id
-        if tail is None and plan.noise.kind == "mask" and not filler.model.takes_position_levels:
-            tail = plan.noise.mask_token
-        if tail is not None and plan.text_len is not None:
-            is_tail = torch.arange(canvas_len, device=device) >= plan.text_len[:, None]
-            canvas, frozen = torch.where(is_tail, tail, canvas), frozen | is_tail
-        self.plan = replace(plan, span=replace(plan.span, canvas=canvas, frozen=frozen))
-        if not filler.record:
-            new = [row.text[start : row.place.start] for row, start in zip(rows, num_before, strict=True)]
-            self.uncached, self.uncached_mask = _pad_rows(new, device)
-        else:  # a replay encodes the whole prefix of each canvas again
-            self.uncached, self.uncached_mask, self.uncached_images = prefix, is_prefix, plan.images
-
-
-def _pad_rows(parts: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pad rows of different lengths into one tensor, (R, longest). Also return a mask of the real entries."""
-    is_real = torch.arange(max(len(part) for part in parts)) < torch.tensor([len(part) for part in parts])[:, None]
-    return pad_sequence(parts, batch_first=True).to(device), is_real.to(device)
-
-
-def _allowed_in(row: _TextRow, allowed: Tensor) -> Tensor:
-    """The tokens that are allowed in a row, (n or 1, V), of allowed (B or 1, N or 1, V)."""
-    table = allowed[min(row.index, len(allowed) - 1)]
-    return table if len(table) == 1 else table[row.columns.to(table.device)]
-
-
-def _corrupt(text: Tensor, allowed: Tensor | None, state: DenoiseState, plan: Plan) -> Tensor:
-    """Noise the text (R, C) to the state's level; -1 after its end, and where the result is not allowed."""
-    u_event, u_token = state.uniform("corrupt event"), state.uniform("corrupt token")
-    noised = plan.noise.corrupt(text, state.noise_level, u_event, u_token, allowed=allowed)
-    ends = text < 0
-    if allowed is not None:
-        table = allowed.expand(-1, plan.canvas_len, -1)
-        forbidden = ~table.gather(-1, noised.clamp(min=0)[..., None])[..., 0]
-        ends = ends | (forbidden & ~plan.noise.masked(noised))
-    return torch.where(ends, -1, noised)
-
-
-def _read_options(name: str, model: Denoiser, tokens: Any, options: InfillOptions) -> tuple[Tensor, Tensor, _Infiller]:
-    """Check tokens and options like `generate`; return the tokens in int64, those that are real, and a filler."""
+def _read_options(name: str, model: Denoiser, tokens: Any, options: InfillOptions) -> Filling:
+    """Check tokens and options like `generate`."""
     check_denoiser(name, model)
     longest = model.config.max_position_embeddings
     rule = f"be integer ids of shape (batch, 1 to {longest} positions)"
@@ -417,18 +193,16 @@ def _read_options(name: str, model: Denoiser, tokens: Any, options: InfillOption
         require_tensor(mask, f"{name} attention_mask", rule, shape=tokens.shape)
         require(bool(((mask == 0) | (mask == 1)).all()), f"{name} attention_mask", rule, mask)
         real = mask.to(tokens.device, torch.bool)
-    filler = _Infiller(
+    return Filling(
         name=name,
         model=model,
+        tokens=tokens.long(),
+        real=real,
         plan=replace(plan, span=Span(allowed=allowed), images=arguments.read_images(model, tokens, settings["images"])),
-        tail_token_id=settings["tail_token_id"],
-        on_step=settings["on_step"],
-        record=settings["record"],
-        record_top=settings["record_top"],
-        progress=settings["progress"],
         constraint=constraint,
+        tail_token_id=settings["tail_token_id"],
+        is_recorded=settings["record"],
     )
-    return tokens.long(), real, filler
 
 
 def _read_holes(holes: Holes, tokens: Tensor) -> Tensor:
@@ -448,23 +222,23 @@ def _read_holes(holes: Holes, tokens: Tensor) -> Tensor:
     return marked
 
 
-def _read_todo(tokens: Tensor, real: Tensor, holes: Holes, filler: _Infiller) -> Tensor:
+def _read_todo(filling: Filling, holes: Holes) -> Tensor:
     """Check the holes and the text around them; return the tokens to write, (B, N) bool."""
-    todo = _read_holes(holes, tokens) & real
+    real, todo = filling.real, _read_holes(holes, filling.tokens) & filling.real
     fits = bool(todo.any(1).all()) and not bool((todo & (real.cumsum(1) == 1)).any())
     rule = "mark a token in every row, but never the first, which is the prefix of a canvas"
     require(fits, "infill holes", rule, holes, "Put the bos token first, and omit rows without a hole.")
-    _check_text(tokens, real & ~todo, filler)
+    _check_text(filling, real & ~todo)
     return todo
 
 
-def _check_text(tokens: Tensor, kept: Tensor, filler: _Infiller) -> None:
+def _check_text(filling: Filling, kept: Tensor) -> None:
     """Check that the tokens outside the holes are in the vocabulary and are not noise."""
-    noise = filler.plan.noise
+    tokens, noise = filling.tokens, filling.plan.noise
     strange = tokens[kept & ((tokens < 0) | (tokens >= noise.vocab_size) | noise.masked(tokens))].tolist()
     rule = f"hold ids in [0, {noise.vocab_size}) and no mask token outside the holes"
-    require(not strange, f"{filler.name} tokens", rule, strange, "Mark them as holes.")
-    check_tail(filler.name, filler.tail_token_id, noise)
+    require(not strange, f"{filling.name} tokens", rule, strange, "Mark them as holes.")
+    check_tail(filling.name, filling.tail_token_id, noise)
 
 
 def check_tail(name: str, token: int | None, noise: Noise) -> None:

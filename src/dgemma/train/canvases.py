@@ -69,22 +69,20 @@ class CanvasSizes(NamedTuple):
 
 def sizes_of(batch: TrainBatch, canvas_len: int) -> CanvasSizes:
     """Return the sizes without waiting for the device."""
-    assert batch.spans is not None
-    spans = set(batch.spans)
-    blocks = {(prompt, max(0, -((prompt - length) // canvas_len))) for prompt, length in spans}
-    most = max(1, *(count for _, count in blocks))
-    last_starts = {prompt + (count - 1) * canvas_len for prompt, count in blocks if count > 0}
-    num_tokens, num_open = max(1, *(prompt + count * canvas_len for prompt, count in blocks)), most
-    if batch.host_frozen is not None and most > 1:
-        frozen, span = _fit(torch.from_numpy(batch.host_frozen), num_tokens, False), torch.tensor(batch.spans)
-        num_open = max(1, int(_find_open(frozen, span[:, 0], span[:, 1], most, canvas_len).sum(1).max()))
+    prompt_len, length = torch.tensor(batch.spans).unbind(1)
+    count = _count_canvases(prompt_len, length, canvas_len)
+    num_canvases, num_tokens = (max(1, int(x.max())) for x in (count, prompt_len + count * canvas_len))
+    num_open = num_canvases
+    if batch.host_frozen is not None and num_canvases > 1:
+        frozen = _fit(torch.from_numpy(batch.host_frozen), num_tokens, False)
+        num_open = max(1, int(_find_open(frozen, prompt_len, length, num_canvases, canvas_len).sum(1).max()))
     return CanvasSizes(
         num_tokens=num_tokens,
-        num_canvases=most,
+        num_canvases=num_canvases,
         num_open=num_open,
-        prefix_len=max(last_starts, default=0),
-        aligned=most == 1 and len(last_starts) == 1 and all(count > 0 for _, count in blocks),
-        longest=max(length for _, length in spans),
+        prefix_len=int(torch.where(count > 0, prompt_len + (count - 1) * canvas_len, 0).max()),
+        aligned=bool((count == 1).all() and (prompt_len == prompt_len[0]).all()),
+        longest=int(length.max()),
     )
 
 
@@ -108,7 +106,13 @@ def cut_canvases(
     """
     sizes, device = sizes_of(batch, canvas_len), batch.tokens.device
     text = _fill_rows(batch, sizes.num_tokens, fill_token)
-    num_canvases, is_used, scored_end = _find_answers(batch, canvas_len, truncated)
+    num_canvases = _count_canvases(batch.prompt_len, batch.length, canvas_len)
+    num_scored, scored_end = num_canvases, batch.prompt_len + num_canvases * canvas_len
+    if batch.truncated is not None and truncated == "rejected":
+        num_scored, scored_end = (torch.where(batch.truncated, 0, values) for values in (num_scored, scored_end))
+    elif batch.truncated is not None and truncated == "unscored":
+        scored_end = torch.where(batch.truncated, batch.length, scored_end)
+
     index = torch.arange(sizes.num_open, device=device).expand(batch.batch_size, -1)
     if choose is not None:
         index = torch.minimum((choose * num_canvases).long(), (num_canvases - 1).clamp(min=0))[:, None]
@@ -121,19 +125,14 @@ def cut_canvases(
     starts = batch.prompt_len[:, None] + index * canvas_len
     position = starts[..., None] + torch.arange(canvas_len, device=device)  # (B, K, C)
     inside = position.clamp(max=sizes.num_tokens - 1)
-    exists = ((index < num_canvases[:, None]) & is_used[:, None])[..., None]  # (B, K, 1)
+    exists = (index < num_scored[:, None])[..., None]  # (B, K, 1)
 
     def of_canvases(values: Tensor) -> Tensor:
         return values.gather(1, inside.flatten(1)).view_as(inside)
 
     frozen = of_canvases(text.frozen) & exists
-    if causal_scope is None:
-        causal_scored = torch.zeros(batch.batch_size, 0, dtype=torch.bool, device=device)
-    else:
-        num_causal = sizes.num_tokens if causal_fill else sizes.longest
-        ends = torch.where(is_used, scored_end if causal_fill else batch.length, 0)
-        starts_at = batch.prompt_len if causal_scope == "answer" else None
-        causal_scored = _score_successors(text, num_causal, starts_at, ends, causal_fill=causal_fill)
+    num_causal = sizes.num_tokens if causal_fill else sizes.longest
+    causal_start = batch.prompt_len if causal_scope == "answer" else None
     return Canvases(
         tokens=text.tokens,
         index=index + draw * _MOST_CANVASES,
@@ -142,12 +141,19 @@ def cut_canvases(
         frozen=frozen,
         scored=exists & (position < scored_end[:, None, None]) & ~frozen,
         fill=of_canvases(text.fill),
-        causal_scored=causal_scored,
+        causal_scored=_score_successors(
+            text, 0 if causal_scope is None else num_causal, causal_start, scored_end, causal_fill=causal_fill
+        ),
         documents=None if text.documents is None else (text.documents, of_canvases(text.documents)),
         images=join_images(batch.images),
         prefix_len=sizes.prefix_len,
         aligned=sizes.aligned and num_draws == 1,
     )
+
+
+def _count_canvases(prompt_len: Tensor, length: Tensor, canvas_len: int) -> Tensor:
+    """Return the number of canvases that cover each row's answer, (B,)."""
+    return (length - prompt_len + canvas_len - 1) // canvas_len
 
 
 def _find_open(frozen: Tensor, prompt_len: Tensor, length: Tensor, num_canvases: int, canvas_len: int) -> Tensor:
@@ -178,16 +184,6 @@ def _fill_rows(batch: TrainBatch, num_tokens: int, fill_token: int) -> _Text:
         last_token = position.clamp(max=(batch.tokens.shape[1] - 1)).expand_as(tokens)
         documents = batch.documents.gather(1, torch.minimum(last_token, (batch.length - 1).clamp(min=0)[:, None]))
     return _Text(tokens, frozen, fill, documents)
-
-
-def _find_answers(batch: TrainBatch, canvas_len: int, truncated: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each row's number of canvases, whether it is used, and the end of what is scored, (B,) each."""
-    answer_len = (batch.length - batch.prompt_len).clamp(min=0)
-    num_canvases = (answer_len + canvas_len - 1) // canvas_len
-    end = batch.prompt_len + num_canvases * canvas_len
-    is_cut = torch.zeros_like(batch.length, dtype=torch.bool) if batch.truncated is None else batch.truncated
-    used = ~is_cut if truncated == "rejected" else torch.ones_like(is_cut)
-    return num_canvases, used, torch.where(is_cut, batch.length, end) if truncated == "unscored" else end
 
 
 def _score_successors(
@@ -274,22 +270,16 @@ def noise_canvases(
     u_time, u_event, u_token, u_self_cond, u_masked = draw(seeds, canvases.index, sizes)
     time = low + (high - low) * u_time  # (B, K, 1) float64
 
-    def put(noise: Noise) -> tuple[Tensor, Tensor, Tensor]:
+    def put(noise: Noise, scored: str) -> tuple[Tensor, Tensor, Tensor]:
         level = 1 - noise.schedule.alpha(time)
         replaced = u_event >= noise.clean_share(level)
-        return torch.where(replaced, noise.refill(u_token, level, allowed=allowed), canvases.x), replaced, level
+        z = torch.where(replaced, noise.refill(u_token, level, allowed=allowed), canvases.x)
+        return z, canvases.scored & replaced if scored == "noised" else canvases.scored, level
 
-    z, replaced, level = put(noise)
-    masked = None
+    z, counted, level = put(noise, scored)
     if masks is not None:
-        masked = u_masked < masks_prob
-        pairs = zip(put(masks), (z, replaced, level), strict=True)
-        z, replaced, level = (torch.where(masked, ours, other) for ours, other in pairs)
-    counted = canvases.scored
-    if scored == "noised":
-        counted = counted & replaced
-    elif masked is not None:
-        counted = counted & (replaced | ~masked)
+        pairs = zip(put(masks, "noised"), (z, counted, level), strict=True)
+        z, counted, level = (torch.where(u_masked < masks_prob, ours, other) for ours, other in pairs)
     return NoisyCanvases(
         z=torch.where(canvases.frozen, canvases.x, z),
         scored=counted,

@@ -5,8 +5,7 @@ callbacks determine a run. A trajectory keeps the plan and the changes; with the
 """
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self, cast
@@ -19,11 +18,11 @@ from dgemma.checks import as_int, require, typed
 from dgemma.diffusion.decision import Decision
 from dgemma.diffusion.law import Law
 from dgemma.diffusion.prediction import Prediction, Top
-from dgemma.diffusion.state import DenoiseState, split_fields
+from dgemma.diffusion.state import DenoiseState
 from dgemma.model.cache import Cache
 from dgemma.model.denoiser import Denoiser, check_denoiser
 from dgemma.run import arguments
-from dgemma.run.changes import Changes, apply_changes, is_same, knob_changes, list_changes
+from dgemma.run.changes import Changes, apply_changes, knob_changes, list_changes, list_in_place, snapshot
 from dgemma.run.knobs import Knobs
 from dgemma.run.loop import drain, run_plan
 from dgemma.run.plan import Plan
@@ -35,7 +34,8 @@ from dgemma.values import find_unknown
 
 _TOP = 5  # candidates of a position, by default
 StepPlace = tuple[int, int]  # a block, and a step's place in it
-Script = Callable[[StepPlace, Moment, StepRecord | None], Changes]
+Now = Moment | StepRecord  # before the first step of a canvas, and after each step
+Script = Callable[[StepPlace, Now], Changes]
 
 
 class Trajectory:
@@ -74,18 +74,15 @@ class Trajectory:
             except StopIteration as finished:
                 return finished.value
             if isinstance(event, StepRecord):
-                untouched = snapshot(event.state) if may_change else None
+                untouched = snapshot(event.state) if may_change else event.state
                 changes = yield event
                 self._add_step(event, changes, untouched, rows)
             else:
                 self.add_commit(event)
                 changes = yield event
 
-    def _add_step(
-        self, record: StepRecord, changes: Changes, untouched: DenoiseState | None, rows: Tensor | None
-    ) -> None:
-        in_place = {} if untouched is None else list_in_place(untouched, record.state)
-        after = record.state if untouched is None else untouched
+    def _add_step(self, record: StepRecord, changes: Changes, after: DenoiseState, rows: Tensor | None) -> None:
+        """Record a step. `after` is the state after it, without what the receiver has changed in place."""
         none = record.entropy.new_empty(*record.canvas.shape, 0)
         top = record.prediction.top(self.top) if self.top else Top(none, none)
         values = {"next_canvas": after.canvas, "done": after.done, "draft": after.draft, "open": after.open}
@@ -99,7 +96,8 @@ class Trajectory:
             columns[name] = tensor.detach().to(torch.int16 if is_small else form.dtypes[-1]).cpu()
         block, index = self.place()
         self.steps.append(RecordedStep(block=block, index=index, **columns))
-        self._add_change((block, index + 1), changes, Moment(record.state, record.cache, record.knobs), in_place)
+        listed = list_in_place(after, record.state) | list_changes(changes, record.state, record.knobs)
+        self._add_change((block, index + 1), listed)
 
     def add_commit(self, commit: BlockCommit) -> None:
         """Record a finished block."""
@@ -237,15 +235,7 @@ class Trajectory:
 
         Example: `trajectory.replay(model)`.
         """
-        again = Trajectory(self.plan, top=self.top)
-
-        def script(place: StepPlace, moment: Moment, record: StepRecord | None) -> Changes:
-            if strict and len(again) > len(self):
-                raise _Reached(moment)  # the difference below says so
-            return self._changes_before(place, moment)
-
-        with suppress(_Reached):
-            self._rerun(model, cache, again, script)
+        again = self._rerun(model, cache, 0, self._changes_before).trajectory
         difference = self.difference(again) if strict else None
         if difference:
             fix = "Use the same weights, dtype, device and versions."
@@ -323,12 +313,12 @@ class Trajectory:
         """Yield every recorded step, with the prediction of `model` for its canvas and the law of its decision."""
         self._check_model(model, cache)
         rows = Rows(self.plan.to(model.device))
-        cache = rows.encode(model, None if cache is None else cache.clone())
+        cache = None if cache is None else cache.clone()
         for number, taken in enumerate(self.steps):
             if taken.index == 0:
                 if taken.block > 0:
                     rows.repeat(self.commits[taken.block - 1])
-                    cache = rows.encode(model, cache)
+                cache = rows.encode(model, cache)
                 knobs = self._knobs_at(taken.block)
                 now = Moment(rows.start(model, knobs), cache, knobs)
             now = self._enter(taken, now)
@@ -366,15 +356,15 @@ class Trajectory:
         """
         self.at(block=block, step=step)  # raises if there is no such step
 
-        def script(place: StepPlace, moment: Moment, record: StepRecord | None) -> Changes:
-            changes = self._changes_before(place, moment)
+        def script(place: StepPlace, now: Now) -> Changes:
+            changes = self._changes_before(place, now)
             if place == (block, step):
-                state, knobs = apply_changes(changes, moment.state, moment.knobs)
-                raise _Reached(Moment(state, moment.cache, knobs))
+                state, knobs = apply_changes(changes, now.state, now.knobs)
+                raise _Reached(Moment(state, now.cache, knobs))
             return changes
 
         try:
-            self._rerun(model, cache, self._until(block), script)
+            self._rerun(model, cache, block, script)
         except _Reached as reached:
             return reached.moment
         raise RuntimeError(f"The run ended before block {block}, step {step}. Use the model it was recorded with.")
@@ -401,45 +391,48 @@ class Trajectory:
         Example: `trajectory.fork(model, block=1, step=4, sampler=EntropyBound(bound=0.5))`.
         """
         self.at(block=block, step=step)  # raises if there is no such step
-        forked = self._until(block)
+        plan, unchanged = self.plan, not changes and seed is None and on_step is None
         if seed is not None:
-            row_seeds = arguments.read_seeds(seed, self.plan.prompt_tokens)
-            seeds = self.plan.seeds.clone()
+            row_seeds, seeds = arguments.read_seeds(seed, plan.prompt_tokens), plan.seeds.clone()
             seeds[block if step == 0 else block + 1 :] = row_seeds
-            forked.plan = replace(self.plan, seeds=seeds)
+            plan = replace(plan, seeds=seeds)
 
-        unchanged = not changes and seed is None and on_step is None
-
-        def script(place: StepPlace, moment: Moment, record: StepRecord | None) -> Changes:
+        def script(place: StepPlace, now: Now) -> Changes:
             if place > (block, step) and not unchanged:
-                return on_step(record) if on_step is not None and record is not None else None
-            earlier = self._changes_before(place, moment)
+                return on_step(now) if on_step is not None and isinstance(now, StepRecord) else None
+            earlier = self._changes_before(place, now)
             if place != (block, step):
                 return earlier
             new = dict(changes)
             if seed is not None and step > 0:
-                new.setdefault("seeds", row_seeds.to(moment.state.device)[moment.state.rows])
-            return merge_changes(earlier, new, moment.knobs)
+                new.setdefault("seeds", row_seeds.to(now.state.device)[now.state.rows])
+            return earlier | list_changes(new, *apply_changes(earlier, now.state, now.knobs))
 
-        return self._rerun(model, cache, forked, script)
+        return self._rerun(model, cache, block, script, plan)
 
-    def _rerun(self, model: Denoiser, cache: Cache | None, again: "Trajectory", script: Script) -> "Generation":
-        """Run the rest of the plan of `again` and append it there. `script` returns the changes before each step."""
+    def _rerun(
+        self, model: Denoiser, cache: Cache | None, block: int, script: Script, plan: Plan | None = None
+    ) -> "Generation":
+        """Run again from the start of a block, and record it. `script` returns the changes before each step."""
         self._check_model(model, cache)
-        plan = replace(again.plan, knobs=self._knobs_at(len(again.commits))).to(model.device)
+        again = type(self)(self.plan if plan is None else plan, top=self.top)
+        again.steps = [step for step in self.steps if step.block < block]
+        again.changes = [change for change in self.changes if change.block < block]
+        again.commits = self.commits[:block]
 
         def on_start(moment: Moment) -> Changes:
-            place = (len(again.commits), 0)
-            changes = script(place, moment, None)
-            again._add_change(place, changes, moment)
+            place = again.place()
+            changes = script(place, moment)
+            again._add_change(place, list_changes(changes, moment.state, moment.knobs))
             return changes
 
         def on_step(record: StepRecord) -> Changes:
             block, index = again.place()
-            return script((block, index + 1), Moment(record.state, record.cache, record.knobs), record)
+            return script((block, index + 1), record)
 
-        past = list(again.commits)
-        events = run_plan(model, plan, None if cache is None else cache.clone(), past=past, on_start=on_start)
+        plan = replace(again.plan, knobs=self._knobs_at(block)).to(model.device)
+        cache = None if cache is None else cache.clone()
+        events = run_plan(model, plan, cache, past=self.commits[:block], on_start=on_start)
         return Generation(**vars(drain(again.record(events, may_change=True), on_step=on_step)), recorded=again)
 
     def _check_model(self, model: Denoiser, cache: Cache | None) -> None:
@@ -458,29 +451,17 @@ class Trajectory:
         got = None if cache is None else cache.lengths.tolist()
         require(had == got, "Trajectory cache", f"have the tokens per row {had} with which the run began", got)
 
-    def _until(self, block: int) -> Self:
-        """A new recording with everything before `block`."""
-        beginning = type(self)(self.plan, top=self.top)
-        beginning.steps = [recorded for recorded in self.steps if recorded.block < block]
-        beginning.commits = self.commits[:block]
-        beginning.changes = [change for change in self.changes if change.block < block]
-        return beginning
+    def _add_change(self, place: StepPlace, listed: dict[str, Any]) -> None:
+        if listed:
+            self.changes.append(Change(block=place[0], index=place[1], values=tree_map(_on_cpu, listed)))
 
-    def _add_change(
-        self, place: StepPlace, changes: Changes, moment: Moment, written: Mapping[str, Any] | None = None
-    ) -> None:
-        listed = list_changes(changes, moment.state, moment.knobs)
-        values = merge_changes(dict(written or {}), listed, moment.knobs)
-        if values:
-            self.changes.append(Change(block=place[0], index=place[1], values=tree_map(_on_cpu, values)))
-
-    def _changes_before(self, place: StepPlace, moment: Moment) -> dict[str, Any]:
+    def _changes_before(self, place: StepPlace, now: Now) -> dict[str, Any]:
         """The changes before the step at `place`, on the device of the run."""
         values: dict[str, Any] = {}
         for change in self.changes:
             if (change.block, change.index) == place:
-                values = merge_changes(values, change.values, moment.knobs)
-        return tree_map(lambda x: x.to(moment.state.device) if isinstance(x, Tensor) else x, values)
+                values |= change.values
+        return tree_map(lambda x: x.to(now.state.device) if isinstance(x, Tensor) else x, values)
 
     def _knobs_at(self, block: int) -> Knobs:
         """The knobs at the start of a block."""
@@ -538,31 +519,3 @@ def _same(left: Tensor, right: Tensor) -> Tensor:
         return torch.zeros(len(left), 1, dtype=torch.bool)
     same = left == right
     return (same | (left.isnan() & right.isnan()) if left.is_floating_point() else same).reshape(len(left), -1)
-
-
-def merge_changes(earlier: dict[str, Any], later: dict[str, Any], knobs: Knobs) -> dict[str, Any]:
-    """Combine two sets of changes; later changes replace earlier ones."""
-    if "state" in later:  # the new state already includes the earlier changes of the state
-        earlier = knob_changes(earlier, knobs)
-    if later.keys() & {"canvas", "frozen"}:  # canvas and frozen determine `open`
-        earlier = {name: value for name, value in earlier.items() if name != "open"}
-    return {**earlier, **later}
-
-
-def snapshot(state: DenoiseState) -> DenoiseState:
-    """Copy a state, to detect later changes of its tensors. Predictions are shared, not copied."""
-    names, _ = split_fields(state, "constant")
-    own = {name: getattr(state, name) for name in names}
-    return replace(state, **tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, own))
-
-
-def list_in_place(before: DenoiseState, after: DenoiseState) -> dict[str, Any]:
-    """Return the fields that were changed in place, in the form of `list_changes`.
-
-    If `canvas` or `frozen` was changed, `open` is listed too, even if it is unchanged. Otherwise `list_changes` would
-    compute a new `open` from them.
-    """
-    changeable, _ = split_fields(after, "constant")
-    names = {name for name in changeable if not is_same(getattr(before, name), getattr(after, name))}
-    names |= {"open"} if names & {"canvas", "frozen"} else set()
-    return {name: getattr(after, name) for name in sorted(names)}
