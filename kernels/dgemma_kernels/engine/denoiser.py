@@ -237,8 +237,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
             alone = [self._zeros(1, size) for size in sizes[1]]
             inputs += [[tokens, self._forward.embed_prompt(tokens)] for tokens in alone]
         if not triton.knobs.runtime.interpret:
-            launch = self._forward.rehearsal(lambda: self._launch_all(inputs, most_rows))
-            workspace.memory.is_loaded = compile_together(launch)
+            compile_together(self._forward.rehearsal(lambda: self._launch_all(inputs, most_rows)))
         workspace.memory.is_warm = True
         num_graphs = len(inputs) + 4 * batch_size
         # Later calls have as much room as without a warm-up.
@@ -256,7 +255,6 @@ class FusedDenoiser(Denoiser[FusedCache]):
                 self._arena.capture_trim(rows).mark_stale()
                 generate(self, canvas[:, :1], max_new_tokens=canvas_len, steps=1, progress=False)
                 bar.update(4)
-        workspace.memory.is_loaded = False  # later calls have other kernels too
         generate_causal(self, self._zeros(1, 1), max_new_tokens=1)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # of the runs before each capture

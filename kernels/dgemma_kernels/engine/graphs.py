@@ -96,7 +96,6 @@ class GraphMemory:
     def __init__(self, device: torch.device, sides: Sequence[torch.cuda.Stream] = ()) -> None:
         self.device, self.turn, self._sides = device, Turn(device), sides
         self.is_warm = False  # True from the warm-up on: kernels are compiled, and torch's unused memory stays
-        self.is_loaded = False  # True in a warm-up that has loaded all kernels, so that nothing is rehearsed
         self._failed: list[torch.cuda.CUDAGraph] = []
         if device.type == "cuda":
             self._start()
@@ -150,8 +149,7 @@ class Replay:
 
     `fn` reads static tensors, which already hold the first replay's inputs, and returns a pytree. On a GPU, its
     Python code runs only in the constructor. `rehearse` runs all kernels of a long `fn` once, in less time. They are
-    compiled in parallel before that. Without it, `fn` runs once before it is captured. If a capture without rehearsal
-    fails, it is rehearsed and captured again, so that a failed kernel raises its own error.
+    compiled in parallel before that. Without it, `fn` runs once before it is captured.
 
     Example: `square = Replay(lambda: x * x, GraphMemory(x.device)); square.replay(); square.result` is `x * x`.
     """
@@ -168,12 +166,6 @@ class Replay:
         if device.type != "cuda":
             self._fn, self.result = fn, fn()
             return
-        if rehearse is not None and memory.is_loaded:
-            try:
-                self._capture(fn, memory)
-                return
-            except (CaptureError, torch.OutOfMemoryError) as error:
-                memory.is_loaded = isinstance(error, torch.OutOfMemoryError)  # perhaps a library loads kernels later
         memory.first_run.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(memory.first_run):
             if rehearse is not None and not memory.is_warm:
@@ -230,26 +222,24 @@ class Replay:
             self.replay()
 
 
-def compile_together(launches: Callable[[], Any]) -> bool:
-    """Compile in parallel all kernels that `launches` would launch. `launches` runs, but its kernels are not launched.
+def compile_together(launches: Callable[[], Any]) -> None:
+    """Compile and load in parallel all kernels that `launches` would launch. It runs, but launches none of them.
 
-    So their results are missing, and nothing in `launches` may index by them, except in `ZeroedMemory`. Return True if
-    all kernels are loaded on the device, so that launches can be captured.
+    So their results are missing, and nothing in `launches` may index by them, except in `ZeroedMemory`.
 
     Example: `compile_together(lambda: forward.canvas(tokens, signal, buffers))`.
     """
-    # In a context of its own, so that an interrupt does not leave Triton in this mode.
-    return copy_context().run(_compile_together, launches)
+    copy_context().run(_compile_together, launches)  # so that an interrupt does not leave Triton in this mode
 
 
-def _compile_together(launches: Callable[[], Any]) -> bool:
+def _compile_together(launches: Callable[[], Any]) -> None:
     # Threads are enough, because Triton releases Python's lock while it compiles. A kernel that fails to compile raises
     # at its launch.
     device = torch.cuda.current_device() if torch.cuda.is_available() else -1  # a thread has its own current device
     with ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(device,)) as threads:
         with AsyncCompileMode(threads, ignore_errors=True), only_compiling() as kernels:
             launches()
-        return all(list(threads.map(_load, {id(kernel): kernel for kernel in kernels if kernel}.values())))
+        list(threads.map(_load, {id(kernel): kernel for kernel in kernels}.values()))
 
 
 @contextmanager
@@ -274,11 +264,11 @@ def only_compiling() -> Iterator[list[Any]]:
             JITFunction.run = run
 
 
-def _load(kernel: Any) -> bool:
-    """Build a kernel's launcher, and load the kernel on the device; else its first launch does. Return True if done."""
+def _load(kernel: Any) -> None:
+    """Build a kernel's launcher, and load the kernel on the device; else its first launch does."""
     if hasattr(kernel, "result"):  # not compiled before
         kernel = kernel.result(True)  # ignores errors
-    return hasattr(kernel, "run") and kernel.function is not None  # reading `run` loads the kernel
+    getattr(kernel, "run", None)  # reading it loads the kernel
 
 
 class ZeroedMemory(TorchFunctionMode):

@@ -470,7 +470,7 @@ def _run_pass(
     out: tl.tensor,
     step: tl.tensor,
     fan: Fan,
-    sizes: tuple,
+    sizes: tl.tuple,
     MAXIMUM: tl.constexpr,
     FEW: tl.constexpr,
     SOME: tl.constexpr,
