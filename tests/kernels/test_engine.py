@@ -163,7 +163,7 @@ def test_generate_gives_the_same_with_the_fused_denoiser_and_the_reference(model
             "stop": dgemma.StableAndConfident(confidence=10.0),
         },
         "masked": {**alone, "noise": dgemma.MaskNoise(VOCAB), "sampler": dgemma.EntropyBound(bound=1.0)},
-        "shaped": {**alone, "top_k": 5, "allowed": list(range(3, 30)), "stop": None, "steps": 3},
+        "shaped": {**alone, "top_k": 5, "top_p": 0.9, "allowed": list(range(3, 30)), "stop": None, "steps": 3},
         "gibbs": {**alone, "sampler": dgemma.LeaveOneOutGibbs(corrections=1, num_positions=2), "steps": 3},
     }[kind]
     options = {"steps": 2, "seed": 5, "eos_token_ids": [7], "progress": False} | options
@@ -310,7 +310,7 @@ def short_texts(num_rows, device):
 @pytest.mark.parametrize(
     ("bound", "commit", "stop", "more"),
     [
-        (0.05, "argmax", None, {}),
+        (0.05, "argmax", None, {"top_p": 0.95}),
         (0.05, "argmax", dgemma.StableAndConfident(confidence=10.0), {}),
         (0.5, "canvas", dgemma.StableAndConfident(stability=2, confidence=1.5, compare="canvas"), {"top_k": 3}),
     ],
@@ -335,9 +335,7 @@ def test_a_published_step_under_a_language_equals_the_librarys_step_in_every_fie
         assert (language.automaton.advance(language.start, draft) >= 0).all()
 
 
-def check_published_steps(
-    models, monkeypatch, device, bound, commit, stop, num_rows, num_taken, *, top_k=None, language=None
-):
+def check_published_steps(models, monkeypatch, device, bound, commit, stop, num_rows, num_taken, language=None, **cuts):
     """Compare steps of the engine with those of the library, and return the drafts."""
     fast = accelerate(copy.deepcopy(models[0]))  # of its own, because its graphs keep the functions that follow
     # The logits depend on the position's token and favour token 7, between a little and strongly.
@@ -348,7 +346,7 @@ def check_published_steps(
     launches = []
     monkeypatch.setattr(published, "accept", lambda *args, **more: launches.append(1) or accept.accept(*args, **more))
     sampler = dgemma.EntropyBound(bound=bound, commit=commit)
-    knobs = Knobs(sampler=sampler, temperature=dgemma.LinearTemperature(), stop=stop, top_k=top_k)
+    knobs = Knobs(sampler=sampler, temperature=dgemma.LinearTemperature(), stop=stop, **cuts)
     tokens = draw_tokens(num_rows, CANVAS, seed=8)
     frozen = torch.zeros_like(tokens, dtype=torch.bool)
     frozen[0, 1] = True

@@ -111,6 +111,23 @@ def test_the_k_largest_logits_keep_their_probabilities(device, k):
 
 
 @TWINS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("k", [None, 3])
+def test_the_fewest_tokens_that_reach_a_share_stay_with_those_as_probable_as_the_last(twin, k, dtype, device):
+    logits, temperature = draw(CHUNK + 70, dtype, device)
+    floor = None if k is None else twin.kth_largest(logits, k)
+    x = exact(logits, temperature)
+    probabilities = (x if floor is None else x.masked_fill(logits < floor[:, None], -torch.inf)).softmax(-1)
+    for p in (1e-6, 0.3, 0.9):
+        kept = logits >= twin.nucleus_floor(logits, Shaping(temperature, floor=floor), p)[:, None]
+        least = logits.masked_fill(~kept, torch.inf).amin(-1)
+        share, larger = ((probabilities * stay).sum(-1) for stay in (kept, logits > least[:, None]))
+        assert (share > p - 1e-5).all()  # float32 sums
+        assert (larger < p + 1e-5).all()
+    assert (twin.nucleus_floor(logits, Shaping(temperature, floor=floor), 1e-6) == logits.amax(-1)).all()
+
+
+@TWINS
 def test_nan_among_the_logits_is_noticed_after_a_cut_to_the_largest(twin, device):
     logits, temperature = draw(CHUNK + 1, torch.float32, device)
     logits[0, 5], logits[1] = torch.nan, torch.nan

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dgemma.constraints.joint import ClassBias, JointBias
-from dgemma.diffusion.prediction import Allow, JointLaw, Prediction, SoftCap, Statistics, Temper, TopK, Transform
+from dgemma.diffusion.prediction import Allow, JointLaw, Prediction, SoftCap, Statistics, Temper, TopK, TopP, Transform
 from dgemma_kernels.engine.graphs import Turn, in_turn, use_here
 from dgemma_kernels.ops.automaton import kernel as automaton
 from dgemma_kernels.ops.vocabulary import kernel as vocabulary
@@ -220,12 +220,13 @@ class FusedPrediction(Prediction):
 
     @cached_property
     def _shaping(self) -> vocabulary.Shaping | None:
-        """The arguments of the kernels, None if a transform is none of cap, mask, temperature, top-k, bias."""
+        """The arguments of the kernels, None if a transform is none of cap, mask, temperature, top-k, top-p, bias."""
         rest: list[Any] = list(self.transforms)
         cap = rest.pop(0)
         allow = rest.pop(0) if rest and isinstance(rest[0], Allow) else None
         temper = rest.pop(0).temperature if rest and isinstance(rest[0], Temper) else 1.0
         top_k = rest.pop(0).k if rest and isinstance(rest[0], TopK) and rest[0].cut == math.inf else None
+        top_p = rest.pop(0).p if rest and isinstance(rest[0], TopP) and rest[0].cut == math.inf else None
         bias = rest.pop(0) if rest and isinstance(rest[0], ClassBias | JointBias) else None
         if rest or not isinstance(cap, SoftCap):
             return None
@@ -240,6 +241,10 @@ class FusedPrediction(Prediction):
             bias = vocabulary.Bias(values, token_class)
         floor = None if top_k is None else self._find_floor(top_k, allow)
         allowed = None if allow is None else self._pack(allow.allowed)
+        if top_p is not None:
+            with self.turn:
+                unbiased = vocabulary.Shaping(temperature, cap.cap, allowed, floor=floor)
+                floor = vocabulary.nucleus_floor(self._rows, unbiased, top_p)
         return vocabulary.Shaping(temperature, cap.cap, allowed, bias, floor)
 
     @in_turn

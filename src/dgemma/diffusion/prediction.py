@@ -153,7 +153,7 @@ class Prediction:
         if top_k is not None:
             transforms = (*transforms, TopK(top_k, cut))
         if top_p is not None:
-            transforms = (*transforms, _TopP(top_p, cut))
+            transforms = (*transforms, TopP(top_p, cut))
         return Prediction(self._raw, transforms)
 
     def with_bias(self, bias: Transform) -> "Prediction":
@@ -345,18 +345,19 @@ class TopK(NamedTuple):
         return torch.where(logits < threshold, logits - self.cut, logits)
 
 
-class _TopP(NamedTuple):
-    """Lowers all logits but those of the fewest tokens that together have the probability `p` by `cut`."""
+class TopP(NamedTuple):
+    """Lowers all logits but those of the fewest tokens that together have the probability `p`, and equal ones."""
 
     p: float
     cut: float
 
     def __call__(self, logits: Tensor, positions: slice) -> Tensor:
-        ordered, order = logits.sort(dim=-1, descending=True)
+        ordered = logits.sort(dim=-1, descending=True).values
         probabilities = ordered.softmax(-1)
         # Exclusive sum: the token that crosses p stays, so the best one always does.
-        drop = probabilities.cumsum(-1) - probabilities >= self.p
-        return torch.where(torch.zeros_like(drop).scatter(-1, order, drop), logits - self.cut, logits)
+        num_kept = (probabilities.cumsum(-1) - probabilities < self.p).sum(-1, keepdim=True)
+        threshold = ordered.gather(-1, (num_kept - 1).clamp(min=0))  # none of NaN logits is kept
+        return torch.where(logits < threshold, logits - self.cut, logits)
 
 
 def _describe(logits: Tensor) -> Statistics:

@@ -34,7 +34,7 @@ class Shaping(NamedTuple):
         None  # (A, ceil(V / 32)) int32 of `pack_allowed`, with A dividing R; a token or more per row
     )
     bias: Bias | None = None
-    floor: Tensor | None = None  # (R,), of `kth_largest`: smaller logits are forbidden
+    floor: Tensor | None = None  # (R,), of `kth_largest` or `nucleus_floor`: smaller logits are forbidden
 
 
 class VocabularyStatistics(NamedTuple):
@@ -96,6 +96,34 @@ def kth_largest(logits: Tensor, k: int) -> Tensor:
     best = chunks.amax(-1).topk(min(k, chunks.shape[1]), dim=-1).indices
     near = chunks.gather(1, best[..., None].expand(-1, -1, chunk_len)).flatten(1)
     return near.topk(min(k, logits.shape[1]), dim=-1).values[:, -1].clone()  # begins at a multiple of 16 bytes
+
+
+def nucleus_floor(logits: Tensor, shaping: Shaping, p: float) -> Tensor:
+    """Return the largest logit of each row such that it and larger ones have the probability `p`, (R, V) → (R,).
+
+    A bisection over the bits of a float: as integers of the same order, they are found one by one, with a sweep each.
+
+    Example: `shaping._replace(floor=nucleus_floor(logits, shaping, 0.9))`.
+    """
+    size = 8 * logits.element_size()
+    integer = torch.int16 if size == 16 else torch.int32
+
+    def reorder(bits: Tensor) -> Tensor:
+        return bits ^ ((bits >> (size - 1)) & torch.iinfo(integer).max)
+
+    def as_floor(key: Tensor) -> Tensor:
+        floor = reorder(key.to(integer)).view(logits.dtype)
+        return floor if shaping.floor is None else torch.maximum(floor, shaping.floor)
+
+    whole = vocabulary_statistics(logits, shaping)
+    best = reorder(logits.gather(1, whole.argmax[:, None])[:, 0].view(integer)).long()
+    key = torch.full_like(best, torch.iinfo(integer).min)
+    for bit in reversed(range(size)):
+        higher = key + (1 << bit)
+        found = vocabulary_statistics(logits, shaping._replace(floor=as_floor(higher)))
+        is_enough = (found.log_normalizer - whole.log_normalizer).exp() >= p
+        key = torch.where(is_enough & (higher <= best), higher, key)
+    return as_floor(key)
 
 
 def vocabulary_statistics(logits: Tensor, shaping: Shaping) -> VocabularyStatistics:

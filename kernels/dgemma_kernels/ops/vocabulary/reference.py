@@ -39,6 +39,14 @@ def kth_largest(logits: Tensor, k: int) -> Tensor:
     return logits.topk(min(k, logits.shape[1]), dim=-1).values[:, -1]
 
 
+def nucleus_floor(logits: Tensor, shaping: Shaping, p: float) -> Tensor:
+    """Return the largest logit of each row such that it and larger ones have the probability `p`, (R, V) → (R,)."""
+    ordered, order = _processed(logits, shaping).sort(dim=-1, descending=True)
+    probabilities = ordered.softmax(-1)
+    num_kept = (probabilities.cumsum(-1) - probabilities < p).sum(-1, keepdim=True)
+    return logits.gather(1, order.gather(1, num_kept - 1))[:, 0]
+
+
 def sample(logits: Tensor, statistics: VocabularyStatistics, u: Tensor, shaping: Shaping) -> Tensor:
     """Sample by inverse CDF in vocabulary order, one uniform per row: u (R,) float64 → tokens (R,)."""
     return Prediction(_processed(logits, shaping)[None]).sample(u[None])[0]
