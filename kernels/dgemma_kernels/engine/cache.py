@@ -170,8 +170,7 @@ class Arena:
     def capture_trim(self, batch_size: int) -> Replay:
         """Return the graph that moves the newest tokens of sliding layers to their front."""
         run = self.buffers(batch_size).trim  # a second run does nothing, so capture may run it twice
-        captured: Replay = self.graphs.remembered(("trim", batch_size), partial(Replay, run, self.memory))
-        return captured
+        return self.graphs.remembered(("trim", batch_size), partial(Replay, run, self.memory))
 
     def _values_per_slot(self, kind: _Kind) -> int:
         shape = self.config.layer_shape(self.layers[kind][0])
@@ -381,7 +380,7 @@ class FusedCache(PrefixCache):
     def trim(self) -> None:
         """In the arena, drop all but the newest tokens of sliding layers, and move these to the front."""
         if self.arena.seated() is self and self.num_held > self.arena.keep:
-            self.arena.capture_trim(self.batch_size).rewrite()
+            self.arena.capture_trim(self.batch_size).replay()
             self.num_held = self.arena.keep
 
     def reserve(self, num_tokens: int) -> None:

@@ -250,7 +250,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
             for rows in most_rows:
                 canvas, buffers = self._zeros(rows, canvas_len), self._empty_buffers(rows)
                 place = self._stepper.place(canvas.shape)
-                for postponed in (None, canvas):
+                for postponed in ([], [canvas]):
                     self._stepper.capture(place, buffers, postponed).graph.mark_stale()
                 self._arena.capture_trim(rows).mark_stale()
                 generate(self, canvas[:, :1], max_new_tokens=canvas_len, steps=1, progress=False)
