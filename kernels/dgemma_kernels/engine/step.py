@@ -145,8 +145,11 @@ class Stepper:
         workspace, forward = self._workspace, self._workspace.forward
 
         def run(*tokens: Tensor) -> None:
-            read = partial(forward.read_and_canvas, *tokens) if tokens else forward.canvas
-            forward.head(read(place.canvas, place.signal, buffers), out=place.logits.flatten(0, 1))
+            if tokens:
+                hidden = forward.read_and_canvas(tokens[0], place.canvas, place.signal, buffers)
+            else:
+                hidden = forward.canvas(place.canvas, place.signal, buffers)
+            forward.head(hidden, out=place.logits.flatten(0, 1))
 
         make = partial(Captured, run, postponed, workspace.memory, forward.rehearsal)
         return workspace.graphs.remembered(("canvas", place.canvas.shape, *(x.shape for x in postponed)), make)
@@ -208,7 +211,7 @@ class CapturedStep:
         """Copy a state to the inputs: the leaves of `_carried(state)`."""
         copy_all(_tensors(self._inputs), _tensors(leaves))
 
-    def replay(self, state: DenoiseState, logits: Logits) -> tuple[DenoiseState, dict[str, Tensor], FusedPrediction]:
+    def replay(self, state: DenoiseState, logits: Logits) -> tuple[DenoiseState, dict[str, Any], FusedPrediction]:
         """Take the step from the loaded `state`. Return the next state, the record's tensors and the prediction.
 
         All are new tensors, but for the logits.
