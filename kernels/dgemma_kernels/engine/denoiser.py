@@ -166,20 +166,13 @@ class FusedDenoiser(Denoiser[FusedCache]):
         self.config, self.conventions, self.generation = model.config, model.conventions, model.generation
         self.device, self.dtype = model.device, model.dtype
         self.source, self.takes_images, self.image_tokens = model.source, model.takes_images, model.image_tokens
-        four_bit = isinstance(taken.layers[0].expert_gate_up, FourBit)
+        most_read = MOST_READ_FOUR_BIT if isinstance(taken.layers[0].expert_gate_up, FourBit) else MOST_READ
         self._forward = Forward(
             model.config, taken, attention, batch_invariant=batch_invariant, prompt_attention=prompt_attention
         )
         self._workspace = Workspace(self._model, self._forward)
         self.turn = self._workspace.turn
-        self._arena = Arena(
-            model.config,
-            model.conventions,
-            model.dtype,
-            MOST_READ_FOUR_BIT if four_bit else MOST_READ,
-            self._workspace.memory,
-            self._workspace.graphs,
-        )
+        self._arena = Arena(model, most_read, self._workspace.memory, self._workspace.graphs)
         self._stepper = Stepper(self._workspace)
         self._reader = CausalReader(self._workspace, self._arena, before_graph=self._stepper.finish)
 
@@ -259,13 +252,12 @@ class FusedDenoiser(Denoiser[FusedCache]):
             self._forward.read_and_canvas(canvas, canvas, signal, buffers)
             hidden = self._forward.canvas(canvas, signal, buffers)
             self._forward.head(hidden, out=self._stepper.place(canvas.shape).logits.flatten(0, 1))
-            self._use_prediction(canvas)
-            self._use_prediction(canvas, top_k=2)
             token, number = self._zeros(rows, 1), self._zeros(rows)
             self._workspace.causal_logits(self._forward.read(token, buffers, last=True))
             self.uniform(number, number, number, 1, "token")
-            self._use_prediction(token, temperature=1.0)
-            self._use_prediction(token, temperature=1.0, top_k=2)
+            for top_k in (None, 2):
+                self._use_prediction(canvas, top_k=top_k)
+                self._use_prediction(token, temperature=1.0, top_k=top_k)
         self._use_prediction(canvas[:1], top_k=2, top_p=0.5)
         plan, vocab_size = read_plan(self, canvas[:1]), self.config.vocab_size
         token_class = torch.arange(vocab_size, dtype=torch.int32).clamp(max=1)
