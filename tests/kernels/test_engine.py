@@ -289,7 +289,7 @@ def test_an_interrupted_read_loses_no_postponed_tokens(models, monkeypatch):
     want, got = (fast.encode(block, fast.encode(draw_tokens(1, 3))) for _ in range(2))
     with monkeypatch.context() as patch:
         patch.setattr(Forward, "read", MagicMock(side_effect=KeyboardInterrupt))
-        patch.setattr(Replay, "rewrite", MagicMock(side_effect=KeyboardInterrupt))  # if a graph reads the tokens
+        patch.setattr(Replay, "replay", MagicMock(side_effect=KeyboardInterrupt))  # if a graph reads the tokens
         with pytest.raises(KeyboardInterrupt):
             got.catch_up()
     assert got.num_slots == 3 + CANVAS

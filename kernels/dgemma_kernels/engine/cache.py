@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dgemma.model.cache import LayerCache, PrefixCache
-from dgemma.model.config import Conventions, ModelConfig
+from dgemma.model.diffusion import DiffusionGemma
 from dgemma_kernels.engine.graphs import GraphMemory, Graphs, Replay, Turn, copy_all, in_turn, use_here
 
 _LEAST_SLOTS = 16_384  # of full layers, over all rows
@@ -90,19 +90,12 @@ class Arena:
     `graphs`, of all forwards, are captured over them. They are dropped when the tensors are replaced by larger ones.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        conventions: Conventions,
-        dtype: torch.dtype,
-        most_read: int,
-        memory: GraphMemory,
-        graphs: Graphs,
-    ) -> None:
-        self.config, self.conventions, self.dtype, self.memory, self.graphs = config, conventions, dtype, memory, graphs
+    def __init__(self, model: DiffusionGemma, most_read: int, memory: GraphMemory, graphs: Graphs) -> None:
+        config, dtype = self.config, self.dtype = model.config, model.dtype
+        self.conventions, self.memory, self.graphs = model.conventions, memory, graphs
         self.device, self.turn = memory.device, memory.turn
         self.most_read = most_read  # tokens of one forward, over all rows
-        self.keep = config.sliding_window - (0 if conventions.sliding_prefix == "window" else 1)
+        self.keep = config.sliding_window - (0 if model.conventions.sliding_prefix == "window" else 1)
         self.layers: dict[_Kind, list[int]] = {}
         for layer in range(config.num_hidden_layers):
             self.layers.setdefault("full" if config.layer_shape(layer).window is None else "sliding", []).append(layer)
@@ -170,8 +163,7 @@ class Arena:
     def capture_trim(self, batch_size: int) -> Replay:
         """Return the graph that moves the newest tokens of sliding layers to their front."""
         run = self.buffers(batch_size).trim  # a second run does nothing, so capture may run it twice
-        captured: Replay = self.graphs.remembered(("trim", batch_size), partial(Replay, run, self.memory))
-        return captured
+        return self.graphs.remembered(("trim", batch_size), partial(Replay, run, self.memory))
 
     def _values_per_slot(self, kind: _Kind) -> int:
         shape = self.config.layer_shape(self.layers[kind][0])
@@ -381,7 +373,7 @@ class FusedCache(PrefixCache):
     def trim(self) -> None:
         """In the arena, drop all but the newest tokens of sliding layers, and move these to the front."""
         if self.arena.seated() is self and self.num_held > self.arena.keep:
-            self.arena.capture_trim(self.batch_size).rewrite()
+            self.arena.capture_trim(self.batch_size).replay()
             self.num_held = self.arena.keep
 
     def reserve(self, num_tokens: int) -> None:

@@ -141,6 +141,9 @@ class FusedDenoiser(Denoiser[FusedCache]):
     """
 
     config: ModelConfig
+    conventions: Conventions
+    device: torch.device
+    dtype: torch.dtype
     generation: GenerationDefaults  # the model's at first; later changes of either do not affect the other
     has_causal_mode = shares_prefixes = True
 
@@ -160,22 +163,16 @@ class FusedDenoiser(Denoiser[FusedCache]):
         choose_kernels(model.config, model.embed_tokens.weight, attention, prompt_attention=prompt_attention)
         taken = take_weights(model, weights, float8=float8, release=release)
         self._model = model if weights == "bf16" else _without_layers(model)
-        self.config, self.generation = model.config, model.generation
+        self.config, self.conventions, self.generation = model.config, model.conventions, model.generation
+        self.device, self.dtype = model.device, model.dtype
         self.source, self.takes_images, self.image_tokens = model.source, model.takes_images, model.image_tokens
-        four_bit = isinstance(taken.layers[0].expert_gate_up, FourBit)
-        forward = Forward(
+        most_read = MOST_READ_FOUR_BIT if isinstance(taken.layers[0].expert_gate_up, FourBit) else MOST_READ
+        self._forward = Forward(
             model.config, taken, attention, batch_invariant=batch_invariant, prompt_attention=prompt_attention
         )
-        self._workspace = Workspace(self._model, forward)
+        self._workspace = Workspace(self._model, self._forward)
         self.turn = self._workspace.turn
-        self._arena = Arena(
-            model.config,
-            model.conventions,
-            model.dtype,
-            MOST_READ_FOUR_BIT if four_bit else MOST_READ,
-            self._workspace.memory,
-            self._workspace.graphs,
-        )
+        self._arena = Arena(model, most_read, self._workspace.memory, self._workspace.graphs)
         self._stepper = Stepper(self._workspace)
         self._reader = CausalReader(self._workspace, self._arena, before_graph=self._stepper.finish)
 
@@ -185,25 +182,9 @@ class FusedDenoiser(Denoiser[FusedCache]):
             "model."
         )
 
-    @property
-    def _forward(self) -> Forward:
-        return self._workspace.forward
-
     def weight_tensors(self) -> list[Tensor]:
         """Return the tensors of the model, which the weights in bf16 share."""
         return self._model.weight_tensors()
-
-    @property
-    def conventions(self) -> Conventions:
-        return self._model.conventions
-
-    @property
-    def device(self) -> torch.device:
-        return self._model.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._model.dtype
 
     @in_turn
     def uniform(self, seeds: Tensor, block: Tensor, step: Tensor, num_positions: int, purpose: str) -> Tensor:
@@ -250,7 +231,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
             for rows in most_rows:
                 canvas, buffers = self._zeros(rows, canvas_len), self._empty_buffers(rows)
                 place = self._stepper.place(canvas.shape)
-                for postponed in (None, canvas):
+                for postponed in ([], [canvas]):
                     self._stepper.capture(place, buffers, postponed).graph.mark_stale()
                 self._arena.capture_trim(rows).mark_stale()
                 generate(self, canvas[:, :1], max_new_tokens=canvas_len, steps=1, progress=False)
@@ -271,13 +252,12 @@ class FusedDenoiser(Denoiser[FusedCache]):
             self._forward.read_and_canvas(canvas, canvas, signal, buffers)
             hidden = self._forward.canvas(canvas, signal, buffers)
             self._forward.head(hidden, out=self._stepper.place(canvas.shape).logits.flatten(0, 1))
-            self._use_prediction(canvas)
-            self._use_prediction(canvas, top_k=2)
             token, number = self._zeros(rows, 1), self._zeros(rows)
             self._workspace.causal_logits(self._forward.read(token, buffers, last=True))
             self.uniform(number, number, number, 1, "token")
-            self._use_prediction(token, temperature=1.0)
-            self._use_prediction(token, temperature=1.0, top_k=2)
+            for top_k in (None, 2):
+                self._use_prediction(canvas, top_k=top_k)
+                self._use_prediction(token, temperature=1.0, top_k=top_k)
         self._use_prediction(canvas[:1], top_k=2, top_p=0.5)
         plan, vocab_size = read_plan(self, canvas[:1]), self.config.vocab_size
         token_class = torch.arange(vocab_size, dtype=torch.int32).clamp(max=1)
@@ -326,8 +306,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
         images: Images | None = None,
     ) -> FusedCache:
         """Read tokens (B, P) causally into a prefix cache; see `DiffusionGemma.encode`."""
-        self._check_images(images)
-        fused, real = self._check_prefix(tokens, cache, attention_mask)
+        fused, real = self._check_prefix(tokens, cache, attention_mask, images)
         if images is None and real is None and fused.num_slots > 0 and tokens.shape[1] == self.config.canvas_length:
             fused.postpone(tokens, self._read_block)  # a finished canvas: the first step of the next one reads it
             return fused
@@ -346,24 +325,13 @@ class FusedDenoiser(Denoiser[FusedCache]):
         images: Images | None = None,
     ) -> Tensor:
         """Return next-token logits of tokens (B, T): (B, T, V) float32; see `DiffusionGemma.causal_logits`."""
-        self._check_images(images)
-        fused, real = self._check_prefix(tokens, cache, attention_mask)
+        fused, real = self._check_prefix(tokens, cache, attention_mask, images)
         fused.catch_up()
         if tokens.shape[1] == 1 and real is None and images is None:
             return self._reader.read_token(tokens, fused)
         hidden = self._reader.read(tokens, fused, real, last=True, images=images)
         assert hidden is not None
         return self._workspace.causal_logits(hidden.flatten(0, 1)).view(*tokens.shape, -1)
-
-    def _check_images(self, images: Images | None) -> None:
-        if images is None:
-            return
-        require_vision(self)
-        if self._forward.batch_invariant:
-            raise ValueError(
-                "FusedDenoiser images must be None with batch_invariant, because their attention depends on the batch. "
-                "Accelerate the model without batch_invariant."
-            )
 
     @torch.no_grad()
     @in_turn
@@ -446,8 +414,15 @@ class FusedDenoiser(Denoiser[FusedCache]):
         return own
 
     def _check_prefix(
-        self, tokens: Tensor, cache: FusedCache | None, attention_mask: Tensor | None
+        self, tokens: Tensor, cache: FusedCache | None, attention_mask: Tensor | None, images: Images | None = None
     ) -> tuple[FusedCache, Tensor | None]:
+        if images is not None:
+            require_vision(self)
+            if self._forward.batch_invariant:
+                raise ValueError(
+                    "FusedDenoiser images must be None with batch_invariant, because their attention depends on the "
+                    "batch. Accelerate the model without batch_invariant."
+                )
         fused = self.new_cache(tokens.shape[0]) if cache is None else self._own(cache)
         return fused, check_prefix(self._model, tokens, fused, attention_mask)
 

@@ -25,12 +25,7 @@ from dgemma_kernels.formats.fourbit import OrderedRows
 from dgemma_kernels.ops.attention.float8 import attention_float8, float8_factor, float8_obstacle
 from dgemma_kernels.ops.attention.images import image_spans
 from dgemma_kernels.ops.attention.kernel import KernelChoice, KernelName, attention, choose_kernel
-from dgemma_kernels.ops.configs import (
-    dense_config,
-    expert_config,
-    gluon_obstacle,
-    tensor_descriptors,
-)
+from dgemma_kernels.ops.configs import dense_config, expert_config, gluon_obstacle, tensor_descriptors
 from dgemma_kernels.ops.experts.kernel import fits_many, multiply_experts
 from dgemma_kernels.ops.mlp.kernel import dense_mlp, geglu, geglu_float8
 from dgemma_kernels.ops.norms.kernel import attention_residual, layer_tail, rms_norm, round_rows, scale_rows
@@ -89,11 +84,8 @@ class _Layer:
     @property
     def kind(self) -> tuple[Any, ...]:
         """Layers of one kind launch the same kernels."""
-        choices = {f.name: getattr(self, f.name) for f in fields(self)}
-        return (
-            self.weights.shape,
-            *(v for name, v in choices.items() if name not in ("weights", "index", "next_norm")),
-        )
+        own = ("weights", "index", "next_norm")
+        return self.weights.shape, *(getattr(self, f.name) for f in fields(self) if f.name not in own)
 
     def slot(self, buffers: CacheBuffers) -> Tensor:
         """Return the place of the first new token in the layer's buffer, (B,)."""

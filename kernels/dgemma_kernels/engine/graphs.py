@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -154,15 +154,10 @@ class Replay:
     Example: `square = Replay(lambda: x * x, GraphMemory(x.device)); square.replay(); square.result` is `x * x`.
     """
 
-    def __init__(
-        self,
-        fn: Callable[[], Any],
-        memory: GraphMemory,
-        rehearse: Callable[[], Any] | None = None,
-    ) -> None:
+    def __init__(self, fn: Callable[[], Any], memory: GraphMemory, rehearse: Callable[[], Any] | None = None) -> None:
         device = memory.device
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._is_fresh = device.type != "cuda" or rehearse is None  # the constructor runs `fn` for the first inputs
+        self._is_fresh = True  # without a GPU: the constructor has run `fn` for the first replay
         if device.type != "cuda":
             self._fn, self.result = fn, fn()
             return
@@ -202,24 +197,42 @@ class Replay:
         is_fresh, self._is_fresh = self._is_fresh, False
         if self._graph is not None:
             self._graph.replay()
-            return
-        if is_fresh:
-            return
-        for target, source in zip(tree_leaves(self.result), tree_leaves(self._fn()), strict=True):
-            if isinstance(target, Tensor) and target is not source:
-                target.copy_(source)
+        elif not is_fresh:
+            for target, source in zip(tree_leaves(self.result), tree_leaves(self._fn()), strict=True):
+                if isinstance(target, Tensor) and target is not source:
+                    target.copy_(source)
 
     def mark_stale(self) -> "Replay":
         """Make the next call run `fn`, because the constructor has run it for other inputs than those to come."""
         self._is_fresh = False
         return self
 
-    def rewrite(self) -> None:
-        """Run `fn` again, which writes to static tensors. The first call does nothing: the constructor has run `fn`."""
-        if self._is_fresh:
-            self._is_fresh = False
-        else:
-            self.replay()
+
+class Captured:
+    """`fn(*inputs)` captured over copies of the inputs, whose values each call replaces.
+
+    `rehearsal` makes the `rehearse` of `Replay` from a function without arguments.
+
+    Example: `Captured(torch.square, [x], memory, lambda run: run)([y])` is `y * y`.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        inputs: Sequence[Tensor],
+        memory: GraphMemory,
+        rehearsal: Callable[[Callable[..., Any]], Callable[[], Any]],
+    ) -> None:
+        self._inputs = [x.clone() for x in inputs]
+        run = partial(fn, *self._inputs)
+        self.graph = Replay(run, memory, rehearsal(run))
+
+    def __call__(self, inputs: Sequence[Tensor]) -> Any:
+        """Return the result for these inputs. The next call overwrites it."""
+        for static, new in zip(self._inputs, inputs, strict=True):
+            static.copy_(new, non_blocking=True)  # images are on the host
+        self.graph.replay()
+        return self.graph.result
 
 
 def compile_together(launches: Callable[[], Any]) -> None:
@@ -306,14 +319,15 @@ class Graphs(OrderedDict[Any, Any]):
 
     most = 400  # so that an option that changes at every step does not fill the memory
 
-    def remembered(self, key: Any, make: Callable[[], Any]) -> Any:
+    def remembered(self, key: Any, make: Callable[[], Result]) -> Result:
         """Return the work of this key, made on demand."""
         if key not in self:
             self[key] = make()
         self.move_to_end(key)
         while len(self) > self.most:
             self.popitem(last=False)
-        return self[key]
+        found: Result = self[key]
+        return found
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:

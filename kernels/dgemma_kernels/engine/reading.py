@@ -15,7 +15,7 @@ from dgemma.model.causal import CausalRule, CausalState
 from dgemma.model.vision.images import Images
 from dgemma.model.vision.places import find_blocks, insert_features, split_tokens
 from dgemma_kernels.engine.cache import Arena, CacheBuffers, FusedCache
-from dgemma_kernels.engine.graphs import Replay, copy_all, side_stream
+from dgemma_kernels.engine.graphs import Captured, Replay, copy_all, side_stream
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits
 from dgemma_kernels.engine.workspace import Workspace
 from dgemma_kernels.ops.draws import kernel as draws
@@ -95,8 +95,7 @@ class CausalReader:
         """Take one autoregressive step, with the head in the same graph: (B, 1) → (B, 1, V) float32."""
         buffers = cache.make_room(1, self._workspace.config.canvas_length)
         self._before_graph()
-        make = partial(CapturedRead, self._workspace, [tokens], buffers, last=True, head=True)
-        logits = self._workspace.graphs.remembered(("token", tokens.shape), make)([tokens]).clone()
+        logits = self.capture([tokens], buffers, last=True, head=True)([tokens]).clone()
         cache.extend(1, None)
         return logits[:, None]
 
@@ -105,7 +104,7 @@ class CausalReader:
         buffers = cache.make_room(1, self._workspace.config.canvas_length)
         self._before_graph()
         make = partial(CapturedCausalStep, self._workspace, state, rule, buffers)
-        after: CausalState = self._workspace.graphs.remembered(("causal", rule, state.token.shape), make)(state)
+        after = self._workspace.graphs.remembered(("causal", rule, state.token.shape), make)(state)
         cache.extend(1, None)
         return after
 
@@ -131,12 +130,27 @@ class CausalReader:
         cache.extend(size, counts, shared=is_shared)  # at once, because shared windows have moved
         return hidden.view(batch, padded_size, -1)[:, :size].clone() if last else hidden
 
-    def capture(self, inputs: list[Tensor], buffers: CacheBuffers, last: bool = False) -> "CapturedRead":
-        """Return the graph of a forward over tokens (B, T), or numbers of images and embeddings."""
-        make = partial(CapturedRead, self._workspace, inputs, buffers, last)
-        key = ("read", inputs[0].shape, last, len(inputs))
-        captured: CapturedRead = self._workspace.graphs.remembered(key, make)
-        return captured
+    def capture(self, inputs: list[Tensor], buffers: CacheBuffers, last: bool = False, head: bool = False) -> Captured:
+        """Return the graph of a forward over tokens (B, T), or numbers of images and embeddings.
+
+        Its result is the last hidden state if `last`, or logits if also `head`.
+        """
+        workspace, (tokens, *embedded) = self._workspace, inputs
+
+        def run(tokens: Tensor, embedded: Tensor | None = None) -> Tensor:
+            hidden = workspace.forward.read(tokens, buffers, last=last, embedded=embedded)
+            if not last:  # only keys and values matter
+                return hidden.new_empty(0)
+            return workspace.causal_logits(hidden) if head else hidden
+
+        def make() -> Captured:
+            buffers.keep_newest(0)  # so that a run before the first call moves no window
+            captured = Captured(run, [tokens.long(), *embedded], workspace.memory, workspace.forward.rehearsal)
+            if tokens.shape[1] > buffers.tail:
+                captured.graph.mark_stale()
+            return captured
+
+        return workspace.graphs.remembered(("token" if head else "read", tokens.shape, last, len(inputs)), make)
 
 
 def _cut(num_tokens: int, sizes: tuple[int, ...]) -> Iterator[slice]:
@@ -145,33 +159,6 @@ def _cut(num_tokens: int, sizes: tuple[int, ...]) -> Iterator[slice]:
     for size in sizes:
         yield slice(start, min(start + size, num_tokens))
         start += size
-
-
-class CapturedRead:
-    """A causal forward of a fixed number of tokens, up to the last hidden state or the logits."""
-
-    def __init__(
-        self, workspace: Workspace, inputs: list[Tensor], buffers: CacheBuffers, last: bool, head: bool = False
-    ) -> None:
-        static = self._inputs = [inputs[0].long().clone(), *(x.clone() for x in inputs[1:])]
-
-        def run() -> Tensor:
-            embedded = static[1] if len(static) > 1 else None
-            hidden = workspace.forward.read(static[0], buffers, last=last, embedded=embedded)
-            if not last:  # only keys and values matter
-                return hidden.new_empty(0)
-            return workspace.causal_logits(hidden) if head else hidden
-
-        buffers.keep_newest(0)  # so that a run before the first call moves no window
-        self.graph = Replay(run, workspace.memory, rehearse=workspace.forward.rehearsal(run))
-        if static[0].shape[1] > buffers.tail:
-            self.graph.mark_stale()
-
-    def __call__(self, inputs: list[Tensor]) -> Tensor:
-        for static, new in zip(self._inputs, inputs, strict=True):
-            static.copy_(new)
-        self.graph.rewrite()
-        return self.graph.result  # the next call overwrites it
 
 
 class CapturedCausalStep:

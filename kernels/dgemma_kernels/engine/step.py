@@ -23,7 +23,7 @@ from dgemma.run.records import StepRecord
 from dgemma.run.step import decide, predict, settle, shape_prediction
 from dgemma_kernels.engine import published
 from dgemma_kernels.engine.cache import CacheBuffers, FusedCache
-from dgemma_kernels.engine.graphs import CaptureError, Graphs, Replay, copy_all, side_stream, use_here
+from dgemma_kernels.engine.graphs import Captured, CaptureError, Graphs, Replay, copy_all, side_stream, use_here
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits, VocabularySweep
 from dgemma_kernels.engine.workspace import Workspace
 from dgemma_kernels.ops.automaton.tables import with_tables
@@ -133,16 +133,26 @@ class Stepper:
     def _run_forward(self, place: CanvasPlace, cache: FusedCache) -> Logits:
         """Run the canvas that is loaded, and before it the postponed tokens of the cache, up to the logits."""
         with cache.for_canvas(place.canvas.shape[1]) as (buffers, postponed):
-            logits = self.renew(place)
-            self.capture(place, buffers, postponed)(postponed)
+            logits, tokens = self.renew(place), [] if postponed is None else [postponed.long()]
+            self.capture(place, buffers, tokens)(tokens)
         return logits
 
-    def capture(self, place: CanvasPlace, buffers: CacheBuffers, postponed: Tensor | None) -> "_CapturedForward":
-        """Return the graph of a forward over a canvas (B, C) after postponed tokens (B, C), if any."""
-        workspace, key = self._workspace, ("canvas", place.canvas.shape, None if postponed is None else postponed.shape)
-        make = partial(_CapturedForward, workspace, place, postponed, buffers)
-        captured: _CapturedForward = workspace.graphs.remembered(key, make)
-        return captured
+    def capture(self, place: CanvasPlace, buffers: CacheBuffers, postponed: list[Tensor]) -> Captured:
+        """Return the graph of a forward over the canvas of a place, up to the logits. It reads postponed tokens first.
+
+        `postponed` is one tensor (B, C) or none.
+        """
+        workspace, forward = self._workspace, self._workspace.forward
+
+        def run(*tokens: Tensor) -> None:
+            if tokens:
+                hidden = forward.read_and_canvas(tokens[0], place.canvas, place.signal, buffers)
+            else:
+                hidden = forward.canvas(place.canvas, place.signal, buffers)
+            forward.head(hidden, out=place.logits.flatten(0, 1))
+
+        make = partial(Captured, run, postponed, workspace.memory, forward.rehearsal)
+        return workspace.graphs.remembered(("canvas", place.canvas.shape, *(x.shape for x in postponed)), make)
 
     def finish(self) -> None:
         """Compute the soft embedding of the last step, if it has none and its prediction is still in use."""
@@ -160,30 +170,6 @@ def _embed(workspace: "weakref.ref[Workspace]", prediction: FusedPrediction) -> 
         return None
     with owner.turn:
         return owner.soft_embedding(prediction, prediction.shape[:2])
-
-
-class _CapturedForward:
-    """A forward over the canvas of a place, up to the logits. It first reads postponed tokens (B, C), if any."""
-
-    def __init__(
-        self, workspace: Workspace, place: CanvasPlace, postponed: Tensor | None, buffers: CacheBuffers
-    ) -> None:
-        self._postponed = static = None if postponed is None else postponed.long().clone()
-        forward = workspace.forward
-
-        def run() -> None:
-            if static is None:
-                hidden = forward.canvas(place.canvas, place.signal, buffers)
-            else:
-                hidden = forward.read_and_canvas(static, place.canvas, place.signal, buffers)
-            forward.head(hidden, out=place.logits.flatten(0, 1))
-
-        self.graph = Replay(run, workspace.memory, rehearse=forward.rehearsal(run))
-
-    def __call__(self, postponed: Tensor | None) -> None:
-        if self._postponed is not None and postponed is not None:
-            self._postponed.copy_(postponed)
-        self.graph.rewrite()
 
 
 class CapturedStep:
@@ -225,7 +211,7 @@ class CapturedStep:
         """Copy a state to the inputs: the leaves of `_carried(state)`."""
         copy_all(_tensors(self._inputs), _tensors(leaves))
 
-    def replay(self, state: DenoiseState, logits: Logits) -> tuple[DenoiseState, dict[str, Tensor], FusedPrediction]:
+    def replay(self, state: DenoiseState, logits: Logits) -> tuple[DenoiseState, dict[str, Any], FusedPrediction]:
         """Take the step from the loaded `state`. Return the next state, the record's tensors and the prediction.
 
         All are new tensors, but for the logits.

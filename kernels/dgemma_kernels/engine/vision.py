@@ -1,6 +1,5 @@
 """The vision tower over kernels, captured once per number of patches. The reference is `VisionTower`."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -8,10 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dgemma.model.config import VisionConfig
 from dgemma.model.vision.images import Images
 from dgemma.model.vision.tower import VisionLayer, VisionTower, rotary_table_2d
-from dgemma_kernels.engine.graphs import GraphMemory, Graphs, Replay
+from dgemma_kernels.engine.graphs import Captured, GraphMemory, Graphs
 from dgemma_kernels.engine.weights import fuse
 from dgemma_kernels.ops.mlp.kernel import geglu
 from dgemma_kernels.ops.norms.kernel import rms_norm
@@ -64,17 +62,27 @@ class FusedTower:
         patches = _pad(images)
         return self._captured(len(patches.pixels))(patches)[: sum(images.num_tokens)].clone()
 
-    def _captured(self, num_patches: int) -> "_CapturedTower":
-        make = partial(_CapturedTower, self.run, self._tower.config, num_patches, self._memory)
-        captured: _CapturedTower = self._graphs.remembered(num_patches, make)
+    def _captured(self, num_patches: int) -> Captured:
+        return self._graphs.remembered(num_patches, partial(self._capture, num_patches))
+
+    def _capture(self, num_patches: int) -> Captured:
+        config, zeros = self._tower.config, partial(torch.zeros, device=self._memory.device)
+        patches = Patches(  # of no image
+            zeros(num_patches, config.patch_dim, dtype=torch.uint8),
+            zeros(num_patches, 2, dtype=torch.int64),
+            zeros(num_patches, 2, dtype=torch.int32),
+            zeros(num_patches // config.pooling_kernel_size**2, config.pooling_kernel_size**2, dtype=torch.int64),
+        )
+        captured = Captured(self.run, patches, self._memory, lambda run: partial(run, num_layers=1))
+        captured.graph.mark_stale()
         return captured
 
-    def run(self, patches: Patches, num_layers: int | None = None) -> Tensor:
-        """Return the embeddings of all tokens (L / 9, D), with only the first layers if asked.
+    def run(self, *of_patches: Tensor, num_layers: int | None = None) -> Tensor:
+        """Return the embeddings of all tokens (L / 9, D) from `Patches`, with only the first layers if asked.
 
         Nothing here reads the device.
         """
-        tower, config = self._tower, self._tower.config
+        patches, tower, config = Patches(*of_patches), self._tower, self._tower.config
         x = tower.patch_embedder(patches.pixels, patches.positions)
         cos, sin = (table.flatten(1) for table in rotary_table_2d(config, patches.positions, x.dtype))
         eps, num_heads = config.rms_norm_eps, config.num_attention_heads
@@ -89,27 +97,6 @@ class FusedTower:
             x, normed = add_normed(x, attended, after_attention, before_mlp, eps)
             x, normed = add_normed(x, geglu(normed @ layer.gate_up.T) @ layer.down.T, after_mlp, next_norm, eps)
         return tower.project(x[patches.tokens].float().mean(1).to(x.dtype))
-
-
-class _CapturedTower:
-    """The tower for a fixed number of patches."""
-
-    def __init__(self, run: Callable[..., Tensor], config: VisionConfig, num_patches: int, memory: GraphMemory) -> None:
-        per_token = config.pooling_kernel_size**2
-        zeros = partial(torch.zeros, device=memory.device)
-        patches = self._patches = Patches(  # of no image
-            zeros(num_patches, config.patch_dim, dtype=torch.uint8),
-            zeros(num_patches, 2, dtype=torch.int64),
-            zeros(num_patches, 2, dtype=torch.int32),
-            zeros(num_patches // per_token, per_token, dtype=torch.int64),
-        )
-        self._replay = Replay(partial(run, patches), memory, partial(run, patches, 1)).mark_stale()
-
-    def __call__(self, patches: Patches) -> Tensor:
-        for static, new in zip(self._patches, patches, strict=True):
-            static.copy_(new, non_blocking=True)
-        self._replay.replay()
-        return self._replay.result
 
 
 def _take_layer(layer: VisionLayer) -> _TowerLayer:
@@ -132,10 +119,7 @@ def _take_layer(layer: VisionLayer) -> _TowerLayer:
 
 
 def _groups(num_patches: tuple[int, ...]) -> list[list[int]]:
-    """Divide images into groups of at most _MOST patches, in order.
-
-    Example: `_groups((2520,) * 5)` is [[0, 1, 2, 3], [4]].
-    """
+    """Divide images into groups of at most _MOST patches, in order."""
     groups: list[list[int]] = [[]]
     for number, size in enumerate(num_patches):
         if groups[-1] and sum(num_patches[n] for n in groups[-1]) + size > _MOST:

@@ -129,7 +129,10 @@ def _take_layer(
     gate_up = ENCODERS[format](_detached(layer.experts.gate_up_proj), dtype, gated=True)
     down = ENCODERS[format](_detached(layer.experts.down_proj), dtype, gated=False)
     if "experts" in float8:
-        gate_up = _with_float8_rows(gate_up, down)
+        if obstacle := float8_obstacle(gate_up, down):
+            raise refuse("experts", obstacle)
+        assert isinstance(gate_up, FourBit)
+        gate_up = replace(gate_up, float8_rows=True)  # for `multiply_experts`
     return LayerWeights(
         shape=shape,
         qkv=join_attention(projections, dtype),
@@ -158,14 +161,6 @@ def _take_layer(
         scalar=layer.layer_scalar,
         causal_scalar=layer.causal_layer_scalar,
     )
-
-
-def _with_float8_rows(gate_up: ExpertWeights, down: ExpertWeights) -> FourBit:
-    """Return gate_up, marked for `multiply_experts`."""
-    if obstacle := float8_obstacle(gate_up, down):
-        raise refuse("experts", obstacle)
-    assert isinstance(gate_up, FourBit)
-    return replace(gate_up, float8_rows=True)
 
 
 def _detached(weight: Weight) -> Weight:

@@ -92,10 +92,7 @@ def pack(weights: Tensor, *, gated: bool = False) -> Packed:
         raise ValueError(
             f"pack weights must be (E, N, K) with 1 <= N, K <= 16384, and N even if gated, got {tuple(weights.shape)}."
         )
-    if weights.dtype not in (
-        torch.bfloat16,
-        torch.float32,
-    ):  # in float16, outliers divided by scales would underflow
+    if weights.dtype not in (torch.bfloat16, torch.float32):  # in float16, outliers divided by scales would underflow
         raise ValueError(f"pack weights must be bfloat16 or float32, got {weights.dtype}.")
     planes, scale, counts, places, outliers = map(torch.cat, zip(*_pack_chunks(weights, gated), strict=True))
     if len(places) > _MOST_OUTLIERS * weights.numel():

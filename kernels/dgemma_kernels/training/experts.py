@@ -11,14 +11,7 @@ from torch import Tensor
 
 from dgemma.doors import plain
 from dgemma.model import experts as reference
-from dgemma.model.experts import (
-    Experts,
-    Groups,
-    Routing,
-    grouped_product,
-    looped_product,
-    supports_grouped,
-)
+from dgemma.model.experts import Experts, Groups, Routing, grouped_product, looped_product, supports_grouped
 from dgemma.model.layers import wide_dtype
 from dgemma.quantization.weights import QuantizedWeight, Weight, decoded_product
 from dgemma_kernels.ops import grouped

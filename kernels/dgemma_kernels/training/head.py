@@ -167,12 +167,7 @@ def _fast(function: Callable[..., Any], x: Tensor) -> Callable[..., Any]:
 
 
 def _loss_of_slice(
-    logits: Tensor,
-    targets: Tensor,
-    observed: Tensor | None,
-    evidence: Tensor | None,
-    cap: float,
-    banned: int | None,
+    logits: Tensor, targets: Tensor, observed: Tensor | None, evidence: Tensor | None, cap: float, banned: int | None
 ) -> tuple[Tensor, Tensor]:
     """Return the loss and the log of the normaliser, (m,) each, of uncapped logits (m, V)."""
     scores = _scores(_cap(logits, cap), observed, evidence, banned)
@@ -201,12 +196,7 @@ def _grad_of_slice(
 
 
 def _loss_and_grad_of_slice(
-    logits: Tensor,
-    targets: Tensor,
-    observed: Tensor | None,
-    evidence: Tensor | None,
-    cap: float,
-    banned: int | None,
+    logits: Tensor, targets: Tensor, observed: Tensor | None, evidence: Tensor | None, cap: float, banned: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss, the log of the normaliser, and the gradient of each loss."""
     loss, normalizer = _loss_of_slice(logits, targets, observed, evidence, cap, banned)
