@@ -2,13 +2,13 @@
 
 No training grid is equivalent to a test grid. The script solves test puzzles before and after training.
 17_sudoku_orders.py compares orders of filling cells. The --out folder will contain `checkpoint` (bfloat16),
-`results.json` and `run`, with the log of the losses. The second and the third command made `dgemma/sudoku`:
+`results.json` and `run`, with the log of the losses. All but the first command made `dgemma/sudoku`:
 
     python examples/10_train_sudoku.py                                without a GPU: three steps, to see that it runs
     python examples/10_train_sudoku.py --puzzles runs/puzzles --prepare-only
     python examples/10_train_sudoku.py --puzzles runs/puzzles --noise mask --minutes 7.3 --fast --out runs/mask
-    python examples/10_train_sudoku.py --puzzles runs/puzzles --start dgemma/sudoku --seed 1 --batch-size 512 \
-        --minutes 7.4 --fast --out runs/own
+    python examples/10_train_sudoku.py --puzzles runs/puzzles --start runs/mask/checkpoint --seed 1 --batch-size 512 \
+        --minutes 7.6 --fast --out runs/own
 
 A command that was stopped continues where it was. With --start, a checkpoint trains on its own steps, with few clues:
 `OwnSteps` takes steps of `generate` from pure noise, with gradients. After training, the script chooses a bound of

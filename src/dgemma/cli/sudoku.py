@@ -16,7 +16,7 @@ from dgemma.view.board import Board
 from dgemma.view.terminal import BoardView
 
 _BLANKS = ".0_*"
-_SOLVER = EntropyBound(bound=0.01, greedy=True)
+_SOLVER = EntropyBound(bound=0.1, greedy=True)
 
 
 def run_sudoku(arguments: argparse.Namespace) -> int:
