@@ -25,10 +25,7 @@ _OPEN_FOLLOWS = {"canvas", "frozen"}  # the fields on which `open` depends
 
 
 def list_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> dict[str, Any]:
-    """Return the listing of changes. If it has `canvas` or `frozen` but no `open`, `open` is computed from them.
-
-    Example: `list_changes({"top_k": 5}, state, knobs)` is `{"top_k": 5}`.
-    """
+    """Return the listing of changes. If it has `canvas` or `frozen` but no `open`, `open` is computed from them."""
     if changes is None:
         return {}
     fits = isinstance(changes, DenoiseState | Mapping)

@@ -31,9 +31,6 @@ class Board:
 
 
 def place_of(cell: int) -> tuple[int, int]:
-    """Return the line and column of a cell in `LINES`.
-
-    Example: `place_of(80)` is (11, 22).
-    """
+    """Return the line and column of a cell in `LINES`."""
     y, x = divmod(cell, 9)
     return 1 + y + y // 3, 2 + 2 * x + 2 * (x // 3)

@@ -158,10 +158,7 @@ REWARDS: Mapping[str, Reward] = {
 
 
 def find_reward(name: str) -> Reward:
-    """Return a reward of `REWARDS`, or your own: "module:function" or "file.py:function" is imported.
-
-    Example: `find_reward("numeric")` is `numeric`; `find_reward("my_rewards.py:short")` runs that file.
-    """
+    """Return a reward of `REWARDS`, or your own: "module:function" or "file.py:function" is imported."""
     source, colon, function = name.rpartition(":")
     if not colon:
         rule, fix = f"be one of {', '.join(REWARDS)}", "Name your own as module:function or file.py:function."
