@@ -128,9 +128,8 @@ def open_image(source: "ImageSource", *, most_pixels: int = _MOST_PIXELS) -> "Im
             try:
                 source = Image.open(data, formats=_FORMATS)
             except UnidentifiedImageError:
-                raise ValueError(
-                    "its format is unknown, or it has no pixels"
-                ) from None  # Pillow's message shows an address
+                # Pillow's message shows an address.
+                raise ValueError("its format is unknown, or it has no pixels") from None
     # The header has the size and the mode, so nothing is decoded before these checks.
     width, height = source.size
     fits = 0 < width * height <= most_pixels

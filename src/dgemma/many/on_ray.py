@@ -106,7 +106,6 @@ class _Team:
     """The workers on Ray, with the interface of one `Worker`. A free worker is listed once per prompt it may take."""
 
     def __init__(self, ray: Any, actors: list[Any], most: int) -> None:
-        self._ray, self._actors = ray, actors
         self._pool: Any = importlib.import_module("ray.util").ActorPool([a for _ in range(most) for a in actors])
         self.settings: dict[str, Any] = ray.get(actors[0].describe.remote())
 

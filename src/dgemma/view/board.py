@@ -6,15 +6,8 @@ NUM_CELLS = 81
 _RULE = "───────".join
 _ROW = "│       │       │       │"
 _BAND = [_ROW] * 3
-LINES = [
-    _RULE("┌┬┬┐"),
-    *_BAND,
-    _RULE("├┼┼┤"),
-    *_BAND,
-    _RULE("├┼┼┤"),
-    *_BAND,
-    _RULE("└┴┴┘"),
-]  # 13 lines of 25 characters
+# 13 lines of 25 characters
+LINES = [_RULE("┌┬┬┐"), *_BAND, _RULE("├┼┼┤"), *_BAND, _RULE("├┼┼┤"), *_BAND, _RULE("└┴┴┘")]
 
 
 class Board:
