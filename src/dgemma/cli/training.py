@@ -208,8 +208,7 @@ def _finish(
     if final is None:  # the loop has logged where it stopped
         return 130
     if arguments.lora:
-        is_quantized = any(quantized_weights(model))
-        errors = merge_lora(model, quantized="requantize" if is_quantized else None)
+        errors = merge_lora(model, quantized="requantize" if any(quantized_weights(model)) else None)
         if errors:
             output.print_note(
                 f"Rounded {len(errors)} merged weights to their formats again, with a relative error of at most "

@@ -6,7 +6,6 @@ then runs the harness's own command; in Python, importing this module is enough.
 
 import json
 import logging
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
@@ -20,7 +19,7 @@ from dgemma.checkpoint.loading import lay_out_by_column
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import Count, as_int, at_least, require, typed
 from dgemma.data.sudoku.encoding import load_tokenizer
-from dgemma.files import write_text, writing
+from dgemma.files import check_writable, write_text, writing
 from dgemma.intervals import Estimate, mean_of
 from dgemma.location import resolve
 from dgemma.many.prompts import generate_many
@@ -157,12 +156,8 @@ class DiffusionLM(TemplateLM):
         )
         self._details_path, self._details = details, list[dict[str, Any]]()
         if details is not None:
-            target = Path(os.path.realpath(details))
-            is_new = not target.exists()
             with writing(details):  # an error is raised before the first task
-                target.open("ab").close()
-            if is_new:
-                target.unlink()
+                check_writable(details)
 
     @property
     def device(self) -> torch.device:

@@ -60,8 +60,7 @@ def generate_on_ray(
         max_concurrency=most + 1,  # and one call of `describe`
     )(_RayWorker)
     arguments = load, many["tokenizer"], many["batch_size"], dict(select(options, TextOptions))
-    team = _Team(ray, [actor.remote(*arguments) for _ in range(workers)], most)
-    return run_prompts(team, prompts, many)
+    return run_prompts(_Team(ray, [actor.remote(*arguments) for _ in range(workers)], most), prompts, many)
 
 
 class _RayWorker:

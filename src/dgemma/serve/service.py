@@ -142,8 +142,7 @@ class Service:
     def _ask(self, body: DecisionRequest) -> Iterator[TypedAnswer]:
         urls = {f"images.{number}": url for number, url in enumerate(body.images)}
         images = read_images(self.model, urls, may_fetch=self.limits.fetch_images)
-        prefixes = self.engine.prefixes
-        return answer_questions(self.model, self.tokenizer, body.state, body.questions, images, prefixes)
+        return answer_questions(self.model, self.tokenizer, body.state, body.questions, images, self.engine.prefixes)
 
     @contextlib.asynccontextmanager
     async def watched(self, jobs: list[Job], request: Request) -> AsyncIterator[None]:

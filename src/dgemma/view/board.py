@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 NUM_CELLS = 81
 _RULE = "───────".join
-_ROW = "│       │       │       │"
-_BAND = [_ROW] * 3
+_BAND = ["│       │       │       │"] * 3
 # 13 lines of 25 characters
 LINES = [_RULE("┌┬┬┐"), *_BAND, _RULE("├┼┼┤"), *_BAND, _RULE("├┼┼┤"), *_BAND, _RULE("└┴┴┘")]
 
