@@ -21,6 +21,9 @@ IN_FUNCTIONS = {
     "dgemma.view.terminal": {"dgemma.data.sudoku"},
     # The list of checkpoints needs no torch.
     "dgemma.cli.output": {"dgemma.view.gif", "dgemma.view.html"},
+    # A command line is read without torch, and mostly without NumPy.
+    "dgemma.cli.parser": {"dgemma.files"},
+    "dgemma.files": {"safetensors.torch"},
     # `import dgemma` loads torch only when a name is read.
     "dgemma": {"dgemma._public"},
     # Each door loads on first use, because it imports the model.

@@ -53,8 +53,6 @@ def require_tensor(
     """Raise unless `value` is a tensor of this shape and dtype.
 
     None in `shape` allows any size, and without `dtypes` any dtype is allowed.
-
-    Example: `require_tensor(ids, "encode tokens", "be ids (B, P)", shape=(None, None), dtypes=(torch.int64,))`.
     """
     fits = isinstance(value, Tensor) and value.layout is torch.strided and value.dim() == len(shape)
     fits = fits and (dtypes is None or value.dtype in dtypes)
@@ -290,10 +288,7 @@ def in_range(ids: Tensor, end: int) -> bool:
 
 
 def as_lists(value: Any) -> Any:
-    """Turn tensors, arrays, sets, ranges and generators into nested lists of Python values; return others unchanged.
-
-    Example: `as_lists(torch.tensor([[1, 2]]))` is [[1, 2]].
-    """
+    """Turn tensors, arrays, sets, ranges and generators into nested lists of Python values; return others unchanged."""
     if isinstance(value, Tensor) and not has_values(value):
         return value  # the caller refuses what is neither a number nor a list
     if hasattr(value, "tolist"):

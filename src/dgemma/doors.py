@@ -51,10 +51,7 @@ def replaced(table: Mapping[Callable[..., Any], Callable[..., Any]]) -> Iterator
 
 @contextmanager
 def replace_weights(places: Sequence[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
-    """Replace parameters, each given by its module and name, by computed tensors within the context.
-
-    Example: `with replace_weights([(norm, "weight", norm.weight.bfloat16())]): y = norm.forward(x)`.
-    """
+    """Replace parameters, each given by its module and name, by computed tensors within the context."""
     # `setattr` refuses a tensor that is not a Parameter, and a Parameter would have no gradient function. With
     # `torch.func.functional_call`, the replacement would last for only one call of one module.
     parameters = [getattr(module, name) for module, name, _ in places]

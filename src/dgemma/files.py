@@ -18,14 +18,15 @@ import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from dgemma.printing import printable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _MOST_BYTES = 1 << 26  # limit for files that are read whole; Gemma's tokenizer.json has half of that
 _MOST_LEVELS = 64  # of nested JSON
@@ -246,6 +247,15 @@ def writing(path: str | Path) -> Iterator[None]:
         raise WriteError(code, sentence) from error
 
 
+def check_writable(path: str | Path) -> None:
+    """Raise an OSError unless a file can be written. A new file is removed again."""
+    target = Path(os.path.realpath(path))  # of a link, the new file is removed and not the link
+    is_new = not target.exists()
+    target.open("ab").close()
+    if is_new:
+        target.unlink()
+
+
 def clear_temporaries(folder: Path) -> None:
     """Remove the temporary files that killed processes of this machine left in a folder."""
     for path in folder.glob(".dgemma-*.new"):
@@ -271,7 +281,7 @@ def write_json(path: str | Path, content: Mapping[str, Any]) -> None:
         fill_json(new, content)
 
 
-def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], *, metadata: dict[str, str] | None = None) -> None:
+def write_tensors(path: str | Path, tensors: Mapping[str, "Tensor"], *, metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file atomically. Unlike with `save_file`, other users can read it if the umask permits."""
     with new_file(path) as new:
         fill_tensors(new, tensors, metadata=metadata)
@@ -282,8 +292,10 @@ def fill_json(new: Path, content: Mapping[str, Any]) -> None:
     new.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def fill_tensors(new: Path, tensors: Mapping[str, Tensor], *, metadata: dict[str, str] | None = None) -> None:
+def fill_tensors(new: Path, tensors: Mapping[str, "Tensor"], *, metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file to a path that `new_file` or `new_files` yielded."""
+    from safetensors.torch import save_file  # not at the top, because it imports torch
+
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     needed, free = sum(tensor.nbytes for tensor in whole.values()), shutil.disk_usage(new.parent).free
     if needed > free:

@@ -20,10 +20,7 @@ class Estimate(NamedTuple):
 
 
 def mean_of(values: Sequence[float], confidence: float = 0.95) -> Estimate:
-    """Return the mean of independent values with its interval, which is infinite for a single value.
-
-    Example: `mean_of([0.5, 1.0, 0.75]).error` is 0.62.
-    """
+    """Return the mean of independent values with its interval, which is infinite for a single value."""
     if len(values) == 1:
         return Estimate(values[0], math.inf)
     return Estimate(fmean(values), half_width(confidence, len(values) - 1) * stdev(values) / math.sqrt(len(values)))

@@ -57,8 +57,5 @@ def resolve(path_or_repo: str | Path, files: Sequence[str] = CHECKPOINT_FILES) -
 
 
 def stored_folder(folder: Path) -> Path:
-    """Return the folder with the weights and the tokenizer of a checkpoint; for most it is the checkpoint's own.
-
-    Example: `stored_folder(resolve("dgemma/text-mask"))` is the folder of dgemma/text.
-    """
+    """Return the folder with the weights and the tokenizer of a checkpoint; for most it is the checkpoint's own."""
     return ASSETS / _SHARED.get(folder.name, folder.name) if folder.parent == ASSETS else folder

@@ -30,10 +30,7 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a message as one printable line of at most 1000 characters.
-
-    Example: `one_line("a\\n b\\x1b")` is "a b␛".
-    """
+    """Return a message as one printable line of at most 1000 characters."""
     line = printable(" ".join(text.split()))
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 2]} …"
 
@@ -48,10 +45,7 @@ def to_json(content: Any, *, ascii_only: bool = False) -> str:
 
 
 def without_nan(value: Any) -> Any:
-    """Replace NaN and infinities in nested lists and dictionaries by None, because JSON has none of them.
-
-    Example: `without_nan([1.0, math.nan])` is `[1.0, None]`.
-    """
+    """Replace NaN and infinities in nested lists and dictionaries by None, because JSON has none of them."""
     if isinstance(value, dict):
         return {name: without_nan(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -69,10 +63,7 @@ def nearest(name: str, known: Collection[str]) -> str | None:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra from a clone: no package index has dgemma.
-
-    Example: `install_command("plots")` is 'pip install -e ".[plots]"'.
-    """
+    """Return the command that installs an extra from a clone: no package index has dgemma."""
     return f'pip install -e ".[{extra}]"'
 
 
@@ -80,8 +71,6 @@ def progress_bar(*, desc: str, unit: str, show: bool, total: int | None = None) 
     """Return a bar to `update` as work is done, shown in terminals and notebooks after two seconds, never in a pipe.
 
     `show=False` hides it.
-
-    Example: `with progress_bar(desc="denoising", unit="step", show=True) as bar: bar.update()`.
     """
     from tqdm.auto import tqdm
 

@@ -26,10 +26,7 @@ _LONGEST = 1000  # characters or elements in an identity
 
 
 def describe_settings(value: Any, *, without: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the fields of a dataclass. NumPy and torch scalars become Python numbers, for JSON.
-
-    Example: `describe_settings(LoRA(rank=4))["rank"]` is 4.
-    """
+    """Return the fields of a dataclass. NumPy and torch scalars become Python numbers, for JSON."""
     own = {field.name: getattr(value, field.name) for field in fields(value) if field.name not in without}
     return {name: item.item() if hasattr(item, "item") else item for name, item in own.items()}
 
@@ -56,8 +53,6 @@ def identify(value: object) -> Any:
     collection by its elements, and a partial function by its arguments. A tensor or array is identified by dtype, shape
     and checksum. Functions, classes, and objects whose repr shows an address are identified by qualified name alone.
     Everything else is identified by its repr. Long texts and lists are replaced by a checksum.
-
-    Example: `identify(SudokuSource(pool=pool))` holds its settings and the checksum of its puzzles.
     """
     if value is None or isinstance(value, bool | int | float):
         return value
@@ -116,8 +111,6 @@ def describe_value(value: Any, tensors: dict[str, Tensor], path: str = "") -> An
     """Return a nested value as JSON; its tensors go into `tensors` under their paths, such as "steps.entropy".
 
     value: dictionaries, lists, tuples, dataclasses, named tuples, numbers, strings, None and tensors.
-
-    Example: `describe_value(UniformNoise(512), {})["class"]` is "dgemma.diffusion.noise:UniformNoise".
     """
     value = value.item() if isinstance(value, np.generic) else value
     if value is None or isinstance(value, bool | int | float | str):

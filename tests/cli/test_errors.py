@@ -146,8 +146,10 @@ def test_a_file_in_place_of_a_folder_is_refused_and_nothing_is_written(command, 
     refuses(command("generate", "-m", checkpoint, "--html", tmp_path / "words.txt" / "run.html", "Hi"), "--html must")
     out = tmp_path / "words.txt" / "run"
     refuses(command("train", "-m", checkpoint, "--out", out, tmp_path / "words.txt"), "Not a directory")
-    refuses(command("generate", "-m", "/no/such/folder", "--html", tmp_path / "run.html", "Hi"), "neither a folder")
-    assert [path.name for path in tmp_path.iterdir()] == ["words.txt"]
+    (tmp_path / "link.html").symlink_to("run.html")  # a link to a file that is still to be made
+    for file in ("run.html", "link.html"):
+        refuses(command("generate", "-m", "/no/such/folder", "--html", tmp_path / file, "Hi"), "neither a folder")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.html", "words.txt"]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")

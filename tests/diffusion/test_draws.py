@@ -100,10 +100,7 @@ def test_the_word_of_a_purpose_is_its_crc32(purpose):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("noise", "sampler"),
-    [
-        (dgemma.UniformNoise(64), dgemma.EntropyBound()),
-        (dgemma.MaskNoise(64, mask_token_id=4), dgemma.Ancestral()),
-    ],
+    [(dgemma.UniformNoise(64), dgemma.EntropyBound()), (dgemma.MaskNoise(64, mask_token_id=4), dgemma.Ancestral())],
     ids=["published", "ancestral"],
 )
 def test_a_step_with_its_draws_compiles_into_one_graph(noise, sampler):

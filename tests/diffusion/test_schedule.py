@@ -45,10 +45,7 @@ def test_inverse_smoothstep_draws_levels_from_beta_2_2():
 
 @pytest.mark.parametrize(
     ("schedule", "published"),
-    [
-        (Linear(), lambda t: 1 / t),
-        (OneMinusCosine(), lambda t: math.pi / 2 * math.tan(math.pi / 2 * (1 - t))),
-    ],
+    [(Linear(), lambda t: 1 / t), (OneMinusCosine(), lambda t: math.pi / 2 * math.tan(math.pi / 2 * (1 - t)))],
     ids=["linear", "one-minus-cosine"],
 )
 def test_loss_weight_is_the_published_one(schedule, published):

@@ -25,15 +25,7 @@ from dgemma.train.log import TrainLog
 from dgemma.train.parallel import Parallel
 from dgemma.view import to_html
 from fuzz.harness import Family, Silent
-from fuzz.mutate import (
-    CONTROL,
-    ODD_JSON,
-    damage_bytes,
-    damage_json,
-    damage_json_file,
-    damage_safetensors,
-    dump_json,
-)
+from fuzz.mutate import CONTROL, ODD_JSON, damage_bytes, damage_json, damage_json_file, damage_safetensors, dump_json
 
 TINY = dgemma.presets.tiny().replace(
     vocab_size=384, hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_experts=2, top_k_experts=1

@@ -35,12 +35,7 @@ def run(num_tokens: int, layer: tuple[int, int], num_splits: int | None, *, kern
 SHAPES = {
     "canvas, sliding, parts": (256, SLIDING, 2, {}),
     "canvas, full, parts": (256, FULL, 2, {}),
-    "commit and canvas, sliding": (
-        512,
-        SLIDING,
-        2,
-        {"causal": True, "window": 1024, "canvas_len": 256, "keep": 1023},
-    ),
+    "commit and canvas, sliding": (512, SLIDING, 2, {"causal": True, "window": 1024, "canvas_len": 256, "keep": 1023}),
     "commit and canvas, full": (512, FULL, 1, {"causal": True, "canvas_len": 256}),
     "canvas, sliding, fixed parts": (
         256,

@@ -174,9 +174,7 @@ def test_generate_gives_the_same_with_the_fused_denoiser_and_the_reference(model
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"temperature": 0.8}, pytest.param({"top_k": 5}, marks=pytest.mark.slow)],
-    ids=["all", "top-k"],
+    "options", [{"temperature": 0.8}, pytest.param({"top_k": 5}, marks=pytest.mark.slow)], ids=["all", "top-k"]
 )
 def test_autoregressive_tokens_are_those_of_the_reference(models, options):
     prompt, real = ragged_prompt()
@@ -471,10 +469,7 @@ BOUND = dgemma.EntropyBound(bound=0.5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "sampler"),
-    [(OwnDraw, BOUND), (OwnUniform, BOUND), (OwnDraw, dgemma.Ancestral())],
-)
+@pytest.mark.parametrize(("kind", "sampler"), [(OwnDraw, BOUND), (OwnUniform, BOUND), (OwnDraw, dgemma.Ancestral())])
 def test_the_engine_uses_the_draws_of_a_state_that_has_its_own(models, kind, sampler, device):
     knobs, plain = begin(device, sampler=sampler, seeds=(3, 4), num_steps=3)
     own = extend(kind, plain)

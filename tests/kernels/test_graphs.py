@@ -22,13 +22,7 @@ from triton.runtime.jit import JITFunction
 import dgemma
 from dgemma.model.config import FULL, SLIDING
 from dgemma_kernels import accelerate
-from dgemma_kernels.engine.graphs import (
-    CaptureError,
-    GraphMemory,
-    Graphs,
-    Replay,
-    compile_together,
-)
+from dgemma_kernels.engine.graphs import CaptureError, GraphMemory, Graphs, Replay, compile_together
 from kernel_inputs import make_model
 
 

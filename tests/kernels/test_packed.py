@@ -127,10 +127,7 @@ def test_the_published_sizes_take_three_quarters_of_the_bytes(num_rows, width):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (
-            lambda w: w.float().add_(2.0**-20),
-            r"got other torch\.float32 values\. Use weights=",
-        ),
+        (lambda w: w.float().add_(2.0**-20), r"got other torch\.float32 values\. Use weights="),
         (lambda w: w.index_fill_(2, torch.tensor(3), torch.inf), "must be finite values that bfloat16 represents"),
         (lambda w: w.index_fill_(1, torch.tensor(7), 0.0), r"at most 1 % of values .* got 360 of 7,200\. Use weights="),
         (lambda w: w.expand(5, 20, 72).repeat(1, 820, 1), r"<= 16384, .* got \(5, 16400, 72\)"),

@@ -5,11 +5,7 @@ import torch
 
 from dgemma.model.layers import rms_norm
 from dgemma_kernels.ops.residual import reference
-from dgemma_kernels.ops.residual.kernel import (
-    after_attention_gradient,
-    after_experts_gradient,
-    rms_norm_gradient,
-)
+from dgemma_kernels.ops.residual.kernel import after_attention_gradient, after_experts_gradient, rms_norm_gradient
 from dgemma_kernels.training.fused import gradient_of
 
 ROWS = 3

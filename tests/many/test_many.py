@@ -237,13 +237,7 @@ def test_a_run_that_stopped_anywhere_continues_with_the_same_results(tmp_path, i
     whole = run(path)
     lines = path.read_bytes().splitlines(keepends=True)
     assert len(lines) == 1 + len(PROMPTS)
-    for kept, torn in (
-        (0, b""),
-        (0, lines[0][:-1]),
-        (1, b""),
-        (3, lines[3][:-1]),
-        (6, lines[6][:9]),
-    ):
+    for kept, torn in ((0, b""), (0, lines[0][:-1]), (1, b""), (3, lines[3][:-1]), (6, lines[6][:9])):
         path.write_bytes(b"".join(lines[:kept]) + torn)
         results = run(path, in_order=in_order, batch_size=3)
         assert kept or in_order == ([result.index for result in results] == list(range(len(PROMPTS))))

@@ -155,8 +155,7 @@ def test_a_gemma4_checkpoint_with_experts_can_be_loaded(tmp_path, caplog, multim
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("hidden_size_per_layer_input", 8), ("num_kv_shared_layers", 1), ("attention_k_eq_v", False)],
+    ("field", "value"), [("hidden_size_per_layer_input", 8), ("num_kv_shared_layers", 1), ("attention_k_eq_v", False)]
 )
 def test_gemma4_features_that_dgemma_lacks_are_refused_by_name(tmp_path, field, value):
     _gemma4_text(**{field: value}).save_pretrained(tmp_path)

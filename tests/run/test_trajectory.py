@@ -253,13 +253,7 @@ def test_a_fork_without_change_equals_the_run(model, prompt, process):
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"sampler": EntropyBound(bound=30.0)},
-        {"temperature": 0.05},
-        {"seed": 77},
-        {"stop": StepCap(5)},
-        {"top_k": 1},
-    ],
+    [{"sampler": EntropyBound(bound=30.0)}, {"temperature": 0.05}, {"seed": 77}, {"stop": StepCap(5)}, {"top_k": 1}],
     ids=lambda change: next(iter(change)),
 )
 def test_a_fork_with_a_change_shares_the_beginning_and_then_differs(model, recorded, change):

@@ -10,12 +10,7 @@ import dgemma
 from dgemma.diffusion.prediction import Prediction
 from dgemma.run.knobs import Knobs
 from dgemma.run.step import start_state, step
-from dgemma.sampling import (
-    Confidence,
-    EndOfText,
-    ReMDM,
-    StableAndConfident,
-)
+from dgemma.sampling import Confidence, EndOfText, ReMDM, StableAndConfident
 from dgemma.sampling.temperature import LinearTemperature
 from every_sampler import SAMPLERS, noises
 

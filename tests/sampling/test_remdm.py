@@ -105,9 +105,7 @@ def test_conf_prefers_to_remask_tokens_that_were_improbable_when_revealed():
     """The rates are a softmax of minus these probabilities: e^-.9 : e^-.2. Masks and frozen positions have rate 0."""
     state = state_at(0.5, 0.4, canvas=[[0, MASK, 2, 1]])
     state = replace(
-        state,
-        memory=torch.tensor([[0.9, 1.0, 0.2, 0.1]]).double(),
-        frozen=torch.tensor([[False, False, False, True]]),
+        state, memory=torch.tensor([[0.9, 1.0, 0.2, 0.1]]).double(), frozen=torch.tensor([[False, False, False, True]])
     )
     _, remask = ReMDM(strategy="conf").rates(state)
     shares = torch.tensor([-0.9, -0.2]).double().softmax(0) * 0.8  # σ_max = .4/.5

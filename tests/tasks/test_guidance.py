@@ -130,11 +130,7 @@ def test_another_prompt_of_any_length_may_replace_the_prompt(model, tokens):
         guided = Guided(model, strength=1.0, unconditional=unconditional)
         cache = guided.encode(block, guided.encode(prompt))
         assert_is_what_a_plain_model_sees(
-            model,
-            cache,
-            tokens["canvas"],
-            torch.cat([prompt, block], 1),
-            torch.cat([other.expand(2, -1), block], 1),
+            model, cache, tokens["canvas"], torch.cat([prompt, block], 1), torch.cat([other.expand(2, -1), block], 1)
         )
 
 

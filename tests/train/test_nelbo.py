@@ -15,16 +15,7 @@ from dgemma.diffusion.schedule import Linear, OneMinusCosine, PlainCosine
 from dgemma.train import Bound, CrossEntropy, nelbo
 from dgemma.train.likelihood import evaluate
 from dgemma.train.objective import Objective
-from toy import (
-    JOINT,
-    LENGTH,
-    SEQUENCES,
-    exact_network,
-    hybrid_noise,
-    likelihood,
-    mask_noise,
-    uniform_noise,
-)
+from toy import JOINT, LENGTH, SEQUENCES, exact_network, hybrid_noise, likelihood, mask_noise, uniform_noise
 
 NLL = -JOINT.log()  # (27,)
 INDEX = {"000": 0, "120": 1 * 9 + 2 * 3}

@@ -51,9 +51,7 @@ def packed(model: DiffusionGemma, tokens: Tensor, canvases: Tensor, signal: Tens
 
 
 @pytest.mark.parametrize(
-    ("sliding_prefix", "with_signal"),
-    [("window - 1", False), ("window", True)],
-    ids=["plain", "self-conditioned"],
+    ("sliding_prefix", "with_signal"), [("window - 1", False), ("window", True)], ids=["plain", "self-conditioned"]
 )
 def test_one_pass_equals_the_loop_over_canvases_in_values_and_gradients(sliding_prefix, with_signal):
     model = make_model(conventions=Conventions(sliding_prefix=sliding_prefix), dtype=torch.float64)

@@ -109,10 +109,7 @@ class ImageProcessor(Checked):
 
 
 def open_image(source: "ImageSource", *, most_pixels: int = _MOST_PIXELS) -> "Image":
-    """Return a picture as an upright RGB image. Transparency becomes white. A larger picture is not decoded.
-
-    Example: `open_image("photo.jpg").size`.
-    """
+    """Return a picture as an upright RGB image. Transparency becomes white. A larger picture is not decoded."""
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError as error:
@@ -131,9 +128,8 @@ def open_image(source: "ImageSource", *, most_pixels: int = _MOST_PIXELS) -> "Im
             try:
                 source = Image.open(data, formats=_FORMATS)
             except UnidentifiedImageError:
-                raise ValueError(
-                    "its format is unknown, or it has no pixels"
-                ) from None  # Pillow's message shows an address
+                # Pillow's message shows an address.
+                raise ValueError("its format is unknown, or it has no pixels") from None
     # The header has the size and the mode, so nothing is decoded before these checks.
     width, height = source.size
     fits = 0 < width * height <= most_pixels
@@ -180,8 +176,6 @@ def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, A
     """Return a chat whose image parts are markers, and the pictures that the parts name, in order.
 
     A part is {"type": "image", "image": "photo.jpg"} or OpenAI's {"type": "image_url", "image_url": {"url": ...}}.
-
-    Example: `messages, sources = take_images(messages); images = processor(sources) if sources else None`.
     """
     sources: list[str] = []
 

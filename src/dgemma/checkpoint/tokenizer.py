@@ -119,8 +119,7 @@ class Tokenizer(ABC):
 
     @cached_property
     def _frame(self) -> frozenset[int | None]:
-        ids = (self.pad_token_id, self.bos_token_id, self.eos_token_id, *map(self.token_id, _TURN_TOKENS))
-        return frozenset(ids)
+        return frozenset((self.pad_token_id, self.bos_token_id, self.eos_token_id, *map(self.token_id, _TURN_TOKENS)))
 
     @cached_property
     def _markers(self) -> Mapping[str, int]:

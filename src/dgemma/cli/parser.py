@@ -193,15 +193,13 @@ def describe_samplers() -> str:
 
 def writable_file(text: str) -> Path:
     """Read the path of a file that can be written."""
-    path = Path(text)
-    is_new = not path.exists()
+    from dgemma.files import check_writable  # not at the top, because it imports NumPy
+
     try:
-        path.open("ab").close()
+        check_writable(text)
     except OSError as error:
         _refuse(f"must be a file that can be written, got {text!r}: {error.strerror}")
-    if is_new:
-        path.unlink()
-    return path
+    return Path(text)
 
 
 def new_gif(text: str) -> Path:

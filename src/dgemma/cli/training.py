@@ -174,9 +174,8 @@ def _learn_from_runs(arguments: argparse.Namespace) -> int:
     config = _config(arguments, model, problems.batch_size, arguments.lr or 1e-5)
     options = {"allow_changes": arguments.allow_changes, "trackers": arguments.track}
     result = train(model, objective, problems, config, out=arguments.out, **options)
-    return _finish(
-        arguments, model, tokenizer, result, _means(result.log, {"run/reward": "reward", "run/forwards": "forwards"})
-    )
+    means = _means(result.log, {"run/reward": "reward", "run/forwards": "forwards"})
+    return _finish(arguments, model, tokenizer, result, means)
 
 
 def _config(arguments: argparse.Namespace, model: DiffusionGemma, batch_size: int, lr: float) -> TrainConfig:
@@ -208,8 +207,7 @@ def _finish(
     if final is None:  # the loop has logged where it stopped
         return 130
     if arguments.lora:
-        is_quantized = any(quantized_weights(model))
-        errors = merge_lora(model, quantized="requantize" if is_quantized else None)
+        errors = merge_lora(model, quantized="requantize" if any(quantized_weights(model)) else None)
         if errors:
             output.print_note(
                 f"Rounded {len(errors)} merged weights to their formats again, with a relative error of at most "

@@ -43,8 +43,7 @@ def run_generate(arguments: argparse.Namespace) -> None:
         tokenizer.chat(_turn(text, images), images=images) if arguments.chat else encode_text(tokenizer, text, images)
     )
     prefix = "" if arguments.chat else text
-    is_recorded = output.is_recorded(arguments)
-    out, view = _write(arguments, writer, tokens, prefix=prefix, images=images, record=is_recorded)
+    out, view = _write(arguments, writer, tokens, prefix=prefix, images=images, record=output.is_recorded(arguments))
     output.write_pictures(arguments, tokenizer, out.recorded)
     new = [token for token in _written(out, writer) if token != tokenizer.pad_token_id]
     answer = tokenizer.decode(new)

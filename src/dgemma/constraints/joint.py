@@ -112,8 +112,7 @@ class Joint:
 
     @cached_property
     def _sums_and_maxima(self) -> tuple[Tensor, Tensor]:
-        automaton = self.language.automaton
-        return self._ops.class_sums(self.prediction, automaton)
+        return self._ops.class_sums(self.prediction, self.language.automaton)
 
     @property
     def _cost(self) -> Tensor:

@@ -188,8 +188,7 @@ class _Factors:
         if self.holes is not None:
             is_gap = torch.arange(self.automaton.num_classes) == self.automaton.num_classes - 1
             classes = torch.where(self.holes[:, position, None], classes, is_gap)
-        links = classes[:, self.automaton.link_class]
-        arcs = any_by(links, self.automaton.link_arc, len(self.automaton.arc_source))
+        arcs = any_by(classes[:, self.automaton.link_class], self.automaton.link_arc, len(self.automaton.arc_source))
         if self.may_end is not None:
             arcs = arcs & (self.may_end[:, position, None] | ~self.automaton.ends_text)
         return arcs.expand(self.batch_size, -1)

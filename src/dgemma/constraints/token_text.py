@@ -19,8 +19,6 @@ def token_texts(tokenizer: Any) -> list[bytes | None]:
     """Return the bytes of every token id; None for special tokens, which have no text.
 
     tokenizer: from dgemma, from transformers (a fast one), or from the tokenizers library.
-
-    Example: `token_texts(ByteTokenizer())[128 + 65]` is `b"A"`.
     """
     try:
         if tokenizer not in _known:

@@ -136,8 +136,7 @@ class TokenFile:
         is_whole = all(type(value) is int and 0 <= value < 1 << 63 for value in numbers.values())
         made_from, dtype, fix = about.get("made_from"), about.get("dtype"), "Write it again."
         is_known = about.get("format") == _FORMAT and dtype in _DTYPES and isinstance(made_from, dict | None)
-        rule = f"describe tokens of format {_FORMAT}"
-        require(is_known and is_whole, str(folder / "about.json"), rule, about, fix)
+        require(is_known and is_whole, str(folder / "about.json"), f"describe tokens of format {_FORMAT}", about, fix)
         sizes = read_array(folder / "lengths.npy", dtypes=("int64",))
         fits = sizes.ndim == 2 and len(sizes) == 2 and sizes.shape[1] > 0 and (sizes[0] > sizes[1]).all()
         fits = fits and sizes[1].min() >= 1 and sizes[0].max() <= np.iinfo(np.int64).max // sizes.shape[1]

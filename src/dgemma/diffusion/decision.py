@@ -37,8 +37,6 @@ def transition(x0: Tensor, state: DenoiseState, *, kappa: float = 1.0) -> Decisi
 
     If x0 is drawn from p(x0 | z_t), this is the exact reverse step of each position. One uniform chooses between
     writing, keeping and noise. `settle` draws the noise tokens with a second uniform. kappa: as in `routes`.
-
-    Example: `transition(prediction.sample(state.uniform("token")), state)`.
     """
     clean, stay = routes(x0, state, kappa)
     u = state.uniform("event")

@@ -128,8 +128,6 @@ def split_fields(state: DenoiseState, mark: str) -> tuple[list[str], list[str]]:
     """Return the names of a state's fields without this mark in their metadata, and the names of those with it.
 
     Fields with `init=False` are in neither list, because `dataclasses.replace` computes them from the others.
-
-    Example: `split_fields(state, "constant")[1]` is `["rows", "noise", "language"]`.
     """
     declared = [f for f in fields(state) if f.init]
     marked = [f.name for f in declared if f.metadata.get(mark)]

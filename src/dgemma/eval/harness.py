@@ -6,7 +6,6 @@ then runs the harness's own command; in Python, importing this module is enough.
 
 import json
 import logging
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
@@ -20,7 +19,7 @@ from dgemma.checkpoint.loading import lay_out_by_column
 from dgemma.checkpoint.tokenizer import Tokenizer
 from dgemma.checks import Count, as_int, at_least, require, typed
 from dgemma.data.sudoku.encoding import load_tokenizer
-from dgemma.files import write_text, writing
+from dgemma.files import check_writable, write_text, writing
 from dgemma.intervals import Estimate, mean_of
 from dgemma.location import resolve
 from dgemma.many.prompts import generate_many
@@ -152,17 +151,12 @@ class DiffusionLM(TemplateLM):
         self.settings: dict[str, Any] = {} if steps is None else {"steps": int(steps)}
         self.settings |= {} if temperature is None else {"temperature": float(temperature)}
         self.settings |= {} if sampler is None else {"sampler": _read_sampler(sampler)}
-        self._plan = read_plan(
-            self.model, torch.ones(1, 1, dtype=torch.int64, device=self.model.device), **self.settings
-        )
+        prompt = torch.ones(1, 1, dtype=torch.int64, device=self.model.device)
+        self._plan = read_plan(self.model, prompt, **self.settings)
         self._details_path, self._details = details, list[dict[str, Any]]()
         if details is not None:
-            target = Path(os.path.realpath(details))
-            is_new = not target.exists()
             with writing(details):  # an error is raised before the first task
-                target.open("ab").close()
-            if is_new:
-                target.unlink()
+                check_writable(details)
 
     @property
     def device(self) -> torch.device:
@@ -356,12 +350,10 @@ class DiffusionLM(TemplateLM):
     @torch.no_grad()
     def _causal(self, pairs: Sequence[Pair]) -> list[float]:
         """Return the autoregressive log-likelihood of each continuation."""
-        found: list[float] = []
+        found, pad = list[float](), self.tokens.pad_token_id
         for start in range(0, len(pairs), self.batch_rows):
-            batch = _rows(pairs[start : start + self.batch_rows], self.tokens.pad_token_id).to(self.model.device)
-            canvases = cut_canvases(
-                batch, canvas_len=self.model.config.canvas_length, fill_token=self.tokens.pad_token_id
-            )
+            batch = _rows(pairs[start : start + self.batch_rows], pad).to(self.model.device)
+            canvases = cut_canvases(batch, canvas_len=self.model.config.canvas_length, fill_token=pad)
             cost = read_canvases(self.model, canvases).causal_cost()
             assert cost is not None
             found += (-torch.where(canvases.causal_scored, cost.double(), 0.0).sum(1)).tolist()
@@ -372,9 +364,7 @@ class DiffusionLM(TemplateLM):
         if self.likelihood_mode == "causal":
             with torch.no_grad():
                 return [self._writes_causally(pair) for pair in pairs]
-        prompts = [
-            {"tokens": pair.context, "max_new_tokens": len(pair.continuation), "seed": self.seed} for pair in pairs
-        ]
+        prompts = [{"tokens": context, "max_new_tokens": len(new), "seed": self.seed} for context, new in pairs]
         results = generate_many(
             self.model, prompts, batch_size=self.batch_rows, tokenizer=self.tokens, progress=False, **self.settings
         )

@@ -60,8 +60,7 @@ def generate_on_ray(
         max_concurrency=most + 1,  # and one call of `describe`
     )(_RayWorker)
     arguments = load, many["tokenizer"], many["batch_size"], dict(select(options, TextOptions))
-    team = _Team(ray, [actor.remote(*arguments) for _ in range(workers)], most)
-    return run_prompts(team, prompts, many)
+    return run_prompts(_Team(ray, [actor.remote(*arguments) for _ in range(workers)], most), prompts, many)
 
 
 class _RayWorker:
@@ -106,7 +105,6 @@ class _Team:
     """The workers on Ray, with the interface of one `Worker`. A free worker is listed once per prompt it may take."""
 
     def __init__(self, ray: Any, actors: list[Any], most: int) -> None:
-        self._ray, self._actors = ray, actors
         self._pool: Any = importlib.import_module("ray.util").ActorPool([a for _ in range(most) for a in actors])
         self.settings: dict[str, Any] = ray.get(actors[0].describe.remote())
 

@@ -105,8 +105,6 @@ class PromptFile:
     """Prompts in a file of JSON lines, each a text, a list of messages or a dictionary. It is read line by line.
 
     With `as_chats`, a text is a user's turn.
-
-    Example: `generate_many(model, PromptFile("prompts.jsonl"), out="run.jsonl")`.
     """
 
     def __init__(self, path: str | Path, *, as_chats: bool = False) -> None:

@@ -25,8 +25,6 @@ class RunFile:
     A line is appended by one write and flushed to the disk. If the process is killed, only the last line can be
     incomplete; it is dropped when the file is opened again. Only one process can have the file open; Windows
     does not enforce this.
-
-    Example: `with RunFile("run.jsonl", {"seed": 0}) as file: file.append({"index": 0, "text": "hi"})`.
     """
 
     def __init__(self, path: str | Path, settings: Mapping[str, Any]) -> None:

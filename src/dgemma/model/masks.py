@@ -28,8 +28,7 @@ def causal_mask(
     if layer.window is not None:
         visible &= key_position[:, None, :] > (positions - layer.window)[:, :, None]
     # Padding sees itself, because a softmax over nothing is NaN. The result is not used.
-    num_new = positions.shape[1]
-    visible[:, :, num_slots:] |= torch.eye(num_new, dtype=torch.bool, device=positions.device)
+    visible[:, :, num_slots:] |= torch.eye(positions.shape[1], dtype=torch.bool, device=positions.device)
     if image_index is not None:
         visible[:, :, num_slots:] |= same_image(image_index)
     return visible[:, None]

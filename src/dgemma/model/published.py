@@ -179,8 +179,6 @@ def config_from_gemma4(published: Mapping[str, Any]) -> dict[str, Any]:
     """Return a plain Gemma 4 config in DiffusionGemma's form; raise for features that dgemma does not have.
 
     Absent fields have the defaults of transformers' Gemma4TextConfig, which saves only fields that differ.
-
-    Example: `config_from_gemma4({"model_type": "gemma4_text", "enable_moe_block": True, ...})["model_type"]`.
     """
     text = published.get("text_config", published)
     require(isinstance(text, Mapping), "ModelConfig.text_config", "be a dictionary", text)

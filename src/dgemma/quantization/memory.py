@@ -59,10 +59,7 @@ class MemoryReport:
 def summarize(
     weights: Iterable[tuple[str, str, int, int]], dequantized: Mapping[str, str] | None = None
 ) -> MemoryReport:
-    """Return the report of weights, given as (our name, format, number of weights, number of bytes).
-
-    Example: `summarize([("norm.weight", "bfloat16", 2816, 5632)]).num_bytes` is 5632.
-    """
+    """Return the report of weights, given as (our name, format, number of weights, number of bytes)."""
     sums: dict[tuple[str, str], list[int]] = {}
     for name, format, num_weights, num_bytes in weights:
         part = next(part for part, pattern in _PARTS.items() if re.match(pattern, name))

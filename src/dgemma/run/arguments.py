@@ -110,8 +110,7 @@ def check_memory(owner: str, batch_size: int, config: DenoiserConfig, device: to
 
 def read_noise_level(owner: str, noise_level: float) -> float:
     """Return the noise level of a canvas."""
-    fits = 0 < noise_level <= 1
-    require(fits, f"{owner} noise_level", "be in (0, 1]", noise_level, "1 starts from pure noise.")
+    require(0 < noise_level <= 1, f"{owner} noise_level", "be in (0, 1]", noise_level, "1 starts from pure noise.")
     return float(noise_level)
 
 

@@ -25,10 +25,7 @@ _OPEN_FOLLOWS = {"canvas", "frozen"}  # the fields on which `open` depends
 
 
 def list_changes(changes: Changes, state: DenoiseState, knobs: Knobs) -> dict[str, Any]:
-    """Return the listing of changes. If it has `canvas` or `frozen` but no `open`, `open` is computed from them.
-
-    Example: `list_changes({"top_k": 5}, state, knobs)` is `{"top_k": 5}`.
-    """
+    """Return the listing of changes. If it has `canvas` or `frozen` but no `open`, `open` is computed from them."""
     if changes is None:
         return {}
     fits = isinstance(changes, DenoiseState | Mapping)
@@ -125,8 +122,7 @@ def _check(name: str, value: Any, state: DenoiseState, *, is_knob: bool) -> None
     required = {f.name for f in fields(state) if f.default is MISSING and f.default_factory is MISSING}
     now = getattr(state, name) if name in required and not is_knob else None
     if isinstance(now, Tensor):
-        rule = f"stay {now.dtype} {tuple(now.shape)}"
-        require_tensor(value, owner, rule, shape=now.shape, dtypes=(now.dtype,))
+        require_tensor(value, owner, f"stay {now.dtype} {tuple(now.shape)}", shape=now.shape, dtypes=(now.dtype,))
     if name == "canvas" and bool(((value < 0) | (value >= vocab_size)).any()):
         require(False, owner, f"hold ids in [0, {vocab_size})", Words(f"{int(value.min())}..{int(value.max())}"))
 

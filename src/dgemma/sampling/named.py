@@ -87,10 +87,7 @@ def rebuild_noise(description: Mapping[str, Any], vocab_size: int) -> Noise:
 
 
 def join_settings(settings: Mapping[str, Any]) -> str:
-    """Return fields as the command line takes them.
-
-    Example: `join_settings({"tau": 0.8, "greedy": True})` is "tau=0.8,greedy=True".
-    """
+    """Return fields as the command line takes them."""
     return ",".join(f"{field}={value}" for field, value in settings.items())
 
 

@@ -43,8 +43,7 @@ class BlockRefinement(Sampler, Checked):
         num_committed = num_unfrozen - state.open.sum(-1)
         commit = best(confidence, state.open, target - num_committed) | (state.open & (confidence > self.tau))
 
-        proposal = propose(prediction, state, greedy=self.greedy)
-        tokens = torch.where(state.open, proposal, prediction.argmax)
+        tokens = torch.where(state.open, propose(prediction, state, greedy=self.greedy), prediction.argmax)
         write = commit
         if self.tau_edit is not None:
             edited = ~state.open & ~state.frozen & (tokens != state.canvas) & (confidence > self.tau_edit)

@@ -69,9 +69,6 @@ def check_temperature(temperature: Temperature, num_steps: int, device: torch.de
 
 
 def read_temperature(value: Any) -> Any:
-    """Return a number as a `ConstantTemperature`, and any other value unchanged.
-
-    Example: `read_temperature(0.7)` is `ConstantTemperature(0.7)`.
-    """
+    """Return a number as a `ConstantTemperature`, and any other value unchanged."""
     number = as_number(value)
     return value if number is None else ConstantTemperature(number)

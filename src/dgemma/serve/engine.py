@@ -140,8 +140,7 @@ class Engine:
     def num_rows(self, client: str) -> int:
         """The rows of a client that wait or run."""
         with self._changed:
-            jobs = (*self._queue, *self._running.values())
-            return sum(job.client == client and not job.cancelled for job in jobs)
+            return sum(job.client == client and not job.cancelled for job in (*self._queue, *self._running.values()))
 
     @property
     def is_alive(self) -> bool:

@@ -58,10 +58,7 @@ def shut_down() -> ApiError:
 
 
 def in_json(message: str) -> str:
-    """Write Python's constants as JSON does, except in quotes, and pairs of numbers as lists.
-
-    Example: `in_json("seed must be an integer, got True.")` is "seed must be an integer, got true.".
-    """
+    """Write Python's constants as JSON does, except in quotes, and pairs of numbers as lists."""
     message = re.sub(r"\((-?\d+, -?\d+)\)", r"[\1]", message)
     return _QUOTED_OR_CONSTANT.sub(lambda found: _CONSTANTS[found[1]] if found[1] else found[0], message)
 

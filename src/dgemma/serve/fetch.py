@@ -32,8 +32,7 @@ def fetch(url: str) -> bytes:
         alarm.start()
         try:
             if parts.scheme == "https":
-                context = ssl.create_default_context()
-                connection.sock = context.wrap_socket(connection.sock, server_hostname=host)
+                connection.sock = ssl.create_default_context().wrap_socket(connection.sock, server_hostname=host)
             target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
             connection.request("GET", target, headers={"Accept": "image/*", "User-Agent": "dgemma"})
             return _read(connection.getresponse(), end)

@@ -103,9 +103,8 @@ class Service:
         ]
         answer = Answer(body, choices, self.name, self.tokenizer, self.engine, self.metrics)
         if body.stream:
-            return StreamingResponse(
-                answer.stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
-            )
+            headers = {"Cache-Control": "no-store"}
+            return StreamingResponse(answer.stream(), media_type="text/event-stream", headers=headers)
         async with self.watched(jobs, request):
             return JSONResponse(await answer.whole())
 
@@ -142,8 +141,7 @@ class Service:
     def _ask(self, body: DecisionRequest) -> Iterator[TypedAnswer]:
         urls = {f"images.{number}": url for number, url in enumerate(body.images)}
         images = read_images(self.model, urls, may_fetch=self.limits.fetch_images)
-        prefixes = self.engine.prefixes
-        return answer_questions(self.model, self.tokenizer, body.state, body.questions, images, prefixes)
+        return answer_questions(self.model, self.tokenizer, body.state, body.questions, images, self.engine.prefixes)
 
     @contextlib.asynccontextmanager
     async def watched(self, jobs: list[Job], request: Request) -> AsyncIterator[None]:
@@ -258,9 +256,8 @@ class Service:
                 called = {"name": call.function.name, "arguments": _read_arguments(call, place)}
                 turn.setdefault("tool_calls", []).append({"type": "function", "function": called})
             messages.append(turn | message.model_dump(include={"tool_call_id", "name"}, exclude_none=True))
-        tools = (
-            None if body.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in body.tools or []]
-        )
+        listed = [] if body.tool_choice == "none" else body.tools or []
+        tools = [tool.model_dump(exclude_none=True) for tool in listed]
         return self.tokenizer.chat(messages, thinking=body.thinking, tools=tools or None, images=images), images
 
 

@@ -131,10 +131,7 @@ def observe(
 def attention_weights(
     module: Attention, x: Tensor, rope: tuple[Tensor, Tensor], past: tuple[Tensor, Tensor] | None, mask: Mask | None
 ) -> Tensor:
-    """Return the attention weights softmax(q·k) of `module(x, rope, past, mask)`: (B, N, T, S) float32.
-
-    Example: `attention_weights(layer.self_attn, x, rope, None, None).sum(-1)` is 1 everywhere.
-    """
+    """Return the attention weights softmax(q·k) of `module(x, rope, past, mask)`: (B, N, T, S) float32."""
     queries, keys, _ = module.project(x, rope)
     keys = keys if past is None else torch.cat((past[0], keys), dim=2)
     grouped = rearrange(queries, "b t (k g) h -> b k g t h", k=keys.shape[1])

@@ -225,8 +225,7 @@ def _run(task: Task, sampler: Any, seed: int) -> _RunOutcome:
     is_pair = isinstance(result, tuple) and len(result) == 2
     parts = [] if not is_pair else list(result[1]) if isinstance(result[1], list) else [result[1]]
     fits = len(parts) > 0 and all(hasattr(part, "tokens_per_forward") and hasattr(part, "steps") for part in parts)
-    fix = "Return the result of generate."
-    require(fits, "sweep task", "return (quality, generation)", result, fix)
+    require(fits, "sweep task", "return (quality, generation)", result, "Return the result of generate.")
     speeds = [torch.as_tensor(part.tokens_per_forward, dtype=torch.float64).reshape(-1) for part in parts]
     steps = [torch.as_tensor(part.steps, dtype=torch.float64) for part in parts]
     forwards = [count.reshape(len(speed), -1).sum(1) for count, speed in zip(steps, speeds, strict=True)]

@@ -334,10 +334,8 @@ class _Filler:
         if self.mode == "sequential":
             fix = "Shorten the options."
         longest = [max(map(len, piece.options)) if isinstance(piece, Blank) else len(piece) for piece in row.pieces]
-        spans = [sum(longest[groups[0][0] : groups[-1][-1] + 1]) for groups in row.rounds]
-        require(
-            max(spans) <= canvas_len, f"{owner} slots", f"fit into a canvas of {canvas_len} tokens", max(spans), fix
-        )
+        most = max(sum(longest[groups[0][0] : groups[-1][-1] + 1]) for groups in row.rounds)
+        require(most <= canvas_len, f"{owner} slots", f"fit into a canvas of {canvas_len} tokens", most, fix)
         num_combinations = math.prod(len(slot.options) for slot in row.slots.values()) if self.mode == "joint" else 1
         rule = f"have at most {_MOST_COMBINATIONS} combinations of options"
         require(num_combinations <= _MOST_COMBINATIONS, owner, rule, num_combinations, fix)

@@ -7,8 +7,9 @@ canvas index, so a canvas gets the same noise alone and among others.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -69,18 +70,19 @@ class CanvasSizes(NamedTuple):
 
 def sizes_of(batch: TrainBatch, canvas_len: int) -> CanvasSizes:
     """Return the sizes without waiting for the device."""
-    prompt_len, length = torch.tensor(batch.spans).unbind(1)
+    prompt_len, length = np.array(batch.spans).T
     count = _count_canvases(prompt_len, length, canvas_len)
     num_canvases, num_tokens = (max(1, int(x.max())) for x in (count, prompt_len + count * canvas_len))
     num_open = num_canvases
     if batch.host_frozen is not None and num_canvases > 1:
         frozen = _fit(torch.from_numpy(batch.host_frozen), num_tokens, False)
-        num_open = max(1, int(_find_open(frozen, prompt_len, length, num_canvases, canvas_len).sum(1).max()))
+        spans = torch.from_numpy(prompt_len), torch.from_numpy(length)
+        num_open = max(1, int(_find_open(frozen, *spans, num_canvases, canvas_len).sum(1).max()))
     return CanvasSizes(
         num_tokens=num_tokens,
         num_canvases=num_canvases,
         num_open=num_open,
-        prefix_len=int(torch.where(count > 0, prompt_len + (count - 1) * canvas_len, 0).max()),
+        prefix_len=int(np.where(count > 0, prompt_len + (count - 1) * canvas_len, 0).max()),
         aligned=bool((count == 1).all() and (prompt_len == prompt_len[0]).all()),
         longest=int(length.max()),
     )
@@ -151,8 +153,8 @@ def cut_canvases(
     )
 
 
-def _count_canvases(prompt_len: Tensor, length: Tensor, canvas_len: int) -> Tensor:
-    """Return the number of canvases that cover each row's answer, (B,)."""
+def _count_canvases(prompt_len: Any, length: Any, canvas_len: int) -> Any:
+    """Return the number of canvases that cover each row's answer, (B,), as a tensor or an array."""
     return (length - prompt_len + canvas_len - 1) // canvas_len
 
 

@@ -219,7 +219,9 @@ class _Run:
                     bar.set_postfix_str(self.describe(self.read()))
                 if evaluate is not None and self._due(config.evaluate_every):
                     self.evaluate(evaluate)
-                if stop or self._due(config.checkpoint_every) or (is_read and self._is_unsaved()):
+                is_old = time.perf_counter() - self.saved_at > self.save_pause
+                # All processes reach `any` at the same step.
+                if stop or self._due(config.checkpoint_every) or (is_read and self.parallel.any(is_old)):
                     self.save()
                 bar.update()
                 if stop or self.step == self.steps:
@@ -228,10 +230,6 @@ class _Run:
 
     def _due(self, every: int | None) -> bool:
         return self.step == self.steps or (every is not None and self.step % every == 0)
-
-    def _is_unsaved(self) -> bool:
-        """Return True if the last checkpoint is old. All processes must call this at the same step."""
-        return self.parallel.any(time.perf_counter() - self.saved_at > self.save_pause)
 
     def _plan(self) -> None:
         """With `config.minutes`, estimate again how many steps fit into the time."""
@@ -293,13 +291,12 @@ class _Run:
         finite = torch.stack([values.isfinite() for values in record.sums.values()]).all(0)  # (B,)
         seeds = torch.cat([part.seeds for part in record.parts])[~finite].tolist()
         rows = f"in the rows with seeds {seeds}" if seeds else "although the terms of every row here are finite"
+        advice = "Lower TrainConfig.lr or TrainConfig.clip."
         if record.step == 1:
             checked = "those rows" if seeds else "the objective"
             advice = f"No update came before, so the learning rate is not the cause. Check {checked} and the weights."
         elif 0 < len(seeds) < len(finite):
             advice = "Check those rows, because others here are finite. If they are right, lower TrainConfig.lr."
-        else:
-            advice = "Lower TrainConfig.lr or TrainConfig.clip."
         raise FloatingPointError(
             f"train computed a number that is not finite at step {record.step}: {', '.join(terms)}, {rows}. "
             f"{self._restore()} {advice}"

@@ -158,9 +158,6 @@ def _proposable(noise: Noise, logits: Tensor) -> Tensor:
 
 
 def check_process(noise: Noise) -> None:
-    """Raise ValueError for noise of the user's own classes, for which these formulas might not be bounds.
-
-    Example: `check_process(MaskNoise(512))` returns; a subclass of `MaskNoise` raises.
-    """
+    """Raise ValueError for noise of the user's own classes, for which these formulas might not be bounds."""
     rule, fix = "be MaskNoise, UniformNoise or HybridNoise itself", "Train with CrossEntropy."
     require(type(noise) in (MaskNoise, UniformNoise, HybridNoise), "nelbo noise", rule, noise, fix)

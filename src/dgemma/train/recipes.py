@@ -192,8 +192,7 @@ def _balance(router: nn.Module, inputs: Any, routing: Routing, *, weight: float)
     expert = torch.arange(num_experts, device=routing.experts.device)
     share = (routing.experts.reshape(-1, 1) == expert).to(routing.probabilities.dtype).mean(0)  # (E,)
     slope = (share * (weight * num_experts / max(1, num_tokens))).expand(num_tokens, num_experts)
-    weights = _WithSlope.apply(routing.weights, routing.probabilities, slope)
-    return routing._replace(weights=weights)
+    return routing._replace(weights=_WithSlope.apply(routing.weights, routing.probabilities, slope))
 
 
 class _WithSlope(torch.autograd.Function):

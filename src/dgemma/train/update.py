@@ -180,8 +180,7 @@ def check_weights(model: DiffusionGemma, config: TrainConfig) -> None:
 
 def _check_optimizer(optimizer: Any, parameters: Mapping[str, Tensor]) -> None:
     """Raise unless the optimizer updates weights of this model, and no others."""
-    is_optimizer = isinstance(optimizer, torch.optim.Optimizer)
-    require(is_optimizer, "train optimizer", "return a torch optimizer", optimizer)
+    require(isinstance(optimizer, torch.optim.Optimizer), "train optimizer", "return a torch optimizer", optimizer)
     updated = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
     fits, fix = updated and updated <= set(map(id, parameters.values())), "Make it from the named parameters."
     require(bool(fits), "train optimizer", "update only weights of the model, and at least one", optimizer, fix)

@@ -4,17 +4,9 @@ from collections.abc import Sequence
 
 NUM_CELLS = 81
 _RULE = "───────".join
-_ROW = "│       │       │       │"
-_BAND = [_ROW] * 3
-LINES = [
-    _RULE("┌┬┬┐"),
-    *_BAND,
-    _RULE("├┼┼┤"),
-    *_BAND,
-    _RULE("├┼┼┤"),
-    *_BAND,
-    _RULE("└┴┴┘"),
-]  # 13 lines of 25 characters
+_BAND = ["│       │       │       │"] * 3
+# 13 lines of 25 characters
+LINES = [_RULE("┌┬┬┐"), *_BAND, _RULE("├┼┼┤"), *_BAND, _RULE("├┼┼┤"), *_BAND, _RULE("└┴┴┘")]
 
 
 class Board:
@@ -31,9 +23,6 @@ class Board:
 
 
 def place_of(cell: int) -> tuple[int, int]:
-    """Return the line and column of a cell in `LINES`.
-
-    Example: `place_of(80)` is (11, 22).
-    """
+    """Return the line and column of a cell in `LINES`."""
     y, x = divmod(cell, 9)
     return 1 + y + y // 3, 2 + 2 * x + 2 * (x // 3)

@@ -37,8 +37,7 @@ class Pieces:
         texts = [self.one(token) for token in tokens]
         start = 0
         while start < len(tokens):
-            length = self._join(tokens[start : start + _LONGEST_CHARACTER], texts, start)
-            start += length
+            start += self._join(tokens[start : start + _LONGEST_CHARACTER], texts, start)
         return texts
 
     def one(self, token: int) -> str:

@@ -65,8 +65,7 @@ def plot_order(
     frames = read_frames(trajectory, row, owner="plot_order")
     figure, ax = _axes(ax, "plot_order", size=(9, 3.2))
     for block, steps in enumerate(settled(frames)):
-        positions = block * len(steps) + np.arange(len(steps))
-        ax.plot(positions, steps + 1, ".", markersize=5)
+        ax.plot(block * len(steps) + np.arange(len(steps)), steps + 1, ".", markersize=5)
     _entitle(ax, "When each position got its final token", frames.num_blocks, frames.final.shape[1])
     ax.set(xlabel="position", ylabel="settled at step", xlim=(-0.5, frames.final.size - 0.5))
     ax.locator_params(axis="y", integer=True)

@@ -59,12 +59,8 @@ def test_countdown_calculates_exactly_and_uses_each_number_once():
         "(6-2)*5 = 7",
     ]
     assert countdown(texts, [answer] * len(texts)) == [1.0, 1.0, *[0.0] * 7]
-    assert countdown(
-        ["6/5*5", "1/3*3"], [{"numbers": [6, 5, 5], "target": 6}, {"numbers": [1, 3, 3], "target": 1}]
-    ) == [
-        1.0,
-        1.0,
-    ]
+    answers = [{"numbers": [6, 5, 5], "target": 6}, {"numbers": [1, 3, 3], "target": 1}]
+    assert countdown(["6/5*5", "1/3*3"], answers) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -118,8 +118,7 @@ class Contents:
             found = [f"unreadable {module}: {weight.shape[-1]} columns are no multiple of its groups of {group_size}"]
         self.problems.extend(found)
         if not found:
-            used = {role: tensors[role] for role in expected}
-            self.entries[weight_name(module)] = replace(weight, tensors=used)
+            self.entries[weight_name(module)] = replace(weight, tensors={role: tensors[role] for role in expected})
 
     def refuse_coded(self, module: str) -> None:
         """Note that the config does not quantise a module that is stored in codes."""

@@ -112,8 +112,7 @@ def _open(file: Path) -> GgufFile:
     try:
         import gguf  # noqa: F401
     except ImportError:
-        command = install_command("gguf")
-        raise ImportError(f"GGUF files need the gguf package. Install it with: {command}.") from None
+        raise ImportError(f"GGUF files need the gguf package. Install it with: {install_command('gguf')}.") from None
     return GgufFile.open(file)
 
 

@@ -135,8 +135,7 @@ def retry(model: Denoiser, completion: CompletedPuzzles, *, moves_seed: int = 0,
     rows = (~completion.solved).nonzero()[:, 0]
     if not len(rows):
         return completion
-    seeds = moves_seed + rows
-    u = draws.uniform(seeds, torch.zeros_like(rows), torch.zeros_like(rows), NUM_UNIFORMS, "retry")
+    u = draws.uniform(moves_seed + rows, torch.zeros_like(rows), torch.zeros_like(rows), NUM_UNIFORMS, "retry")
     again = complete(model, equivalents(completion.puzzles[rows], u), **options)
     return replace(
         completion,

@@ -78,8 +78,7 @@ class SudokuSource:
     def __post_init__(self) -> None:
         check_types(self)
         low, high = self.givens
-        in_order = 17 <= low <= high <= NUM_CELLS
-        require_field(in_order, self, "givens", "be (lowest, highest) within 17 to 81")
+        require_field(17 <= low <= high <= NUM_CELLS, self, "givens", "be (lowest, highest) within 17 to 81")
 
     def __call__(self, step: int, rows: range) -> TrainBatch:
         sample = self.sample(step, rows)

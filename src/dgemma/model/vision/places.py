@@ -52,8 +52,6 @@ def split_tokens(num_tokens: int, size: int, image_index: Tensor | None) -> Iter
     """Yield chunks of about `size` tokens that cover all `num_tokens`. None of them cuts an image.
 
     A chunk is longer than `size` only if an image is.
-
-    Example: `list(split_tokens(5, 2, None))` is [slice(0, 2), slice(2, 4), slice(4, 5)].
     """
     cuts_image = [False] * (num_tokens + 1)  # a cut before this token is inside an image
     if image_index is not None:

@@ -82,5 +82,4 @@ class Problems:
 @lru_cache(maxsize=8)
 def _order(seed: int, count: int, epoch: int) -> list[int]:
     key, block, step = (torch.tensor([number]) for number in (seed, 0, epoch))
-    draw = draws.uniform(key, block, step, count, "order")
-    return draw[0].argsort(stable=True).tolist()
+    return draws.uniform(key, block, step, count, "order")[0].argsort(stable=True).tolist()
