@@ -105,8 +105,7 @@ def nucleus_floor(logits: Tensor, shaping: Shaping, p: float) -> Tensor:
 
     Example: `shaping._replace(floor=nucleus_floor(logits, shaping, 0.9))`.
     """
-    size = 8 * logits.element_size()
-    integer = torch.int16 if size == 16 else torch.int32
+    size, integer = (16, torch.int16) if logits.element_size() == 2 else (32, torch.int32)
 
     def reorder(bits: Tensor) -> Tensor:
         return bits ^ ((bits >> (size - 1)) & torch.iinfo(integer).max)
