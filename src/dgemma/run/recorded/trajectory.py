@@ -6,6 +6,7 @@ callbacks determine a run. A trajectory keeps the plan and the changes; with the
 
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self, cast
@@ -235,7 +236,15 @@ class Trajectory:
 
         Example: `trajectory.replay(model)`.
         """
-        again = self._rerun(model, cache, 0, self._changes_before).trajectory
+        again = type(self)(self.plan, top=self.top)
+
+        def script(place: StepPlace, now: Now) -> Changes:
+            if strict and len(again) > len(self):
+                raise _Reached(Moment(now.state, now.cache, now.knobs))  # the difference below says so
+            return self._changes_before(place, now)
+
+        with suppress(_Reached):
+            self._rerun(model, cache, 0, script, again)
         difference = self.difference(again) if strict else None
         if difference:
             fix = "Use the same weights, dtype, device and versions."
@@ -408,14 +417,14 @@ class Trajectory:
                 new.setdefault("seeds", row_seeds.to(now.state.device)[now.state.rows])
             return earlier | list_changes(new, *apply_changes(earlier, now.state, now.knobs))
 
-        return self._rerun(model, cache, block, script, plan)
+        return self._rerun(model, cache, block, script, type(self)(plan, top=self.top))
 
     def _rerun(
-        self, model: Denoiser, cache: Cache | None, block: int, script: Script, plan: Plan | None = None
+        self, model: Denoiser, cache: Cache | None, block: int, script: Script, again: "Trajectory | None" = None
     ) -> "Generation":
         """Run again from the start of a block, and record it. `script` returns the changes before each step."""
         self._check_model(model, cache)
-        again = type(self)(self.plan if plan is None else plan, top=self.top)
+        again = type(self)(self.plan, top=self.top) if again is None else again
         again.steps = [step for step in self.steps if step.block < block]
         again.changes = [change for change in self.changes if change.block < block]
         again.commits = self.commits[:block]
