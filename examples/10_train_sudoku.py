@@ -8,7 +8,7 @@ No training grid is equivalent to a test grid. The script solves test puzzles be
     python examples/10_train_sudoku.py --puzzles runs/puzzles --prepare-only
     python examples/10_train_sudoku.py --puzzles runs/puzzles --noise mask --minutes 7.3 --fast --out runs/mask
     python examples/10_train_sudoku.py --puzzles runs/puzzles --start runs/mask/checkpoint --seed 1 --batch-size 512 \
-        --minutes 7.6 --fast --out runs/own
+        --pool 8192 --minutes 7.6 --fast --out runs/own
 
 A command that was stopped continues where it was. With --start, a checkpoint trains on its own steps, with few clues:
 `OwnSteps` takes steps of `generate` from pure noise, with gradients. After training, the script chooses a bound of

@@ -131,8 +131,9 @@ def test_the_fewest_tokens_that_reach_a_share_stay_with_those_as_probable_as_the
 def test_nan_among_the_logits_is_noticed_after_a_cut_to_the_largest(twin, device):
     logits, temperature = draw(CHUNK + 1, torch.float32, device)
     logits[0, 5], logits[1] = torch.nan, torch.nan
-    got = twin.vocabulary_statistics(logits, Shaping(temperature, floor=twin.kth_largest(logits, 3)))
-    assert got.entropy.isnan().tolist() == [True, True, False, False]
+    for floor in (twin.kth_largest(logits, 3), twin.nucleus_floor(logits, Shaping(temperature), 0.5)):
+        got = twin.vocabulary_statistics(logits, Shaping(temperature, floor=floor))
+        assert got.entropy.isnan().tolist() == [True, True, False, False]
 
 
 class Sizes(TorchDispatchMode):

@@ -36,7 +36,7 @@ from dgemma.tasks.autoregressive import generate_causal
 from dgemma_kernels.engine.cache import Arena, CacheBuffers, FusedCache
 from dgemma_kernels.engine.checks import check_model, check_weights, require_gpu
 from dgemma_kernels.engine.forward import Forward, choose_kernels
-from dgemma_kernels.engine.graphs import Graphs, ZeroedMemory, compile_together, in_turn
+from dgemma_kernels.engine.graphs import Graphs, compile_together, in_turn
 from dgemma_kernels.engine.precision import choose_parts
 from dgemma_kernels.engine.prediction import FusedPrediction, Logits
 from dgemma_kernels.engine.reading import MOST_READ, MOST_READ_FOUR_BIT, CausalReader, read_sizes
@@ -271,8 +271,7 @@ class FusedDenoiser(Denoiser[FusedCache]):
                 knobs = replace(plan.knobs, stop=stop)
                 options: Any = {"seeds": self._zeros(1), "canvas_len": length}
                 options |= {"num_steps": 1, "canvas": self._zeros(1, length), "language": of_text, "allowed": allowed}
-                with ZeroedMemory():
-                    self._stepper.launch(start_state(knobs, plan.noise, **options), knobs)
+                self._stepper.launch(start_state(knobs, plan.noise, **options), knobs)
         launch_passes(language, size)
 
     def _use_prediction(self, canvas: Tensor, **shaping: Any) -> None:

@@ -4,7 +4,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
@@ -238,7 +238,7 @@ class Captured:
 def compile_together(launches: Callable[[], Any]) -> None:
     """Compile and load in parallel all kernels that `launches` would launch. It runs, but launches none of them.
 
-    So their results are missing, and nothing in `launches` may index by them, except in `ZeroedMemory`.
+    So their results are missing: new tensors hold zeros, by which `launches` may index.
 
     Example: `compile_together(lambda: forward.canvas(tokens, signal, buffers))`.
     """
@@ -250,7 +250,7 @@ def _compile_together(launches: Callable[[], Any]) -> None:
     # at its launch.
     device = torch.cuda.current_device() if torch.cuda.is_available() else -1  # a thread has its own current device
     with ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(device,)) as threads:
-        with AsyncCompileMode(threads, ignore_errors=True), only_compiling() as kernels:
+        with AsyncCompileMode(threads, ignore_errors=True), only_compiling() as kernels, _ZeroedMemory():
             launches()
         list(threads.map(_load, {id(kernel): kernel for kernel in kernels}.values()))
 
@@ -278,13 +278,14 @@ def only_compiling() -> Iterator[list[Any]]:
 
 
 def _load(kernel: Any) -> None:
-    """Build a kernel's launcher, and load the kernel on the device; else its first launch does."""
+    """Build a kernel's launcher, and load the kernel on the device; else its first launch does, and raises errors."""
     if hasattr(kernel, "result"):  # not compiled before
         kernel = kernel.result(True)  # ignores errors
-    getattr(kernel, "run", None)  # reading it loads the kernel
+    with suppress(Exception):
+        _ = kernel.run  # loads the kernel
 
 
-class ZeroedMemory(TorchFunctionMode):
+class _ZeroedMemory(TorchFunctionMode):
     """Makes torch allocate zeros in a `with` block, so that functions can index by results of kernels not launched."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,6 +1,6 @@
 """Predictions of the fused denoiser: `dgemma.Prediction` with statistics from one sweep over the vocabulary.
 
-The kernel applies soft-cap, temperature, top-k, bias and allowed tokens. Top-p, `logits`, `log_prob` and `top` use
+The kernel applies soft-cap, temperature, top-k, top-p, bias and allowed tokens. `logits`, `log_prob` and `top` use
 `dgemma.Prediction`'s PyTorch code on the same logits, one slice of positions at a time.
 """
 

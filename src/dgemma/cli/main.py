@@ -107,7 +107,8 @@ def _refuse_one_file_for_two(arguments: Namespace) -> None:
     options: dict[Path, str] = {}
     for option in ("input", "out", "html", "gif"):
         path = getattr(arguments, option, None)
-        other = options.setdefault(Path(path).resolve(), option) if path else option
+        is_special = path and Path(path).exists() and not Path(path).is_file()  # /dev/null is no output to lose
+        other = options.setdefault(Path(path).resolve(), option) if path and not is_special else option
         if other != option:
             raise ValueError(f"--{option} must be another file than that of --{other}, got {str(path)!r}.")
 

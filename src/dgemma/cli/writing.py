@@ -217,7 +217,7 @@ def run_edit(arguments: argparse.Namespace) -> None:
     # The longest first, so that a phrase takes precedence over its parts.
     pattern = "|".join(re.escape(words) for words in sorted(arguments.keep, key=len, reverse=True)) or "(?!)"
     ids, is_kept = _tokenise(text, pattern, writer.tokenizer)
-    if all(is_kept[1:]):
+    if arguments.keep and all(is_kept[1:]):
         raise ValueError("--keep must leave words to rewrite, got the whole text. Keep fewer words.")
     _fill(arguments, text, writer, edit, ids, noise_level=arguments.level, frozen=writer.tokens(is_kept))
 

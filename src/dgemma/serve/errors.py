@@ -9,7 +9,8 @@ from typing import Any
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}
 
 _CONSTANTS = {"None": "null", "True": "true", "False": "false"}
-_QUOTED_OR_CONSTANT = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\b(None|True|False)\b""")
+_QUOTED, _PAIR = r"""(?<!\w)'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\"""", r"\((-?\d+, -?\d+)\)"
+_QUOTED_OR_PYTHON = re.compile(rf"{_QUOTED}|{_PAIR}|\b(None|True|False)\b")
 
 
 class ApiError(Exception):
@@ -58,9 +59,12 @@ def shut_down() -> ApiError:
 
 
 def in_json(message: str) -> str:
-    """Write Python's constants as JSON does, except in quotes, and pairs of numbers as lists."""
-    message = re.sub(r"\((-?\d+, -?\d+)\)", r"[\1]", message)
-    return _QUOTED_OR_CONSTANT.sub(lambda found: _CONSTANTS[found[1]] if found[1] else found[0], message)
+    """Write Python's constants as JSON does, and pairs of numbers as lists, except in quotes."""
+
+    def replace(found: re.Match[str]) -> str:
+        return f"[{found[1]}]" if found[1] else _CONSTANTS.get(found[2], found[0])
+
+    return _QUOTED_OR_PYTHON.sub(replace, message)
 
 
 def encodable(text: str) -> str:

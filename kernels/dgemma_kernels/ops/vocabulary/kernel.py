@@ -115,7 +115,8 @@ def nucleus_floor(logits: Tensor, shaping: Shaping, p: float) -> Tensor:
         return floor if shaping.floor is None else torch.maximum(floor, shaping.floor)
 
     whole = vocabulary_statistics(logits, shaping)
-    best = reorder(logits.gather(1, whole.argmax[:, None])[:, 0].view(integer)).long()
+    token = whole.argmax.clamp(max=logits.shape[1] - 1)  # NaN logits have no best token
+    best = reorder(logits.gather(1, token[:, None])[:, 0].view(integer)).long()
     key = torch.full_like(best, torch.iinfo(integer).min)
     for bit in reversed(range(size)):
         higher = key + (1 << bit)

@@ -44,7 +44,7 @@ def nucleus_floor(logits: Tensor, shaping: Shaping, p: float) -> Tensor:
     ordered, order = _processed(logits, shaping).sort(dim=-1, descending=True)
     probabilities = ordered.softmax(-1)
     num_kept = (probabilities.cumsum(-1) - probabilities < p).sum(-1, keepdim=True)
-    return logits.gather(1, order.gather(1, num_kept - 1))[:, 0]
+    return logits.gather(1, order.gather(1, (num_kept - 1).clamp(min=0)))[:, 0]
 
 
 def sample(logits: Tensor, statistics: VocabularyStatistics, u: Tensor, shaping: Shaping) -> Tensor:

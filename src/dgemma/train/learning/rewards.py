@@ -9,10 +9,12 @@ import json
 import operator
 import re
 import runpy
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -164,6 +166,8 @@ def find_reward(name: str) -> Reward:
         rule, fix = f"be one of {', '.join(REWARDS)}", "Name your own as module:function or file.py:function."
         require(name in REWARDS, "reward", rule, name, fix)
         return REWARDS[name]
+    if source.endswith(".py"):
+        sys.path.insert(0, str(Path(source).resolve().parent))  # as `python file.py` does, for modules next to it
     try:
         module: Any = SimpleNamespace(**runpy.run_path(source)) if source.endswith(".py") else import_module(source)
         reward: Reward = getattr(module, function)
