@@ -68,7 +68,7 @@ class CacheBuffers:
         move(self._shared, own, self.newest)
 
     def keep_newest(self, num_new: Tensor | int) -> None:
-        """Let a forward that shares memory keep each row's newest tokens, counting `num_new` of its own."""
+        """Choose the slots that a forward with shared memory keeps, after `num_new` more tokens: each row's newest."""
         self.newest.copy_(self._find_newest(num_new))
 
     def trim(self) -> None:

@@ -259,7 +259,12 @@ class FusedDenoiser(Denoiser[FusedCache]):
                 self._use_prediction(canvas, top_k=top_k)
                 self._use_prediction(token, temperature=1.0, top_k=top_k)
         self._use_prediction(canvas[:1], top_k=2, top_p=0.5)
-        plan, vocab_size = read_plan(self, canvas[:1]), self.config.vocab_size
+        self._launch_constraints()
+
+    def _launch_constraints(self) -> None:
+        """Launch the kernels of steps with and without constraints, masks and stop rules."""
+        size, vocab_size = self.config.canvas_length, self.config.vocab_size
+        plan = read_plan(self, self._zeros(1, 1))
         token_class = torch.arange(vocab_size, dtype=torch.int32).clamp(max=1)
         automaton = Automaton.build(token_class, torch.tensor([[1, 0], [1, 1]]), torch.tensor([False, True]))
         mask = torch.ones(1, min(size, 16), vocab_size, dtype=torch.bool, device=self.device)  # more would be large

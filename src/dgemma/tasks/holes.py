@@ -105,7 +105,7 @@ class _HoleText:
 
 
 class HoleRows(BatchRow):
-    """Texts with holes. Each canvas is a run of its own, whose prompt is the text to its left.
+    """Texts with holes. Each canvas is a run of its own, and the text to its left is the prompt.
 
     So after every canvas `plan` is that of the next run, for the texts that still have holes (`open`). As a row of a
     `Batch` it has one text.

@@ -83,7 +83,7 @@ class Trajectory:
                 changes = yield event
 
     def _add_step(self, record: StepRecord, changes: Changes, after: DenoiseState, rows: Tensor | None) -> None:
-        """Record a step. `after` is the state after it, without what the receiver has changed in place."""
+        """Record a step. `after` is the state after it, before the receiver changed anything."""
         none = record.entropy.new_empty(*record.canvas.shape, 0)
         top = record.prediction.top(self.top) if self.top else Top(none, none)
         values = {"next_canvas": after.canvas, "done": after.done, "draft": after.draft, "open": after.open}
